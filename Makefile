@@ -1,0 +1,62 @@
+# Everything runs from a virtual environment that `make setup` builds at the root of the checkout.
+
+VENV ?= .venv
+# The first Python on this machine that the engine can run on; `make PYTHON=/path/to/python3.11` names another.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.10; do \
+	"$$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$python" && break; \
+	done)
+
+# make demo
+MODEL ?=
+BACKEND ?= nixl
+JSON ?=
+ARGS ?=
+# make test
+TESTS ?= test/srt
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.pd-radix-setup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo 'make setup   build $(VENV) with the engine, this package and the tools (about 12 GB, minutes; once)'
+	@echo 'make demo    the same chat with the decode prefix cache off and on, and what it saves (under 3 minutes)'
+	@echo '               MODEL=Qwen/Qwen3-0.6B   another model than the small made one, on a machine with a GPU'
+	@echo '               BACKEND=mooncake        another KV transfer backend'
+	@echo '               JSON=FILE               write the figures there'
+	@echo "               ARGS='--clients 8'      any option of pd-radix demo"
+	@echo 'make lint    ruff and mypy'
+	@echo 'make test    lint and all tests, with real servers on this machine'
+	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
+	@echo 'make clean   remove what these commands made, except $(VENV)'
+	@echo 'PYTHON=...   the Python (3.10 to 3.12) to build $(VENV) from'
+
+setup: $(STAMP)
+
+# Left half done (no network, Ctrl-C), it has no stamp and the next call carries on.
+$(STAMP): pyproject.toml constraints.txt python/sglang_pd_radix.pth
+	@test -n '$(PYTHON)' || { echo 'Python 3.10, 3.11 or 3.12 is needed and none was found: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	'$(PYTHON)' -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: setup
+	$(BIN)/pd-radix demo --work-dir build/demo --backend $(BACKEND) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+# The patch files are checked apart, under their path in the checkout: to mypy they have the engine's module names.
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases python/sglang
+
+test: setup lint
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find benchmark python test -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,292 @@
+"""What every transfer backend shares: who understands a decode prefix, and how it is learnt.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import requests
+from aiohttp import web
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import conn as engine
+from sglang.srt.disaggregation.decode_prefix import (
+    DECODE_PREFIX_ROUTE,
+    DECODE_PREFIX_VERSION,
+    KvTransferCounters,
+    check_decode_prefix,
+)
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
+
+# Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
+REMEMBERED_ROOMS = 65536
+
+
+def _is_dummy(info) -> bool:
+    """Whether a TransferInfo asks for nothing; a method in one backend, a field in the other."""
+    return info.is_dummy() if callable(info.is_dummy) else info.is_dummy
+
+
+def _remember(rooms: dict, room: int, value) -> None:
+    rooms[room] = value
+    while len(rooms) > REMEMBERED_ROOMS:
+        del rooms[next(iter(rooms))]
+
+
+class CommonKVManager(engine.CommonKVManager):
+    """Knows which prefill peers understand a decode prefix."""
+
+    def __init__(self, *args, **kwargs):
+        """Adds the table of peers, the byte counters, and the books that tell a late or refused request."""
+        # Before the engine's: its last step starts threads that may use them.
+        self.prefix_peers: dict[str, bool] = {}
+        # Why a room ended, None if it ended well; why its request was refused, until its sender reads it.
+        self.ended_rooms: dict[int, str | None] = {}
+        self.refused: dict[int, str] = {}
+        # Rooms with a sender on this prefill.
+        self.live_rooms: set[int] = set()
+        # The thread that reads decode's messages and the scheduler both change these books and transfer_infos.
+        self.room_lock = threading.RLock()
+        super().__init__(*args, **kwargs)
+        self.counters = KvTransferCounters.get(self.server_args)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Adds one question to the handshake with a new prefill, when this decode worker keeps a radix cache.
+
+        It goes to a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
+        answers 404 and is then sent no prefix.
+        """
+        known = bootstrap_addr in self.prefill_info_table
+        if not super().try_ensure_parallel_info(bootstrap_addr):
+            return False
+        if known or not getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False):
+            return True
+        try:
+            reply = requests.get(f"http://{bootstrap_addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            if reply.status_code not in (200, 404):
+                raise ValueError(f"status {reply.status_code}")
+            version = int(reply.json()["version"]) if reply.status_code == 200 else 0
+        except Exception as e:
+            logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", bootstrap_addr, e)
+            del self.prefill_info_table[bootstrap_addr]
+            return False
+        takes = self.prefix_peers[bootstrap_addr] = version == DECODE_PREFIX_VERSION
+        if not takes:
+            logger.warning(
+                "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
+                "it will send whole prompts. Install sglang-pd-radix there to send only what is missing.",
+                bootstrap_addr,
+                version or "none",
+                DECODE_PREFIX_VERSION,
+            )
+        return True
+
+    def fail_room(self, room: int, reason: str) -> None:
+        """Fail one request for ``reason``; the scheduler sees it at its next poll."""
+        self.record_failure(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    def refuse(self, room: int, reason: str) -> str:
+        """Note that decode's request for ``room`` cannot be used, for a sender that may come only later.
+
+        Returns the reason in full.
+        """
+        reason = f"refused decode's request for KV: {reason}"
+        logger.error("Room %s: %s", room, reason)
+        with self.room_lock:
+            _remember(self.refused, room, reason)
+        return reason
+
+    def end_room(self, room: int, reason: str | None = None) -> None:
+        """Forget what decode asked for ``room`` and remember that it has ended, and why if it failed."""
+        with self.room_lock:
+            self.transfer_infos.pop(room, None)
+            self.live_rooms.discard(room)
+            _remember(self.ended_rooms, room, reason)
+
+    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int) -> None:
+        """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them."""
+        theirs = self.decode_kv_args_table[peer].dst_kv_item_len
+        page_bytes = sum(min(item, theirs) for item in self.kv_args.kv_item_lens)
+        self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes)
+
+    def failure_reason(self, room: int) -> str:
+        """Why a request failed, as recorded, or that nobody said."""
+        with self.failure_lock:
+            return self.failure_records.pop(room, "no reason was recorded")
+
+
+class CommonKVSender(engine.CommonKVSender):
+    """Sender that knows the prefix decode asked to be left out."""
+
+    # Tokens of the prompt, and how many of them decode says that it holds (0 when it named none).
+    prompt_len: int | None = None
+    decode_prefix_len: int = 0
+    _accepted: bool = False
+    # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
+    _infos: dict = {}
+
+    def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
+        """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
+        with mgr.room_lock:
+            mgr.ended_rooms.pop(bootstrap_room, None)
+            mgr.live_rooms.add(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+
+    def read_decode_prefix(self) -> tuple[int, int | None]:
+        """The prefix (tokens) and delta size (pages; None if this rank sends no KV) that decode asked of this rank.
+
+        Raises ValueError when decode's ranks contradict each other.
+        """
+        with self.kv_mgr.room_lock:
+            self._infos = dict(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}))
+        infos = self._infos.values()
+        prefixes = {getattr(info, "decode_prefix_len", None) or 0 for info in infos}
+        sizes = {len(info.dst_kv_indices) for info in infos if not _is_dummy(info)}
+        if len(prefixes) > 1 or len(sizes) > 1:
+            raise ValueError(f"decode ranks disagree: prefixes {sorted(prefixes)}, delta pages {sorted(sizes)}")
+        return (prefixes.pop() if prefixes else 0), (sizes.pop() if sizes else None)
+
+    def tell_failure(self, reason: str) -> None:
+        """Tell decode that this request failed. Backends with a message for it override it."""
+
+    def accept_decode_prefix(self) -> bool:
+        """Take over decode's prefix once its message is there; False, and the request fails, if it cannot be right."""
+        if self._accepted:
+            return True
+        page_size = self.kv_mgr.kv_args.page_size
+        try:
+            prefix_len, num_pages = self.read_decode_prefix()
+            # A decode worker without the flag names no prefix, and its message is left to the engine.
+            if prefix_len or any(getattr(info, "names_prefix", False) for info in self._infos.values()):
+                if self.prompt_len is None:
+                    raise ValueError("this prefill does not know the length of the prompt")
+                check_decode_prefix(prefix_len, num_pages, self.prompt_len, page_size)
+        except ValueError as e:
+            self.fail(f"refused decode's request for KV: {e}")
+            return False
+        self.decode_prefix_len = prefix_len
+        self._accepted = True
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Fail this request, on this worker and on decode, and nothing else."""
+        self.kv_mgr.fail_room(self.bootstrap_room, reason)
+        self.conclude_state = KVPoll.Failed
+        self.tell_failure(reason)
+
+    def _failed(self) -> bool:
+        return getattr(self, "conclude_state", None) == KVPoll.Failed
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Wraps the engine's init: the pages to send are those beyond the prefix."""
+        super().init(num_kv_indices - self.decode_prefix_len // self.kv_mgr.kv_args.page_size, aux_index)
+
+    def failure_exception(self) -> None:
+        """Replaces the engine's, which does not say what failed."""
+        raise RuntimeError(self.kv_mgr.failure_reason(self.bootstrap_room))
+
+
+class CommonKVReceiver(engine.CommonKVReceiver):
+    """Receiver that knows whether its prefill understands a prefix."""
+
+    # Whether this backend's send_metadata takes decode_prefix_len.
+    carries_prefix = False
+    # Whether the request's metadata is in its buffer; backends report success only then, or ranks that see the
+    # notification before the data would commit in different steps.
+    metadata_landed: Callable[[], bool] | None = None
+    # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
+    fenced = False
+    cancelled_at = 0.0
+    _done = False
+    _asked_at = 0.0
+
+    @property
+    def peer_takes_prefix(self) -> bool:
+        """Whether a prefix may be named to this request's prefill."""
+        return self.carries_prefix and self.kv_mgr.prefix_peers.get(self.bootstrap_addr, False)
+
+    def cancel(self) -> None:
+        """End this request and tell prefill to write no more for it. Backends with a message for that override it."""
+        if self.conclude_state is None:
+            self.abort()
+        self.cancelled_at = time.monotonic()
+
+    def writers_done(self) -> bool:
+        """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
+
+        Once True it stays so: the ranks of a TP group find out in different steps, and act when all have.
+        """
+        if self._done:
+            return True
+        manager = self.kv_mgr
+        # Failed on another rank only, this rank's part may well have arrived in full.
+        arrived = self.conclude_state == KVPoll.Success
+        done = arrived or self._is_quiet() or self._are_gone()
+        if not done and time.monotonic() - self.cancelled_at > manager.waiting_timeout:
+            logger.warning(
+                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: pages are reused.",
+                self.bootstrap_room,
+                manager.waiting_timeout,
+                self.bootstrap_addr,
+            )
+            done = True
+        if done:
+            self._done = True
+            self._close_books()
+        return done
+
+    def _are_gone(self) -> bool:
+        """Whether the processes that would write are gone: nothing listens where their schedulers did.
+
+        A failed health check does not say so: it asks another process, which may be slow while the writers go on.
+        """
+        now = time.monotonic()
+        if now - self._asked_at < 2:
+            return False
+        self._asked_at = now
+        for peer in self.bootstrap_infos or []:
+            try:
+                socket.create_connection((peer["rank_ip"], peer["rank_port"]), timeout=0.05).close()
+                return False
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                return False
+        return True
+
+    def _is_quiet(self) -> bool:
+        """Whether no prefill rank writes for this request any more; a backend that cannot tell says yes."""
+        return True
+
+    def _close_books(self) -> None:
+        """Forget a request that has ended. Backends that keep books of a failed one override it."""
+
+    def failure_exception(self) -> None:
+        """Replaces the engine's, which does not say what failed."""
+        raise RuntimeError(self.kv_mgr.failure_reason(self.bootstrap_room))
+
+
+class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
+    """Bootstrap server that says whether its prefill understands a decode prefix."""
+
+    # 0: the backend does not.
+    decode_prefix_version = 0
+
+    def _setup_routes(self) -> None:
+        """Adds the route of the decode prefix to the engine's."""
+        super()._setup_routes()
+        self.app.router.add_get(DECODE_PREFIX_ROUTE, self._handle_decode_prefix)
+
+    async def _handle_decode_prefix(self, request: web.Request) -> web.Response:
+        # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
+        plain = self.attn_cp_size == 1 and self.pp_size == 1
+        return web.json_response({"version": self.decode_prefix_version if plain else 0})

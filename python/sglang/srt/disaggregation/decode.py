@@ -1,0 +1,496 @@
+"""Decode worker with a prefix cache: admission matches, locks and allocates the delta only.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from sglang.srt.disaggregation import decode as engine
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
+from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, is_warmup
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["DecodePreallocQueue", "DecodeTransferQueue"]
+
+# Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
+# their queues were not; what stands further back is not admissible before these are.
+WINDOW = 256
+# With several TP ranks, requests that one step may admit; figures that all must share; and these with two per request.
+CANDIDATES = 8
+SHARED_FIGURES = 5
+STATE_SIZE = SHARED_FIGURES + 2 * CANDIDATES
+# Steps that TP ranks may disagree in a row before they drop what they can differ in.
+DISAGREEMENTS = 64
+# Steps of a blocked queue between two looks for aborted requests in it.
+ABORT_INTERVAL = 16
+
+
+class DecodePreallocQueue(engine.DecodePreallocQueue):
+    """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
+
+    def __init__(self, *args, **kwargs):
+        """Adds the cache's bookkeeping to the engine's queue."""
+        super().__init__(*args, **kwargs)
+        self.has_radix = isinstance(self.tree_cache, DecodeRadixCache)
+        self.counters = KvTransferCounters.get(self.scheduler.server_args)
+        # The request that did not fit, what it takes, and the tree's state when it was asked.
+        self._blocked: tuple[str, AdmissionPlan, tuple[int, int]] | None = None
+        # Steps in a row in which the TP ranks were not in the same state.
+        self._disagreements = 0
+        self._steps = 0
+
+    @property
+    def radix(self) -> DecodeRadixCache:
+        """The decode tree; only with ``has_radix``."""
+        assert isinstance(self.tree_cache, DecodeRadixCache)
+        return self.tree_cache
+
+    # ---- one step of the queue ----
+
+    def pop_preallocated(self, rids_to_check: list[str] | None = None):
+        """Replaces the engine's admission, which allocates whole prompts: match, lock, allocate and ask for the delta.
+
+        rids_to_check: only used with pipeline parallelism, which the flag excludes.
+        """
+        if not self.has_radix:
+            return super().pop_preallocated(rids_to_check)
+        self._resolve_pending_reqs()
+        if self._nothing_new():
+            return [], []
+        candidates = self._agree()
+        if candidates is None:
+            return [], []
+        failed = [dr for dr in self.queue if isinstance(dr.req.finished_reason, FINISH_ABORT)]
+        for decode_req in failed:
+            self.scheduler.stream_output([decode_req.req], decode_req.req.return_logprob)
+        if failed:
+            self._forget(failed)
+        admitted = self._admit_ready(candidates)
+        if admitted:
+            self._forget(admitted)
+        self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
+        return admitted, failed
+
+    def _nothing_new(self) -> bool:
+        """Whether this step can be left out: all handshakes are done and the first request still does not fit.
+
+        Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
+        decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
+        """
+        self._steps += 1
+        if self._steps % ABORT_INTERVAL == 0 or self._blocked is None or not self.queue:
+            return False
+        window = self.queue[:WINDOW]
+        if not all(dr.waiting_for_input for dr in window):
+            return False
+        retractable = self._retractable_tokens()
+        budget = self._free_or_evictable() - self._reserve(retractable, count_retracted=True)
+        return self._still_blocked(window[0].req, budget, retractable)
+
+    def _forget(self, decode_reqs: Sequence[engine.DecodeRequest]) -> None:
+        gone = {id(dr) for dr in decode_reqs}
+        self.queue = [dr for dr in self.queue if id(dr) not in gone]
+
+    def _agree(self) -> list[tuple[engine.DecodeRequest, bool]] | None:
+        """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.
+
+        Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their
+        negatives, the figures that admission decides by. Equal figures on all ranks make the minimum of a figure and
+        the negated minimum of its negative the same; then all ranks go on to the same decisions. Ranks whose queue or
+        pool differ skip the step. A request of which their trees hold different prefixes goes without one.
+
+        Returns the requests that may be admitted, in order, and whether each may match; None to skip the step.
+        """
+        window = self.queue[:WINDOW]
+        if not window:
+            # On all ranks alike: requests reach the queues of a TP group by broadcast.
+            return []
+        polls = [int(dr.kv_receiver.poll()) for dr in window]
+        capable = [int(getattr(dr.kv_receiver, "peer_takes_prefix", False)) for dr in window]
+        if dist.get_world_size(self.gloo_group) == 1:
+            self._take_polls(window, polls)
+            return [(dr, bool(able)) for dr, able in zip(window, capable, strict=True) if dr.waiting_for_input]
+
+        # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
+        order = sorted(range(len(window)), key=lambda i: not window[i].waiting_for_input)
+        candidates = sorted(order[:CANDIDATES])
+        state = self._state(window)
+        for i in candidates:
+            state += self._held(window[i])
+        state += [0] * (STATE_SIZE - len(state))
+        pad = [0] * (WINDOW - len(window))
+        mine = torch.tensor(state + [-figure for figure in state] + polls + pad + capable + pad, dtype=torch.int64)
+        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self.gloo_group)
+        agreed = mine.tolist()
+        low, high = agreed[:STATE_SIZE], [-figure for figure in agreed[STATE_SIZE : 2 * STATE_SIZE]]
+        if low[:SHARED_FIGURES] != high[:SHARED_FIGURES]:
+            self._on_disagreement(low[:SHARED_FIGURES], high[:SHARED_FIGURES])
+            return None
+        self._disagreements = 0
+        self._take_polls(window, agreed[2 * STATE_SIZE : 2 * STATE_SIZE + len(window)])
+        able = agreed[2 * STATE_SIZE + WINDOW :]
+        result = []
+        for n, i in enumerate(candidates):
+            figures = slice(SHARED_FIGURES + 2 * n, SHARED_FIGURES + 2 * n + 2)
+            if window[i].waiting_for_input:
+                result.append((window[i], bool(able[i]) and low[figures] == high[figures]))
+        return result
+
+    def _held(self, decode_req: engine.DecodeRequest) -> tuple[int, int]:
+        """Matched and unlocked tokens of a queued request; the tree is asked again only when it has changed."""
+        tree, req = self.radix, decode_req.req
+        as_of = (tree.growth, tree.locks_taken, tree.locks_released, tree.evictable_size())
+        known = getattr(decode_req, "held", None)
+        if known is None or known[0] != as_of:
+            found = tree.peek(req.origin_input_ids, req.extra_key)
+            known = decode_req.held = (as_of, (found.length, found.evictable))
+        return known[1]
+
+    def _state(self, window: list[engine.DecodeRequest]) -> list[int]:
+        """The figures that must be the same on all ranks for them to decide alike."""
+        rooms = ",".join(str(dr.req.bootstrap_room) for dr in window)
+        return [
+            len(self.queue),
+            zlib.crc32(rooms.encode()),
+            self.token_to_kv_pool_allocator.available_size(),
+            self.radix.evictable_size(),
+            len(self.retracted_queue),
+        ]
+
+    def _take_polls(self, window: list[engine.DecodeRequest], polls: list[int]) -> None:
+        for decode_req, poll in zip(window, polls, strict=True):
+            if poll == KVPoll.Failed:
+                self._fail_handshake(decode_req)
+            elif poll == KVPoll.WaitingForInput and not decode_req.waiting_for_input:
+                decode_req.waiting_for_input = True
+                decode_req.req.time_stats.set_bootstrap_done_time()
+
+    def _on_disagreement(self, low: list[int], high: list[int]) -> None:
+        """Skip a step; if that does not help for long, give up what the ranks can differ in: the unlocked tree.
+
+        All ranks see each disagreement in the same step, so they also come here together.
+        """
+        self._disagreements += 1
+        if self._disagreements % DISAGREEMENTS:
+            return
+        logger.error(
+            "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, evictable, "
+            "retracted): lowest %s, highest %s. The unlocked part of the tree is dropped on all of them.",
+            self._disagreements,
+            low,
+            high,
+        )
+        self.radix.evict_shortfall(self.radix.evictable_size())
+
+    def _fail_handshake(self, decode_req: engine.DecodeRequest) -> None:
+        req = decode_req.req
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            return
+        message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
+        try:
+            decode_req.kv_receiver.failure_exception()
+        except Exception as e:
+            message += f": {e}"
+        logger.error(message)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        if isinstance(decode_req.kv_receiver, CommonKVReceiver):
+            # Prefill would wait for this request's message for ever.
+            decode_req.kv_receiver.cancel()
+        if self.scheduler.enable_metrics:
+            self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
+
+    # ---- admission ----
+
+    def _admit_ready(self, candidates: list[tuple[engine.DecodeRequest, bool]]) -> list[engine.DecodeRequest]:
+        """Admit requests in order, until one does not fit. Each comes with whether it may match."""
+        admitted: list[engine.DecodeRequest] = []
+        candidates = [c for c in candidates if not isinstance(c[0].req.finished_reason, FINISH_ABORT)]
+        if not candidates:
+            return admitted
+        alone = dist.get_world_size(self.gloo_group) == 1
+        retractable = self._retractable_tokens()
+        reserve = self._reserve(retractable, count_retracted=True)
+        for decode_req, may_match in candidates:
+            if self.req_to_token_pool.available_size() <= 0:
+                break
+            if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
+                break
+            req = decode_req.req
+            budget = self._free_or_evictable() - reserve
+            if self._still_blocked(req, budget, retractable):
+                break
+            plan = self._plan(req, req.origin_input_ids, may_match and self.radix.takes(req))
+            if plan.needed(retractable) > budget:
+                if self._blocked is None or self._blocked[0] != req.rid:
+                    self.counters.blocked()
+                self._block(req, plan)
+                break
+            self._blocked = None
+            evicted = self._admit(req, req.origin_input_ids, plan)
+            reserve += self.num_reserved_decode_tokens
+            self._request_kv(decode_req)
+            admitted.append(decode_req)
+            if evicted and not alone:
+                # What the ranks have agreed on of the next request's prefix may be gone.
+                break
+        return admitted
+
+    def _block(self, req: Req, plan: AdmissionPlan) -> None:
+        self._blocked = (req.rid, plan, (self.radix.growth, self.radix.locks_taken))
+
+    def _still_blocked(self, req: Req, budget: int, retractable: int | None) -> bool:
+        """Whether ``req`` was found not to fit, and neither the budget nor the tree has changed enough since.
+
+        Costs the same for any prompt: the tree is asked again only when something came into it or was locked.
+        """
+        if self._blocked is None:
+            return False
+        rid, plan, state = self._blocked
+        unchanged = rid == req.rid and state == (self.radix.growth, self.radix.locks_taken)
+        return unchanged and plan.needed(retractable) > budget
+
+    def _free_or_evictable(self) -> int:
+        return self.token_to_kv_pool_allocator.available_size() + self.radix.evictable_size()
+
+    def _retractable_tokens(self) -> int:
+        """Tokens that retracting every running request would make free or evictable; a lower bound.
+
+        A prefix that many requests share is there once, so the engine's sum of sequence lengths does not hold here.
+        What requests in transfer or waiting have locked stays locked.
+        """
+        page = self.token_to_kv_pool_allocator.page_size
+        private = sum(
+            pages(r.kv_allocated_len, page) * page - r.cache_protected_len for r in self.scheduler.running_batch.reqs
+        )
+        moving = self.transfer_queue.queue + self.transfer_queue.quarantine
+        kept = sum(dr.req.cache_protected_len for dr in moving)
+        kept += sum(r.cache_protected_len for r in self.scheduler.waiting_queue)
+        return private + max(0, self.radix.protected_size() - kept)
+
+    def _reserve(self, retractable: int | None, count_retracted: bool) -> int:
+        """Tokens that admission must leave alone: the engine's reservations for its other requests."""
+        allocatable = self._allocatable_tokens(retractable_tokens=retractable, count_retracted=count_retracted)
+        return self.token_to_kv_pool_allocator.available_size() - allocatable
+
+    def _plan(self, req: Req, token_ids: list[int], may_match: bool) -> AdmissionPlan:
+        """What admitting ``req`` with KV for ``token_ids`` takes. Changes nothing."""
+        page, num_tokens = self.token_to_kv_pool_allocator.page_size, len(token_ids)
+        found = self.radix.peek(token_ids, req.extra_key) if may_match else NOTHING
+        left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+
+        def beyond_prefix(tokens: int) -> int:
+            # Rounded up once, over the whole sequence: a request that just fits the pool must not wait for ever.
+            return pages(tokens, page) * page - found.length
+
+        return AdmissionPlan(
+            found=found,
+            delta=beyond_prefix(num_tokens),
+            soon=beyond_prefix(num_tokens + min(left, self.num_reserved_decode_tokens)),
+            at_length=beyond_prefix(num_tokens + min(left, engine.CLIP_MAX_NEW_TOKEN)),
+        )
+
+    def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> bool:
+        """Lock the prefix, evict the shortfall, allocate the delta and write the request's table.
+
+        Returns whether anything was evicted.
+        """
+        allocator = self.token_to_kv_pool_allocator
+        parts, node = self.radix.lock_found(plan.found)
+        shortfall = plan.delta - allocator.available_size()
+        if shortfall > 0:
+            self.radix.evict_shortfall(shortfall)
+        # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
+        delta = allocator.alloc(plan.delta)
+        slots = self.req_to_token_pool.alloc([req])
+        assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
+        fill_len, prefix_len = len(token_ids), plan.found.length
+        self.req_to_token_pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
+
+        # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
+        # it neither reads slots at an offset nor counts the prefix as prefill's hit.
+        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
+        req.decode_prefix_len = prefix_len
+        if req.kv_generation is None:
+            req.kv_generation = self.radix.generation
+        req.last_node, req.cache_protected_len = node, prefix_len
+        req.kv_allocated_len = req.kv_committed_len = fill_len
+        req.fill_ids = req.origin_input_ids + req.output_ids
+        req.set_extend_input_len(len(req.fill_ids))
+        return shortfall > 0
+
+    def _request_kv(self, decode_req: engine.DecodeRequest) -> None:
+        """Give the request its metadata buffer and ask prefill for the delta."""
+        req, receiver = decode_req.req, decode_req.kv_receiver
+        req.transfer_prefix_len = req.decode_prefix_len
+        table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
+        page_indices = kv_to_page_indices(delta, self.token_to_kv_pool_allocator.page_size)
+        index = decode_req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
+        if not is_warmup(req):
+            # A room left by the buffer's last user would read as corruption; 0 reads as not there yet.
+            room = self.metadata_buffers.bootstrap_room[index]
+            room.zero_()
+            receiver.metadata_landed = lambda: room[0].item() != 0
+            receiver.fenced = True
+        if getattr(receiver, "peer_takes_prefix", False):
+            receiver.send_metadata(page_indices, index, None, decode_prefix_len=req.decode_prefix_len)
+        else:
+            receiver.send_metadata(page_indices, index, None)
+        req.time_stats.set_decode_transfer_queue_entry_time()
+
+    # ---- retraction ----
+
+    def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
+        """Replaces the engine's resume, which restores everything: match again and restore what the tree lost."""
+        if not self.has_radix:
+            return super().resume_retracted_reqs(rids_to_check)
+        resumed: list[Req] = []
+        if not self.retracted_queue:
+            return resumed
+        reserve = self._reserve(None, count_retracted=False)
+        for req in self.retracted_queue:
+            budget = self._free_or_evictable() - reserve
+            if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, budget, None):
+                break
+            token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
+            plan = self._plan(req, token_ids, self.radix.takes(req))
+            if plan.needed(None) > budget:
+                self._block(req, plan)
+                break
+            self._blocked = None
+            self._admit(req, token_ids, plan)
+            reserve += self.num_reserved_decode_tokens
+            req.is_retracted = False
+            req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
+            resumed.append(req)
+        self.retracted_queue = self.retracted_queue[len(resumed) :]
+        return resumed
+
+
+class _Writers:
+    """Polls as done when no prefill can write to a failed request's pages any more."""
+
+    def __init__(self, decode_req: engine.DecodeRequest):
+        self.decode_req = decode_req
+
+    def poll(self) -> int:
+        return KVPoll.Success if self.decode_req.kv_receiver.writers_done() else KVPoll.Transferring
+
+
+class DecodeTransferQueue(engine.DecodeTransferQueue):
+    """Transfers of a decode worker with a radix cache; without the flag, every method is the engine's own."""
+
+    def __init__(self, *args, **kwargs):
+        """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
+        super().__init__(*args, **kwargs)
+        self.quarantine: list[engine.DecodeRequest] = []
+
+    def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
+        """Replaces the engine's poll, which gives a failed request's pages away while they may still be written.
+
+        One reduction over requests in transfer and in quarantine. rids_to_check: only used with pipeline parallelism,
+        which the flag excludes.
+        """
+        if not isinstance(self.tree_cache, DecodeRadixCache):
+            return super().pop_transferred(rids_to_check)
+        if not self.queue and not self.quarantine:
+            return []
+        pollers = [dr.kv_receiver for dr in self.queue] + [_Writers(dr) for dr in self.quarantine]
+        polls = poll_and_all_reduce(pollers, self.gloo_group)
+        released = [
+            dr for dr, poll in zip(self.quarantine, polls[len(self.queue) :], strict=True) if poll == KVPoll.Success
+        ]
+        self.quarantine = [dr for dr in self.quarantine if dr not in released]
+        arrived: list[Req] = []
+        still: list[engine.DecodeRequest] = []
+        for decode_req, poll in zip(self.queue, polls, strict=False):
+            if poll == KVPoll.Failed:
+                fenced = getattr(decode_req.kv_receiver, "fenced", False)
+                self._fail(decode_req)
+                (self.quarantine if fenced else released).append(decode_req)
+            elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
+                still.append(decode_req)
+            elif isinstance(decode_req.req.finished_reason, FINISH_ABORT):
+                # Another request's metadata came into its buffer.
+                self._report_failed(decode_req.req)
+                released.append(decode_req)
+            else:
+                arrived.append(decode_req.req)
+                self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
+        for decode_req in released:
+            # Not into the tree: part of it may never have been written.
+            release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
+            self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
+        self.queue = still
+        return arrived
+
+    def flush_around_quarantine(self, flush: Callable[[], bool]) -> bool:
+        """Flush the pools of an otherwise idle worker, and keep what is in quarantine out of them.
+
+        A weight update flushes and takes a refusal for an error that ends the scheduler, so it cannot be told to wait.
+        """
+        reqs = [dr.req for dr in self.quarantine]
+        pool, tree = self.scheduler.req_to_token_pool, self.tree_cache
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        page = allocator.page_size
+        tables = []
+        for req in reqs:
+            end = pages(req.kv_allocated_len, page) * page
+            tables.append(pool.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone())
+        if not flush():
+            return False
+        for req, table in zip(reqs, tables, strict=True):
+            # Its prefix went with the tree; what is left of it is the delta, which begins a sequence of its own.
+            length = req.kv_allocated_len - req.cache_protected_len
+            pool.req_to_token[req.req_pool_idx, :length] = table[:length]
+            pool.free_slots.remove(req.req_pool_idx)
+            allocator.free_pages = allocator.free_pages[~torch.isin(allocator.free_pages, table[:length] // page)]
+            req.kv_allocated_len = req.kv_committed_len = length
+            req.last_node, req.cache_protected_len = tree.root_node, 0
+            tree.inc_lock_ref(req.last_node)
+        return True
+
+    def _fail(self, decode_req: engine.DecodeRequest) -> None:
+        """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
+        req = decode_req.req
+        message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
+        try:
+            decode_req.kv_receiver.failure_exception()
+        except Exception as e:
+            message += f": {e}"
+        logger.error(message)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        if getattr(decode_req.kv_receiver, "fenced", False):
+            decode_req.kv_receiver.cancel()
+        self._report_failed(req)
+
+    def _report_failed(self, req: Req) -> None:
+        self.scheduler.stream_output([req], req.return_logprob)
+        if self.scheduler.enable_metrics:
+            self.scheduler.metrics_collector.increment_transfer_failed_reqs()
+
+    def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
+        """Adds the counters of a committed request to the engine's commit."""
+        done = super()._commit_transfer_to_req(decode_req)
+        req = decode_req.req
+        if done and not is_warmup(req) and not isinstance(req.finished_reason, FINISH_ABORT):
+            counters = KvTransferCounters.get(self.scheduler.server_args)
+            counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0)
+        return done

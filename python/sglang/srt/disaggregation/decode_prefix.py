@@ -1,0 +1,165 @@
+"""The decode prefix: what both workers must agree on when decode already holds the start of a prompt.
+
+Backends bring the wire; the arithmetic, the checks and the counters are here, once.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "CANCEL",
+    "DECODE_PREFIX_ROUTE",
+    "DECODE_PREFIX_VERSION",
+    "GIVEN_UP",
+    "AdmissionPlan",
+    "KvTransferCounters",
+    "check_decode_prefix",
+    "pages",
+    "wire_int",
+]
+
+# Where a prefill's bootstrap server says that it understands a decode prefix, and in which version.
+DECODE_PREFIX_ROUTE = "/decode_prefix"
+DECODE_PREFIX_VERSION = 1
+# Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
+CANCEL = b"cancel"
+GIVEN_UP = "decode gave the request up"
+
+
+def pages(num_tokens: int, page_size: int) -> int:
+    """Pages that ``num_tokens`` tokens occupy, the last one possibly in part."""
+    return -(-num_tokens // page_size)
+
+
+def wire_int(frame: bytes, name: str) -> int:
+    """The decimal number in a message frame. Raises ValueError naming the field when it is not one."""
+    try:
+        return int(frame.decode("ascii"))
+    except ValueError:
+        raise ValueError(f"{name} is not a number: {frame[:32]!r}") from None
+
+
+def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int) -> None:
+    """Check a decode prefix against the prompt it is for (invariant I4).
+
+    prefix_len: tokens that decode says it holds. num_delta_pages: pages it offers for the rest, None from a rank that
+    receives no KV. prompt_len: tokens of the prompt. Raises ValueError with the reason.
+    """
+    if prefix_len < 0:
+        raise ValueError(f"decode_prefix_len {prefix_len} is negative")
+    if prefix_len % page_size:
+        raise ValueError(f"decode_prefix_len {prefix_len} is not a multiple of the page size {page_size}")
+    if prefix_len > prompt_len:
+        raise ValueError(f"decode_prefix_len {prefix_len} is beyond the prompt of {prompt_len} tokens")
+    expected = pages(prompt_len - prefix_len, page_size)
+    if num_delta_pages is not None and num_delta_pages != expected:
+        raise ValueError(
+            f"decode_prefix_len {prefix_len} leaves {expected} pages of a prompt of {prompt_len} tokens, "
+            f"but decode allocated {num_delta_pages}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmissionPlan:
+    """What admitting one request takes. All figures are tokens.
+
+    found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
+    locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
+    and the reserved decode steps. at_length: the same for all tokens the request may generate.
+    """
+
+    found: PrefixPeek
+    delta: int
+    soon: int
+    at_length: int
+
+    def needed(self, retractable: int | None) -> int:
+        """Free or evictable tokens that must be there before admission.
+
+        retractable: what retracting all running requests would yield; None when only the near future counts. The part
+        of it that is this request's own prefix is not to be had.
+        """
+        need = self.soon
+        if retractable is not None:
+            others = max(0, retractable - (self.found.length - self.found.evictable))
+            need = max(need, self.at_length - others)
+        return need + self.found.evictable
+
+
+class KvTransferCounters:
+    """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
+
+    Each rank counts for itself and the engine's multiprocess exporter adds them up.
+    """
+
+    _made: dict[tuple[str, str], KvTransferCounters] = {}
+
+    @classmethod
+    def get(cls, server_args: ServerArgs) -> KvTransferCounters:
+        """The counters of this process; made once, since Prometheus refuses a second registration."""
+        key = (server_args.served_model_name, server_args.disaggregation_mode)
+        if key not in cls._made:
+            cls._made[key] = cls(*key, enabled=server_args.enable_metrics)
+        return cls._made[key]
+
+    def __init__(self, model_name: str, engine_type: str, enabled: bool):
+        self.enabled = enabled
+        if not enabled:
+            return
+        # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
+        from prometheus_client import Counter, Gauge
+
+        self._labels = {"model_name": model_name, "engine_type": engine_type}
+        names = list(self._labels)
+
+        def counter(name: str, text: str):
+            return Counter(f"sglang:{name}", text, names).labels(**self._labels)
+
+        def gauge(name: str, text: str):
+            return Gauge(f"sglang:{name}", text, names, multiprocess_mode="mostrecent").labels(**self._labels)
+
+        if engine_type == "prefill":
+            self._sent = counter("kv_transfer_sent_bytes", "KV bytes handed to the transfer backend.")
+            self._saved = counter("kv_transfer_saved_bytes", "KV bytes not sent because decode held them.")
+        else:
+            self._prompt = counter("decode_prompt_tokens", "Prompt tokens of committed requests.")
+            self._hit = counter("decode_prefix_hit_tokens", "Prompt tokens that the decode tree held.")
+            self._moved = counter("decode_transferred_tokens", "Prompt tokens whose KV prefill sent.")
+            self._blocked = counter(
+                "decode_admissions_blocked", "Requests that had to wait for KV memory at least once."
+            )
+            self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
+            self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
+            self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
+
+    def sent(self, num_bytes: int, saved_bytes: int = 0) -> None:
+        if self.enabled:
+            self._sent.inc(num_bytes)
+            self._saved.inc(saved_bytes)
+
+    def committed(self, prompt_len: int, prefix_len: int) -> None:
+        if self.enabled:
+            self._prompt.inc(prompt_len)
+            self._hit.inc(prefix_len)
+            self._moved.inc(prompt_len - prefix_len)
+
+    def blocked(self) -> None:
+        if self.enabled:
+            self._blocked.inc()
+
+    def tree(self, evictable: int, protected: int) -> None:
+        if self.enabled:
+            self._tree.set(evictable + protected)
+            self._evictable.set(evictable)
+            self._protected.set(protected)

@@ -1,0 +1,523 @@
+"""Delta transfer over Mooncake.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, wire_int
+from sglang.srt.disaggregation.mooncake import conn as engine
+from sglang.srt.utils.network import NetworkAddress
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "MooncakeKVBootstrapServer",
+    "MooncakeKVManager",
+    "MooncakeKVReceiver",
+    "MooncakeKVSender",
+    "TransferInfo",
+]
+
+
+@dataclasses.dataclass
+class TransferInfo(engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds.
+
+    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set.
+    """
+
+    decode_prefix_len: int | None = None
+
+    @property
+    def names_prefix(self) -> bool:
+        """Whether decode runs with the flag and this message says what it holds."""
+        return self.decode_prefix_len is not None
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
+        """Wraps the engine's parser: reads the two frames that a decode worker with a radix cache appends.
+
+        Raises ValueError for a message that cannot be right.
+        """
+        info = super().from_zmq(msg)
+        if len(msg) > 8:
+            if len(msg) != 10 or msg[9] not in (b"0", b"1"):
+                raise ValueError(f"a message with a decode prefix has 10 frames, this one has {len(msg)}")
+            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
+            # The engine tells a dummy by what is missing; a full hit has no pages either, but it has metadata to come.
+            if info.is_dummy != (msg[9] == b"1"):
+                raise ValueError("its dummy mark and its metadata index contradict each other")
+        return info
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Where one decode rank with a radix cache hears of its requests."""
+
+    endpoint: str
+    port: int
+
+
+class Inbox:
+    """The manager's socket as its thread sees it: what ``check`` refuses, or deals with itself, never gets there.
+
+    The engine's threads end at the first message they cannot read, and with them all requests of the worker.
+    check: takes the frames; False when they are dealt with, raises when they cannot be used.
+    """
+
+    def __init__(self, socket: Any, check: Callable[[list[bytes]], bool]):
+        self.socket = socket
+        self.check = check
+
+    def recv_multipart(self) -> list[bytes]:
+        """The next message for the engine's thread."""
+        while True:
+            frames = self.socket.recv_multipart()
+            try:
+                if self.check(frames):
+                    return frames
+            except Exception as e:
+                logger.error("Ignored a message: %s", e)
+
+
+class WatchedQueue:
+    """A transfer queue, and its executor, as their one worker sees them.
+
+    It knows the room whose chunk the worker is busy with.
+    """
+
+    def __init__(self, queue, executor: concurrent.futures.Executor) -> None:
+        self.queue = queue
+        self.executor = executor
+        self.writes: set[concurrent.futures.Future] = set()
+        self.room: int | None = None
+        self.lock = threading.Lock()
+        self.afterwards: list[Callable[[], None]] = []
+
+    def get(self):
+        """The next chunk. To ask for it means to be done with the last one."""
+        # When one write of a chunk fails, the engine does not wait for those beside it.
+        concurrent.futures.wait(self.writes)
+        self.writes.clear()
+        with self.lock:
+            self.room = None
+            afterwards, self.afterwards = self.afterwards, []
+        for job in afterwards:
+            job()
+        chunk = self.queue.get()
+        with self.lock:
+            self.room = chunk.room
+        return chunk
+
+    def submit(self, write: Callable, *args) -> concurrent.futures.Future:
+        """Start one of the writes of a chunk."""
+        future = self.executor.submit(write, *args)
+        self.writes.add(future)
+        return future
+
+    def put(self, chunk) -> None:
+        """Put a chunk back, as the engine does when staging memory is short."""
+        self.queue.put(chunk)
+
+    def defer(self, room: int, job: Callable[[], None]) -> bool:
+        """Have the worker run ``job`` when it is done with its chunk of ``room``; False if it is not busy with one."""
+        with self.lock:
+            if self.room != room:
+                return False
+            self.afterwards.append(job)
+            return True
+
+
+class MooncakeKVManager(engine.MooncakeKVManager):
+    """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
+
+    def __init__(self, *args, **kwargs):
+        """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
+        # Before the engine's: it starts the threads.
+        self.watched_queues: list[WatchedQueue] = []
+        # The engine makes these after it has started the thread that uses them.
+        self.session_lock = threading.Lock()
+        self.session_failures: dict[str, int] = defaultdict(int)
+        self.failed_sessions: set[str] = set()
+        # Prefill: decode ranks that gave a room up and have not been answered.
+        self.cancels: dict[int, set[Peer]] = {}
+        # Decode: prefill ranks that write no more, by room.
+        self.quiet_ranks: dict[int, set[int]] = {}
+        super().__init__(*args, **kwargs)
+
+    # ---- prefill: messages of decode workers ----
+
+    def start_prefill_thread(self) -> None:
+        """Wraps the engine's thread: it gets only messages that it can read."""
+        self.server_socket = Inbox(self.server_socket, self._check_on_prefill)
+        super().start_prefill_thread()
+
+    def _check_on_prefill(self, frames: list[bytes]) -> bool:
+        """Take requests for one room's KV; whether the engine may take this message (staging, a registration)."""
+        kind = frames[0]
+        if kind in (b"WATERMARK", b"STAGING_RSP"):
+            self._check_staging(kind)
+            return True
+        if kind == b"None":
+            registration = engine.KVArgsRegisterInfo.from_zmq(frames)
+            if not registration.mooncake_session_id.rpartition(":")[2].isdecimal():
+                raise ValueError(f"session id {registration.mooncake_session_id!r} does not end in a port")
+            return True
+        room = wire_int(kind, "room")
+        if frames[4:] == [CANCEL]:
+            with self.room_lock:
+                self._on_cancel(room, Peer(frames[1].decode("ascii"), wire_int(frames[2], "port")))
+            return False
+        try:
+            info = TransferInfo.from_zmq(frames)
+            with self.room_lock:
+                self._on_request(info)
+        except (ValueError, IndexError) as e:
+            self._refuse(room, frames, str(e))
+        return False
+
+    def _on_request(self, info: TransferInfo) -> None:
+        """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
+        room, session = info.room, info.mooncake_session_id
+        infos = self.transfer_infos.get(room, {})
+        if session not in self.decode_kv_args_table:
+            raise ValueError(f"session {session!r} has not registered its memory")
+        ended = self.ended_rooms.get(room)
+        if ended is not None and info.names_prefix:
+            # The request failed here before decode had asked for it.
+            self._tell_when_quiet(room, _listeners([info]), ended)
+            return
+        if session in infos:
+            logger.error("Ignored a repeated request of decode session %s for room %s", session, room)
+            return
+        counts = {other.required_dst_info_num for other in (*infos.values(), info)}
+        if len(counts) > 1 or min(counts) < 1:
+            raise ValueError(f"it says that {sorted(counts)} decode ranks will ask")
+        self.transfer_infos.setdefault(room, {})[session] = info
+        if len(self.transfer_infos[room]) == info.required_dst_info_num:
+            self.update_status(room, KVPoll.WaitingForInput)
+
+    def _check_staging(self, kind: bytes) -> None:
+        if not self.enable_staging:
+            raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
+
+    def _refuse(self, room: int, frames: list[bytes], reason: str) -> None:
+        """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
+        reason = self.refuse(room, reason)
+        if len(frames) > 8:
+            self._tell_when_quiet(room, {Peer(frames[1].decode("ascii"), wire_int(frames[2], "port"))}, reason)
+
+    def _on_cancel(self, room: int, peer: Peer) -> None:
+        """Decode gave ``room`` up and keeps its pages until this rank has answered, or said that all is written.
+
+        A request that is here answers when its writes are done; one that has not come yet is refused when it comes.
+        """
+        if room in self.ended_rooms:
+            reason = self.ended_rooms[room]
+            if reason is not None:
+                self._tell_when_quiet(room, {peer}, reason)
+            # Else it has been told of its success.
+        elif room in self.live_rooms:
+            self.cancels.setdefault(room, set()).add(peer)
+            self.refused[room] = GIVEN_UP
+        else:
+            self.end_room(room, self.refuse(room, GIVEN_UP))
+            self.request_status.pop(room, None)
+            self._tell_when_quiet(room, {peer}, GIVEN_UP)
+
+    # ---- prefill: sending ----
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+    ) -> None:
+        """Adds the byte counters. The last chunk of a full hit carries no KV and still brings the metadata."""
+        failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
+        infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
+        super().add_transfer_request(bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices)
+        for info in infos:
+            if not info.is_dummy:
+                saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
+                self.count_transfer(info.mooncake_session_id, len(kv_indices), saved)
+
+    def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
+        """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
+        watched = WatchedQueue(queue, executor)
+        self.watched_queues.append(watched)
+        while True:
+            try:
+                super().transfer_worker(watched, watched, staging_buffer)
+            except Exception as e:
+                cause = e.__context__ or e
+                logger.exception("Transfer of room %s failed", watched.room)
+                if watched.room in self.request_status:
+                    self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
+
+    def is_writing(self, room: int) -> bool:
+        """Whether a chunk of ``room`` is being written to decode at this moment."""
+        return any(watched.room == room for watched in self.watched_queues)
+
+    def tell_failure(self, room: int, infos: Iterable[TransferInfo], reason: str) -> None:
+        """End ``room`` here and tell decode, so that it need not wait for its time-out.
+
+        Chunks of it that are still queued are not sent.
+        """
+        with self.room_lock:
+            self.end_room(room, reason)
+            cancels = self.cancels.pop(room, set())
+        self._tell_when_quiet(room, _listeners(infos) | cancels, reason)
+
+    def _tell_when_quiet(self, room: int, peers: set[Peer], reason: str) -> None:
+        """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then."""
+
+        def tell() -> None:
+            self._tell(room, peers, reason)
+
+        if not any(watched.defer(room, tell) for watched in self.watched_queues):
+            tell()
+
+    def _tell(self, room: int, peers: Iterable[Peer], reason: str) -> None:
+        """Send decode ranks the engine's failure message and, as a fourth frame, the reason."""
+        rank = (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
+        frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
+        for peer in peers:
+            try:
+                address = NetworkAddress(peer.endpoint, peer.port)
+                # Not the sockets of the transfer threads: these may be used by one thread only.
+                socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
+                with lock:
+                    socket.send_multipart(frames, flags=zmq.NOBLOCK)
+            except Exception as e:
+                logger.warning(
+                    "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
+                )
+
+    # ---- decode: messages of prefill workers ----
+
+    def start_decode_thread(self) -> None:
+        """Wraps the engine's threads: they get only messages that they can read."""
+        self.server_socket = Inbox(self.server_socket, self._check_on_decode)
+        super().start_decode_thread()
+
+    def _check_on_decode(self, frames: list[bytes]) -> bool:
+        """Take metadata and the end of transfers; whether the engine may take this message (staging)."""
+        kind = frames[0]
+        if kind in (b"CHUNK_READY", b"STAGING_REQ"):
+            self._check_staging(kind)
+            return True
+        is_aux = kind == self.AUX_DATA_HEADER
+        room = wire_int(frames[1] if is_aux else kind, "room")
+        if room not in self.request_status:
+            logger.debug("Message for room %s, which nobody waits for", room)
+            return False
+        if is_aux:
+            self._handle_aux_data(frames)
+            return False
+        if len(frames) not in (3, 4):
+            raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
+        if self.enable_staging:
+            return len(frames) == 3
+        status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
+        if status not in (KVPoll.Success, KVPoll.Failed):
+            raise ValueError(f"room {room} cannot end with status {status}")
+        self.quiet_ranks.setdefault(room, set()).add(rank)
+        if status == KVPoll.Failed:
+            reason = frames[3].decode("ascii", "replace") if len(frames) == 4 else "its transfer failed, see its log"
+            self.fail_room(room, f"prefill reported: {reason}")
+            return False
+        responses = self.prefill_response_tracker[room]
+        responses.add(rank)
+        if len(responses) == self.required_prefill_response_num_table.get(room):
+            self.update_status(room, KVPoll.Success)
+        return False
+
+
+def _listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
+    """Whom to tell that a request failed.
+
+    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its word would
+    count for that of the rank that writes.
+    """
+    return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
+
+
+class MooncakeKVSender(engine.MooncakeKVSender):
+    """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
+
+    _told = False
+    _why: str | None = None
+
+    def tell_failure(self, reason: str) -> None:
+        """Tell every decode rank that asked this one for KV, once."""
+        if self._told:
+            return
+        self._told = True
+        with self.kv_mgr.room_lock:
+            infos = self._infos or dict(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}))
+        self.kv_mgr.tell_failure(self.bootstrap_room, infos.values(), reason)
+
+    def abort(self) -> None:
+        """Adds to the engine's abort that decode is told."""
+        super().abort()
+        self.tell_failure("aborted on prefill")
+
+    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
+        """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
+        self._heed_refusal()
+        if self._failed():
+            return
+        try:
+            super().send(kv_indices, state_indices)
+        except Exception as e:
+            self.fail(f"transfer over Mooncake failed: {e}")
+
+    def poll(self) -> KVPoll:
+        """Adds to the engine's poll decode's prefix, and that a failure is reported only when nothing is being sent.
+
+        The request's pages are freed after that.
+        """
+        status = super().poll()
+        if status not in (KVPoll.Success, KVPoll.Failed):
+            self._heed_refusal()
+            if status == KVPoll.WaitingForInput and not self._failed():
+                self.accept_decode_prefix()
+        if self._failed():
+            if self.kv_mgr.is_writing(self.bootstrap_room):
+                return KVPoll.WaitingForInput
+            self._close_failed("no reason was recorded")
+            return KVPoll.Failed
+        return status
+
+    def _heed_refusal(self) -> None:
+        reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
+        if reason is not None and not self._failed():
+            self.fail(reason)
+
+    def _close_failed(self, default: str) -> None:
+        """Tell decode, and close the books but for the reason."""
+        if self._why is None:
+            with self.kv_mgr.failure_lock:
+                self._why = self.kv_mgr.failure_records.pop(self.bootstrap_room, default)
+            self.tell_failure(self._why)
+            self.clear()
+
+    def clear(self) -> None:
+        """Adds that the room is remembered as ended."""
+        super().clear()
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if not self._failed():
+            manager.end_room(room)
+        manager.cancels.pop(room, None)
+        manager.refused.pop(room, None)
+
+    def failure_exception(self) -> None:
+        """Replaces the engine's: decode is told also by the ranks on which nothing went wrong."""
+        self.conclude_state = KVPoll.Failed
+        self._close_failed("failed on another rank of prefill")
+        raise engine.KVTransferError(self.bootstrap_room, self._why)
+
+
+class MooncakeKVReceiver(engine.MooncakeKVReceiver):
+    """Mooncake receiver that asks for the delta."""
+
+    carries_prefix = True
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+        decode_prefix_len: int | None = None,
+    ) -> None:
+        """Wraps the engine's message; with a prefix to name, sends the longer one of docs/protocol.md itself.
+
+        kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
+        message byte for byte.
+        """
+        if decode_prefix_len is None or self.bootstrap_infos is None:
+            super().send_metadata(kv_indices, aux_index, state_indices)
+            return
+        states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
+        for peer in self.bootstrap_infos:
+            dummy = peer["is_dummy"]
+            frames = [
+                *self._head(),
+                b"" if dummy else kv_indices.astype(np.int32).tobytes(),
+                b"" if dummy else str(aux_index).encode("ascii"),
+                b"" if dummy else states,
+                b"%d" % self.required_dst_info_num,
+                b"%d" % decode_prefix_len,
+                b"%d" % dummy,
+            ]
+            socket, lock = self._connect_to_bootstrap_server(peer)
+            with lock:
+                socket.send_multipart(frames)
+        self.init_time = time.time()
+
+    def poll(self) -> KVPoll:
+        """Adds to the engine's poll that success waits for the metadata."""
+        state = super().poll()
+        if state == KVPoll.Success and self.metadata_landed is not None and not self.metadata_landed():
+            return KVPoll.Transferring
+        return state
+
+    def clear(self) -> None:
+        """Puts off the engine's while prefill may still write to the pages of a failed request."""
+        if not (self.fenced and self.conclude_state == KVPoll.Failed):
+            self._close_books()
+
+    def _close_books(self) -> None:
+        super().clear()
+        manager, room = self.kv_mgr, self.bootstrap_room
+        manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+        manager.quiet_ranks.pop(room, None)
+        if self.fenced:
+            # Ranks that failed after the first one left their reasons, which nobody reads.
+            manager.failure_records.pop(room, None)
+
+    def cancel(self) -> None:
+        """Adds the message to prefill, where it is understood."""
+        super().cancel()
+        if not self.peer_takes_prefix:
+            return
+        for peer in self.bootstrap_infos or []:
+            if not peer["is_dummy"]:
+                socket, lock = self._connect_to_bootstrap_server(peer)
+                with lock:
+                    socket.send_multipart([*self._head(), CANCEL])
+
+    def _is_quiet(self) -> bool:
+        quiet = self.kv_mgr.quiet_ranks.get(self.bootstrap_room, ())
+        return len(quiet) >= self.required_prefill_response_num
+
+    def _head(self) -> list[bytes]:
+        """The frames with which each message about this request begins: the room, and who asks."""
+        manager = self.kv_mgr
+        sender = [manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, self.session_id.encode("ascii")]
+        return [b"%d" % self.bootstrap_room, *sender]
+
+
+class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
+    """Says that prefills over Mooncake understand a decode prefix."""
+
+    decode_prefix_version = DECODE_PREFIX_VERSION

@@ -1,0 +1,520 @@
+"""Delta transfer over NIXL.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, wire_int
+from sglang.srt.disaggregation.nixl import conn as engine
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "NixlKVBootstrapServer",
+    "NixlKVManager",
+    "NixlKVReceiver",
+    "NixlKVSender",
+    "TransferInfo",
+    "TransferStatus",
+]
+
+
+@dataclasses.dataclass
+class TransferInfo(engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds.
+
+    decode_prefix_len: tokens, 0 when decode names none. dummy: whether this prefill rank sends nothing, None when the
+    message does not say and empty indices mean it, as in the engine.
+    """
+
+    decode_prefix_len: int = 0
+    dummy: bool | None = None
+
+    @property
+    def names_prefix(self) -> bool:
+        """Whether decode runs with the flag and this message says what it holds."""
+        return self.dummy is not None
+
+    def is_dummy(self) -> bool:
+        """Replaces the engine's test: with a full hit, empty indices no longer mean a dummy rank."""
+        return self.dst_kv_indices.size == 0 if self.dummy is None else self.dummy
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
+        """Wraps the engine's parser: reads the two frames that a decode worker with a radix cache appends."""
+        info = super().from_zmq(msg)
+        if len(msg) > 8:
+            if len(msg) != 10:
+                raise ValueError(f"a message with a decode prefix has 10 frames, this one has {len(msg)}")
+            if msg[9] not in (b"0", b"1"):
+                raise ValueError(f"whether this rank is a dummy is not 0 or 1: {msg[9][:32]!r}")
+            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
+            info.dummy = msg[9] == b"1"
+        return info
+
+
+@dataclasses.dataclass
+class TransferStatus(engine.TransferStatus):
+    """What has arrived of one request, by sending prefill agent.
+
+    The engine counts by pipeline rank; two TP ranks that send to one decode rank are then one and never complete.
+    """
+
+    # Agents to hear from; chunks heard and chunks announced, by agent; agents whose metadata and state came.
+    num_expected: int = 1
+    chunks: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    num_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
+    aux_from: set[str] = dataclasses.field(default_factory=set)
+    state_from: set[str] = dataclasses.field(default_factory=set)
+    # Agents that said that they failed; they say so when none of their writes is under way.
+    failed_from: set[str] = dataclasses.field(default_factory=set)
+
+    def is_done(self) -> bool:
+        """Replaces the engine's test: KV, metadata and expected state of every expected agent have arrived."""
+        if self.is_failure:
+            return True
+        return len(self._complete()) >= self.num_expected
+
+    def _complete(self) -> set[str]:
+        """The agents all of whose parts are here."""
+        complete = {agent for agent, count in self.num_chunks.items() if len(self.chunks[agent]) == count}
+        complete &= self.aux_from
+        return complete & self.state_from if self.expects_state else complete
+
+    def is_quiet(self) -> bool:
+        """Whether every expected agent has either written all it announced or said that it writes no more."""
+        return len(self._complete() | self.failed_from) >= self.num_expected
+
+
+class _OneAtATime:
+    """A NIXL agent that several threads use; NIXL itself takes no lock unless it listens on a port."""
+
+    def __init__(self, agent):
+        self._agent, self._lock = agent, threading.Lock()
+
+    def __getattr__(self, name: str):
+        value = getattr(self._agent, name)
+        if not callable(value):
+            return value
+
+        def locked(*args, **kwargs):
+            with self._lock:
+                return value(*args, **kwargs)
+
+        setattr(self, name, locked)
+        return locked
+
+
+class NixlKVManager(engine.NixlKVManager):
+    """NIXL manager that sends deltas, counts bytes and survives bad messages."""
+
+    def __init__(self, *args, **kwargs):
+        """Adds the book that tells a late or foreign notification from a good one."""
+        # Before the engine's: it starts the thread that reads messages.
+        self.awaited_rooms: set[int] = set()
+        # What has been posted since the sender of the moment began, also of a send that then fails.
+        self.posted: list = []
+        # Failed senders whose writes were still under way when the engine let go of them.
+        self.unsettled: list[NixlKVSender] = []
+        super().__init__(*args, **kwargs)
+
+    def register_buffer_to_engine(self) -> None:
+        """Adds a lock to the agent of a prefill worker, which the thread that reads messages uses too."""
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.agent = _OneAtATime(self.agent)
+        super().register_buffer_to_engine()
+
+    def _start_bootstrap_thread(self) -> None:
+        """Replaces the engine's thread, which ends at the first message it cannot read, and with it all bootstraps."""
+
+        def receive() -> None:
+            while True:
+                frames = self.server_socket.recv_multipart()
+                try:
+                    self._on_message(frames)
+                except Exception as e:
+                    logger.error("Ignored a message from a decode worker: %s", e)
+
+        threading.Thread(target=receive, daemon=True, name="nixl-bootstrap").start()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        """Take one message of a decode worker: its registration, or its request for one room's KV."""
+        if frames[0] != engine.GUARD:
+            raise ValueError(f"it does not start with {engine.GUARD!r}; is something else using this port?")
+        message = frames[1:]
+        if message[0] == b"None":
+            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message))
+            return
+        room = wire_int(message[0], "room")
+        if message[4:] == [CANCEL]:
+            self._on_cancel(room, message[3].decode("ascii"))
+            return
+        try:
+            info = TransferInfo.from_zmq(message)
+        except (ValueError, IndexError) as e:
+            self._refuse(room, message[3].decode("ascii", "replace") if len(message) > 3 else "", str(e))
+            return
+        with self.room_lock:
+            self._on_request(info)
+
+    def _on_request(self, info: TransferInfo) -> None:
+        """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
+        room, infos = info.room, self.transfer_infos.get(info.room, {})
+        if info.agent_name in infos or room in self.ended_rooms:
+            logger.error("Ignored a repeated or late request of decode agent %s for room %s", info.agent_name, room)
+            if self.ended_rooms.get(room):
+                # It failed here before decode had asked for it.
+                self.tell_failure(room, [info.agent_name], self.ended_rooms[room])
+            return
+        if info.agent_name not in self.decode_kv_args_table:
+            self._refuse(room, "", f"agent {info.agent_name!r} has not registered its memory")
+            return
+        counts = {other.required_dst_info_num for other in infos.values()} | {info.required_dst_info_num}
+        if len(counts) > 1 or min(counts) < 1:
+            self._refuse(room, info.agent_name, f"it says that {sorted(counts)} decode ranks will ask")
+            return
+        self.transfer_infos.setdefault(room, {})[info.agent_name] = info
+        if len(self.transfer_infos[room]) == info.required_dst_info_num:
+            self.update_status(room, KVPoll.WaitingForInput)
+
+    def _add_remote_peer(self, decode_kv_args) -> None:
+        """Wraps the engine's registration: one that NIXL refuses must not stay behind as if it had been made."""
+        try:
+            super()._add_remote_peer(decode_kv_args)
+        except Exception:
+            self.decode_kv_args_table.pop(decode_kv_args.agent_name, None)
+            raise
+
+    def _on_cancel(self, room: int, agent_name: str) -> None:
+        """Decode gave up on ``room`` and keeps the pages until this rank has answered or written everything.
+
+        A request that has not come here yet is refused when it comes. One that is here answers when its writes are
+        done; one that has ended has sent its notifications.
+        """
+        with self.room_lock:
+            if room in self.live_rooms:
+                self.refused[room] = GIVEN_UP
+            elif room not in self.ended_rooms:
+                self._refuse(room, agent_name, GIVEN_UP)
+                self.end_room(room, GIVEN_UP)
+            elif self.ended_rooms[room] is not None:
+                self.tell_failure(room, [agent_name], GIVEN_UP)
+
+    def _refuse(self, room: int, agent_name: str, reason: str) -> None:
+        """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
+        reason = self.refuse(room, reason)
+        if agent_name in self.decode_kv_args_table:
+            self.tell_failure(room, [agent_name], reason)
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: npt.NDArray[np.int32],
+        index_slice: slice,
+        is_last: bool,
+        chunk_id: int,
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+    ):
+        """Wraps the engine's transfer to count its bytes, and sends a last chunk without KV itself."""
+        infos = [info for info in self.transfer_infos[bootstrap_room].values() if not info.is_dummy()]
+        if len(kv_indices) == 0:
+            assert is_last and aux_index is not None
+            return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index)
+        for info in infos:
+            room_for = len(info.dst_kv_indices[index_slice])
+            if room_for != len(kv_indices):
+                raise ValueError(f"decode allocated {room_for} of {len(kv_indices)} pages of a chunk")
+        handles = super().add_transfer_request(
+            bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
+        )
+        if is_last:
+            self.end_room(bootstrap_room)
+        for info in infos:
+            saved = info.decode_prefix_len // self.kv_args.page_size if is_last else 0
+            self.count_transfer(info.agent_name, len(kv_indices), saved)
+        return handles
+
+    def send_kvcache(self, *args, **kwargs):
+        """Wraps the engine's send to remember what has been posted."""
+        return self._post(super().send_kvcache(*args, **kwargs))
+
+    def send_kvcache_slice(self, *args, **kwargs):
+        """Wraps the engine's send to remember what has been posted."""
+        return self._post(super().send_kvcache_slice(*args, **kwargs))
+
+    def send_aux(self, *args, **kwargs):
+        """Wraps the engine's send to remember what has been posted."""
+        return self._post(super().send_aux(*args, **kwargs))
+
+    def _post(self, handle):
+        self.posted.append(handle)
+        return handle
+
+    def settle(self) -> None:
+        """Tell decode of the failed senders whose last write has ended."""
+        self.unsettled = [sender for sender in self.unsettled if not sender.settled()]
+
+    def _send_without_kv(self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int) -> list:
+        """Full hit: the notification that closes the KV part, with nothing before it, and the metadata."""
+        handles = []
+        for info in infos:
+            self.agent.send_notif(info.agent_name, f"{room}_kv_{chunk_id}_1_{self.kv_args.pp_rank}".encode("ascii"))
+            peer = self.decode_kv_args_table[info.agent_name]
+            handles.append(
+                self.send_aux(info.agent_name, aux_index, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux")
+            )
+            self.count_transfer(info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size)
+        self.end_room(room)
+        return handles
+
+    def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
+        """Tell decode agents that ``room`` failed, so that they need not wait for their time-out."""
+        for name in agent_names:
+            try:
+                self.agent.send_notif(name, f"{room}_fail_{reason}".encode("ascii", "replace"))
+            except Exception as e:
+                logger.warning("Could not tell decode agent %s that room %s failed: %s", name, room, e)
+
+    def update_transfer_status(self) -> None:
+        """Replaces the engine's reading of notifications: a bad one, or one of a room that has ended, harms none."""
+        for agent_name, messages in self.agent.get_new_notifs().items():
+            for message in messages:
+                try:
+                    self._on_notification(agent_name, message.decode("ascii"))
+                except (ValueError, IndexError) as e:
+                    logger.error("Ignored a notification of prefill agent %s: %r (%s)", agent_name, message[:64], e)
+
+    def _on_notification(self, agent_name: str, text: str) -> None:
+        """Take one of ``room_kv_chunk_last_pp``, ``room_aux``, ``room_state_pp``, ``room_fail_reason``."""
+        room_text, kind, *rest = text.split("_", 2)
+        room = int(room_text)
+        if room not in self.awaited_rooms:
+            logger.debug("Notification for room %s, which nobody waits for: %s", room, text)
+            return
+        status = self.transfer_statuses[room]
+        if kind == "kv":
+            chunk, last, _ = (int(part) for part in rest[0].split("_"))
+            if chunk < 0 or last not in (0, 1):
+                raise ValueError("no such chunk")
+            status.chunks.setdefault(agent_name, set()).add(chunk)
+            if last:
+                status.num_chunks[agent_name] = chunk + 1
+                status.num_expected = self.required_prefill_response_num_table.get(room, 1)
+        elif kind == "aux":
+            status.aux_from.add(agent_name)
+        elif kind == "state":
+            status.state_from.add(agent_name)
+        elif kind == "fail":
+            self.record_failure(room, f"prefill reported: {rest[0] if rest else 'no reason'}")
+            status.is_failure = True
+            status.failed_from.add(agent_name)
+        else:
+            raise ValueError(f"unknown kind {kind!r}")
+
+
+class NixlKVSender(engine.NixlKVSender):
+    """NIXL sender that starts at decode's prefix, and whose failure is its own request's only."""
+
+    _told = False
+
+    def tell_failure(self, reason: str) -> None:
+        """Left to `poll`: decode gives the pages away when it hears of a failure, so no write may be under way then."""
+
+    def _tell_and_end(self) -> None:
+        """Tell every decode rank that this rank sends to, once."""
+        if self._told:
+            return
+        self._told = True
+        room = self.bootstrap_room
+        with self.kv_mgr.room_lock:
+            infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
+        reason = self.kv_mgr.failure_records.get(room, "no reason was recorded")
+        # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
+        # count for that of the rank that writes.
+        listeners = [name for name, info in infos.items() if info.dummy is False]
+        self.kv_mgr.tell_failure(room, listeners, reason)
+        self.kv_mgr.end_room(room, reason)
+        self.kv_mgr.request_status.pop(room, None)
+
+    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
+        """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
+        self._heed_refusal()
+        if self._failed():
+            return
+        self.kv_mgr.posted = []
+        try:
+            super().send(kv_indices, state_indices)
+        except Exception as e:
+            # The engine has lost the writes that it posted before the one that failed.
+            self.xfer_handles.extend(self.kv_mgr.posted)
+            self.fail(f"transfer over NIXL failed: {e!r}")
+
+    def abort(self) -> None:
+        """Adds to the engine's abort that it comes too late when everything has been posted; there it goes unseen."""
+        if not self.has_sent:
+            super().abort()
+
+    def _states(self) -> list[str]:
+        """The states of all posted writes. NIXL raises for one whose peer is lost."""
+        states = []
+        for handle in self.xfer_handles:
+            try:
+                states.append(self.kv_mgr.agent.check_xfer_state(handle))
+            except Exception as e:
+                logger.debug("Room %s: %r", self.bootstrap_room, e)
+                states.append("ERR")
+        return states
+
+    def poll(self) -> KVPoll:
+        """Replaces the engine's poll, in which an error ends the scheduler and an abort goes unseen.
+
+        A failed request is reported only when none of its writes is under way: its pages are freed after that.
+        """
+        self.kv_mgr.settle()
+        states = self._states()
+        if "ERR" in states and not self._failed():
+            self.fail("NIXL reports an error of the transfer")
+        if not self.has_sent:
+            self._heed_refusal()
+        if not self._failed():
+            if self.has_sent:
+                if any(state != "DONE" for state in states):
+                    return KVPoll.WaitingForInput
+                self.kv_mgr.end_room(self.bootstrap_room)
+                return KVPoll.Success
+            status = self.kv_mgr.check_status(self.bootstrap_room)
+            if status != KVPoll.WaitingForInput or self.accept_decode_prefix():
+                return status
+        if "PROC" in states:
+            return KVPoll.WaitingForInput
+        self._tell_and_end()
+        return KVPoll.Failed
+
+    def _heed_refusal(self) -> None:
+        reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
+        if reason is not None and not self._failed():
+            self.fail(reason)
+
+    def settled(self) -> bool:
+        """Tell decode of the failure if no write is under way; whether that is so."""
+        if "PROC" in self._states():
+            return False
+        self._tell_and_end()
+        return True
+
+    def failure_exception(self) -> None:
+        """Replaces the engine's: says what failed. Here the engine lets go of the request, on every rank.
+
+        A rank that has not failed itself is not polled again, but has to answer decode like the others.
+        """
+        self.conclude_state = KVPoll.Failed
+        if not self.settled():
+            self.kv_mgr.unsettled.append(self)
+        CommonKVSender.failure_exception(self)
+
+
+class NixlKVReceiver(engine.NixlKVReceiver):
+    """NIXL receiver that asks for the delta and cleans up after every end."""
+
+    carries_prefix = True
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+        decode_prefix_len: int | None = None,
+    ) -> None:
+        """Wraps the engine's message; with a prefix to name, sends the longer one of docs/protocol.md itself.
+
+        kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
+        message byte for byte.
+        """
+        self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
+        self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
+        if decode_prefix_len is None:
+            super().send_metadata(kv_indices, aux_index, state_indices)
+            return
+        manager = self.kv_mgr
+        for peer in self.bootstrap_infos:
+            dummy = peer["is_dummy"]
+            frames = [
+                engine.GUARD,
+                b"%d" % self.bootstrap_room,
+                manager.local_ip.encode("ascii"),
+                b"%d" % manager.rank_port,
+                manager.agent.name.encode("ascii"),
+                b"" if dummy else kv_indices.astype(np.int32).tobytes(),
+                str(aux_index).encode("ascii"),
+                b"%d" % self.required_dst_info_num,
+                b"" if dummy or state_indices is None else np.array(state_indices, dtype=np.int32).tobytes(),
+                b"%d" % decode_prefix_len,
+                b"%d" % dummy,
+            ]
+            socket, lock = self._connect_to_bootstrap_server(peer)
+            with lock:
+                socket.send_multipart(frames)
+        if state_indices is not None:
+            manager.transfer_statuses[self.bootstrap_room].expects_state = True
+        self.started_transfer = True
+        self.init_time = time.time()
+
+    def poll(self) -> KVPoll:
+        """Adds to the engine's poll that a request's books are closed whichever way it ends."""
+        status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
+        state = super().poll()
+        if self.fenced and state == KVPoll.Failed:
+            if status is not None:
+                # The engine's poll has dropped it; `writers_done` goes on from what it knows.
+                self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
+        elif self.conclude_state is not None:
+            self._close_books()
+        if state == KVPoll.Success and self.metadata_landed is not None and not self.metadata_landed():
+            return KVPoll.Transferring
+        return state
+
+    def _close_books(self) -> None:
+        manager, room = self.kv_mgr, self.bootstrap_room
+        manager.awaited_rooms.discard(room)
+        manager.transfer_statuses.pop(room, None)
+        manager.required_prefill_response_num_table.pop(room, None)
+        manager.request_status.pop(room, None)
+        manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+
+    def cancel(self) -> None:
+        """Adds the message to prefill, where it is understood."""
+        super().cancel()
+        manager = self.kv_mgr
+        if not self.peer_takes_prefix:
+            return
+        head = [manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, manager.agent.name.encode("ascii")]
+        for peer in self.bootstrap_infos or []:
+            if not peer["is_dummy"]:
+                socket, lock = self._connect_to_bootstrap_server(peer)
+                with lock:
+                    socket.send_multipart([engine.GUARD, b"%d" % self.bootstrap_room, *head, CANCEL])
+
+    def _is_quiet(self) -> bool:
+        self.kv_mgr.update_transfer_status()
+        return self.kv_mgr.transfer_statuses[self.bootstrap_room].is_quiet()
+
+    failure_exception = CommonKVReceiver.failure_exception
+
+
+class NixlKVBootstrapServer(engine.NixlKVBootstrapServer):
+    """Says that prefills over NIXL understand a decode prefix."""
+
+    decode_prefix_version = DECODE_PREFIX_VERSION

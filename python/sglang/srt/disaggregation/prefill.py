@@ -1,0 +1,56 @@
+"""Prefill worker that skips what decode already holds.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from sglang.srt.disaggregation import prefill as engine
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+__all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
+
+
+class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
+    """Starts each request's chunk cursor at the prefix that decode holds."""
+
+    def add(self, req: Req, num_kv_heads: int) -> None:
+        """Adds the prompt length to the request's sender, which checks decode's prefix against it."""
+        super().add(req, num_kv_heads)
+        if isinstance(req.disagg_kv_sender, CommonKVSender):
+            req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
+
+    def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
+        """Sets the cursor of the requests that the engine pops."""
+        popped = super().pop_bootstrapped(return_failed_reqs, rids_to_check)
+        for req in popped[0] if return_failed_reqs else popped:
+            req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
+            req.time_stats.decode_prefix_len = req.start_send_idx
+        return popped
+
+
+class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
+    """Sends the part of a chunk that lies beyond decode's prefix."""
+
+    def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
+        """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.
+
+        A chunk that ends at or below the cursor sends nothing and leaves the cursor alone; the engine would move it
+        back. When decode holds the whole prompt, the last chunk still brings the metadata.
+        """
+        page_size = self.token_to_kv_pool_allocator.page_size
+        end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
+        if not last_chunk and end - end % page_size <= req.start_send_idx:
+            return
+        full_hit = last_chunk and req.start_send_idx >= end
+        if not full_hit:
+            super().send_kv_chunk(req, last_chunk, end_idx)
+            return
+        self.disagg_metadata_buffers.set_buf(req)
+        req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), None)

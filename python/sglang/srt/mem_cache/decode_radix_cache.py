@@ -1,0 +1,302 @@
+"""The decode worker's radix cache: the engine's tree plus what admission needs of it.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup"]
+
+
+class PrefixPeek(NamedTuple):
+    """What the tree holds of a prompt, found without touching the tree. Good until the tree next changes.
+
+    length: matched tokens, a multiple of the page size.
+    evictable: how many of them no request has locked; locking the match takes these out of the evictable size.
+    path: the nodes that hold them, from the root down.
+    in_last: tokens of the last node that matched, a multiple of the page size.
+    """
+
+    length: int
+    evictable: int
+    path: list[TreeNode]
+    in_last: int
+
+
+NOTHING = PrefixPeek(0, 0, [], 0)
+
+
+def is_warmup(req: Req) -> bool:
+    """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
+    return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
+
+
+class DecodeRadixCache(RadixCache):
+    """Radix cache of a decode worker.
+
+    Differs from the engine's in four ways: it can be asked without being changed (`peek`), it evicts an exact number
+    of pages (`evict_shortfall`), it only takes KV that has been committed, and it keeps a ledger of its locks.
+    """
+
+    @classmethod
+    def take_over(cls, cache: RadixCache) -> DecodeRadixCache:
+        """The decode cache for the pools of ``cache``, which must still be empty.
+
+        The metrics collector moves along, since a second one would register the same metrics twice.
+        """
+        new = cls(
+            CacheInitParams(
+                disable=cache.disable,
+                req_to_token_pool=cache.req_to_token_pool,
+                token_to_kv_pool_allocator=cache.token_to_kv_pool_allocator,
+                page_size=cache.page_size,
+                is_eagle=cache.is_eagle,
+                eviction_policy=cache.eviction_policy,
+                disable_finished_insert=cache.disable_finished_insert,
+                enable_kv_cache_events=cache.enable_kv_cache_events,
+            )
+        )
+        if hasattr(cache, "metrics_collector"):
+            new.metrics_collector = cache.metrics_collector
+        return new
+
+    def reset(self) -> None:
+        super().reset()
+        # Leaves in the order of eviction, as (priority when put there, node id, node); each node at most once. What is
+        # there may since have been used, locked or grown on: that is found out when its turn comes.
+        self._victims: list[tuple[Any, int, TreeNode]] = []
+        self._listed: set[TreeNode] = set()
+        self.generation = getattr(self, "generation", 0) + 1
+        self.growth = getattr(self, "growth", 0) + 1
+        self.locks_taken = 0
+        self.locks_released = 0
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert, and advance ``growth`` when the tree holds more than before.
+
+        A request that found too little room need not look at the tree again until ``growth`` has moved.
+        """
+        result = super().insert(params)
+        if result.prefix_len < len(params.key):
+            self.growth += 1
+        return result
+
+    def takes(self, req: Req) -> bool:
+        """Whether the tree may serve ``req`` and take its KV.
+
+        Not for warm-ups, and not for a request whose KV is older than the last flush: one that was retracted before a
+        weight update comes back with KV of the old weights, which must neither mix with the new nor stay in the tree.
+        """
+        return not is_warmup(req) and req.kv_generation in (None, self.generation)
+
+    # ---- asking ----
+
+    def peek(self, token_ids: Sequence[int], extra_key: str | None) -> PrefixPeek:
+        """Longest page-aligned prefix of ``token_ids`` in the tree, without a split, an access time or a lock.
+
+        token_ids: list of ints, as long as the request may match. Cost: one comparison per token, at C speed.
+        """
+        page = self.page_size
+        end = len(token_ids) // page * page
+        node: TreeNode = self.root_node
+        path: list[TreeNode] = []
+        length = evictable = span = 0
+        while length < end:
+            child = node.children.get(self.get_child_key_fn(RadixKey(token_ids[length : length + page], extra_key)))
+            if child is None:
+                break
+            held = child.key.token_ids
+            wanted = token_ids[length : min(length + len(held), end)]
+            span = len(held) if held == wanted else self._common_pages(held, wanted) * page
+            path.append(child)
+            length += span
+            if child.lock_ref == 0:
+                evictable += span
+            if span < len(held):
+                break
+            node = child
+        return PrefixPeek(length, evictable, path, span)
+
+    def _common_pages(self, a: Sequence[int], b: Sequence[int]) -> int:
+        """Pages that ``a`` and ``b`` share from their start; a prefix is equal up to some page and never after."""
+        page, low, high = self.page_size, 0, min(len(a), len(b)) // self.page_size
+        while low < high:
+            mid = (low + high + 1) // 2
+            if a[low * page : mid * page] == b[low * page : mid * page]:
+                low = mid
+            else:
+                high = mid - 1
+        return low
+
+    def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
+        """Lock what `peek` found; the tree must not have changed in between.
+
+        It does to the tree what a match does (access times, a split where the match ends inside a node) without
+        comparing the tokens once more. The lock is always taken, at the root when nothing matched, so that every
+        release has its lock.
+
+        Returns the KV indices, int64 of ``found.length`` slots in parts, and the locked node.
+        """
+        now = time.monotonic()
+        self.root_node.last_access_time = now
+        for node in found.path:
+            node.last_access_time = now
+        parts = [node.value for node in found.path]
+        node = found.path[-1] if found.path else self.root_node
+        if found.path and found.in_last < len(node.key):
+            node = self._split_node(node.key, node, found.in_last)
+            parts[-1] = node.value
+        self.inc_lock_ref(node)
+        return parts, node
+
+    # ---- locks ----
+
+    def inc_lock_ref(self, node: TreeNode):
+        self.locks_taken += 1
+        return super().inc_lock_ref(node)
+
+    def dec_lock_ref(self, node: TreeNode, params=None):
+        self.locks_released += 1
+        return super().dec_lock_ref(node, params)
+
+    # ---- taking in and giving back ----
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        """Put the committed KV of ``req`` into the tree and move its lock to the end of it.
+
+        ``fill_ids`` already has the token whose KV the next decode step computes; a slot of it must not enter the tree.
+        """
+        if not self.takes(req):
+            return
+        fill_ids = req.fill_ids
+        req.fill_ids = fill_ids[: req.kv_committed_len]
+        try:
+            super().cache_unfinished_req(req, chunked)
+        finally:
+            req.fill_ids = fill_ids
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        super().cache_finished_req(req, is_insert=is_insert and self.takes(req))
+
+    def evict_shortfall(self, num_tokens: int) -> int:
+        """Evict ``num_tokens`` rounded up to pages, and no more: the last victim is split and keeps its head.
+
+        The engine's ``evict`` takes whole leaves, which for one request can empty a cache of long prompts.
+        Returns the number of tokens freed; fewer than asked when the rest is locked.
+        """
+        return self._evict(num_tokens, exact=True)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
+        start = time.perf_counter()
+        freed = self._evict(params.num_tokens, exact=False)
+        self.update_eviction_metrics(freed, start)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def _evict(self, num_tokens: int, exact: bool) -> int:
+        if self.eviction_policy == "mru":
+            # The only policy by which a node in the list can move towards the front.
+            self._victims, self._listed = [], set()
+            for leaf in self.evictable_leaves:
+                self._list_victim(leaf)
+        allocator = self.token_to_kv_pool_allocator
+        batching = allocator.is_not_in_free_group
+        if batching:
+            allocator.free_group_begin()
+        freed = 0
+        while freed < num_tokens and (node := self._next_victim()) is not None:
+            keep = (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size
+            if exact and keep > 0:
+                head = self._split_node(node.key, node, keep)
+                head.last_access_time, head.creation_time = node.last_access_time, node.creation_time
+            allocator.free(node.value)
+            freed += len(node.value)
+            self._delete_leaf(node)
+            self._record_remove_event(node)
+        if batching:
+            allocator.free_group_end()
+        return freed
+
+    def _update_leaf_status(self, node: TreeNode) -> None:
+        """Adds to the engine's bookkeeping of evictable leaves that a new one is listed for eviction."""
+        super()._update_leaf_status(node)
+        if node in self.evictable_leaves and node not in self._listed:
+            self._list_victim(node)
+
+    def _list_victim(self, node: TreeNode) -> None:
+        self._listed.add(node)
+        # The id decides between equals, so that all ranks do alike.
+        heapq.heappush(self._victims, (self.eviction_strategy.get_priority(node), node.id, node))
+
+    def _next_victim(self) -> TreeNode | None:
+        """Take the leaf that goes first off the list. Cost: the logarithm of the number of leaves."""
+        while self._victims:
+            listed, _, node = heapq.heappop(self._victims)
+            self._listed.discard(node)
+            if node in self.evictable_leaves:
+                if self.eviction_strategy.get_priority(node) == listed:
+                    return node
+                self._list_victim(node)
+        return None
+
+    # ---- self-check ----
+
+    def audit(self, holders: Iterable[TreeNode]) -> list[str]:
+        """Every way in which the tree contradicts itself or the nodes that live requests hold; empty when sound.
+
+        holders: one node per lock that a live request holds (the same node twice for two requests).
+        """
+        wrong: list[str] = []
+        held: dict[int, int] = {}
+        for node in holders:
+            while node is not self.root_node:
+                held[id(node)] = held.get(id(node), 0) + 1
+                node = node.parent
+                if node is None:
+                    wrong.append("a live request holds a node of an earlier tree")
+                    break
+        evictable = protected = 0
+        slots: list[int] = []
+        leaves: set[TreeNode] = set()
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            slots.extend(node.value.tolist())
+            expected = held.get(id(node), 0)
+            if node.lock_ref != expected:
+                wrong.append(f"node {node.id}: lock_ref {node.lock_ref}, {expected} live requests hold it")
+            if len(node.key) != len(node.value) or len(node.key) % self.page_size:
+                wrong.append(f"node {node.id}: {len(node.key)} tokens, {len(node.value)} slots")
+            if node.lock_ref:
+                protected += len(node.key)
+            else:
+                evictable += len(node.key)
+                if not node.children:
+                    leaves.add(node)
+        if (evictable, protected) != (self.evictable_size_, self.protected_size_):
+            wrong.append(
+                f"counted {evictable} evictable and {protected} protected tokens, "
+                f"the tree says {self.evictable_size_} and {self.protected_size_}"
+            )
+        if not leaves <= self._listed:
+            wrong.append(f"{len(leaves - self._listed)} evictable leaves are not listed for eviction")
+        if leaves != self.evictable_leaves:
+            wrong.append(f"{len(leaves)} evictable leaves, the tree lists {len(self.evictable_leaves)}")
+        if len(set(slots)) != len(slots):
+            wrong.append("one KV slot stands in the tree twice")
+        return wrong

@@ -1,0 +1,101 @@
+"""The decode radix cache flag.
+
+Upstream: the flag has this name in later releases; not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+
+from sglang.srt import server_args as engine
+from sglang.srt.environ import envs
+
+from sglang_pd_radix import cpu_host, mooncake_host
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["ServerArgs"]
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+# Transfer backends whose wire carries a decode prefix.
+DELTA_BACKENDS = ("nixl", "mooncake")
+
+
+@dataclasses.dataclass
+class ServerArgs(engine.ServerArgs):
+    """Server arguments with the decode radix cache flag and the combinations it is verified for."""
+
+    disaggregation_decode_enable_radix_cache: bool = False
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds the flag, and its name in the incremental-transfer proposal, to the engine's options."""
+        engine.ServerArgs.add_cli_args(parser)
+        parser.add_argument(
+            FLAG,
+            "--disaggregation-enable-decode-radix-cache",
+            dest="disaggregation_decode_enable_radix_cache",
+            action="store_true",
+            help="Keep a radix cache on a PD decode worker, so that prefill sends only the KV decode does not hold.",
+        )
+
+    def _handle_pd_disaggregation(self) -> None:
+        """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
+        if not self.disaggregation_decode_enable_radix_cache:
+            super()._handle_pd_disaggregation()
+            return
+        self._check_decode_radix_cache()
+        level = engine.logger.level
+        try:
+            # The engine's warning that decode has no radix cache would be wrong here.
+            engine.logger.setLevel(logging.ERROR)
+            super()._handle_pd_disaggregation()
+        finally:
+            engine.logger.setLevel(level)
+        self.disable_radix_cache = False
+        logger.info("Decode worker keeps a radix cache: prefill is asked only for KV it does not hold.")
+
+    def _check_decode_radix_cache(self) -> None:
+        """Raise ValueError for the first combination with the flag that is wrong or not verified."""
+        if self.disaggregation_mode != "decode":
+            raise ValueError(
+                f"{FLAG} is for decode workers, but --disaggregation-mode is {self.disaggregation_mode!r}. "
+                "Give it to the decode worker only; prefill needs no flag."
+            )
+        if self.disaggregation_transfer_backend not in DELTA_BACKENDS:
+            raise ValueError(
+                f"{FLAG} needs a transfer backend with delta support ({', '.join(DELTA_BACKENDS)}), "
+                f"but --disaggregation-transfer-backend is {self.disaggregation_transfer_backend!r}. "
+                f"Use one of these on prefill and decode, or leave the flag out."
+            )
+        unverified = {
+            "--disable-radix-cache": self.disable_radix_cache,
+            "--enable-hisparse": self.enable_hisparse,
+            "--disaggregation-decode-enable-offload-kvcache": self.disaggregation_decode_enable_offload_kvcache,
+            "--enable-hierarchical-cache": self.enable_hierarchical_cache,
+            "--enable-lmcache": self.enable_lmcache,
+            "--enable-streaming-session": self.enable_streaming_session,
+            "--enable-lora": bool(self.enable_lora or self.lora_paths),
+            "--enable-dp-attention": self.enable_dp_attention,
+            "--speculative-algorithm": self.speculative_algorithm is not None,
+            "--pipeline-parallel-size above 1": self.pp_size > 1,
+            "--attention-context-parallel-size above 1": self.attn_cp_size > 1,
+            "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
+            "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        }
+        for name, used in unverified.items():
+            if used:
+                raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
+
+    def check_server_args(self) -> None:
+        """Adds checks when all defaults are settled: Mooncake can be loaded, and the decode radix cache is still on."""
+        super().check_server_args()
+        if self.disaggregation_mode != "null" and self.disaggregation_transfer_backend == "mooncake":
+            mooncake_host.check(cpu_host.active())
+        if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
+            raise ValueError(
+                f"{FLAG} needs the radix cache, but this model or option set disables it "
+                "(--disable-radix-cache was set by the engine). Start this decode worker without the flag."
+            )

@@ -1,0 +1,196 @@
+"""Clients that hold multi-turn chats with an OpenAI endpoint, in step with each other, and what each request took.
+
+The texts are random words, the same for the same workload on every machine. A conversation opens with a long message
+(the document) and goes on with short ones (the questions). Each request carries the whole history, with the answers, as
+chat clients do. Answers have a fixed number of tokens, so every turn of every run has the same size.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import PdRadixError
+from .make_model import make_vocabulary
+
+Message = dict[str, str]
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
+
+
+class ChatError(PdRadixError):
+    """A request got no answer, or not the one asked for."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``clients`` conversations of ``turns`` turns. Texts are counted in words, answers in tokens."""
+
+    clients: int = 4
+    turns: int = 5
+    document: int = 1000
+    question: int = 60
+    answer: int = 16
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise PdRadixError naming the first size that makes no conversation."""
+        for name in ("clients", "turns", "document", "question"):
+            if getattr(self, name) < 1:
+                raise PdRadixError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if self.answer < 2:
+            raise PdRadixError(f"--answer {self.answer}: must be at least 2, since prefill makes the first token")
+
+    def user_text(self, client: int, turn: int) -> str:
+        """What ``client`` says in ``turn`` (both from 0)."""
+        words = common_words()
+        # Seeded by a string: the same words whatever the number of clients, turns or words.
+        pick = random.Random(f"{self.seed}/{client}/{turn}")
+        return " ".join(pick.choice(words) for _ in range(self.question if turn else self.document))
+
+    @property
+    def words(self) -> int:
+        """Words and answer tokens of the longest history, the last answer included."""
+        return self.document + (self.turns - 1) * self.question + self.turns * self.answer
+
+
+@functools.lru_cache(maxsize=1)
+def common_words() -> tuple[str, ...]:
+    """Common English words: one token each with `make-model`'s tokenizer, and about that with any other."""
+    vocabulary = make_vocabulary(4096)
+    start = vocabulary.emitted.start
+    return tuple(token[1:] for token in vocabulary.tokens[start : start + 256])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer. Tokens as the server counted them; seconds from the moment the request was sent."""
+
+    text: str
+    prompt_tokens: int
+    answer_tokens: int
+    ttft_s: float
+    total_s: float
+
+
+def stream_chat(
+    base_url: str, model: str, messages: Sequence[Message], answer_tokens: int, timeout_s: float = 600.0
+) -> Reply:
+    """Ask ``base_url``/v1/chat/completions for exactly ``answer_tokens`` greedy tokens, streamed.
+
+    Raises ChatError: no answer, an error, or an answer of another length.
+    """
+    body = {
+        "model": model,
+        "messages": list(messages),
+        "max_tokens": answer_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"Content-Type": "application/json"}
+    url = base_url + "/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    text, first, usage = "", None, None
+    started = time.perf_counter()
+    try:
+        with _OPENER.open(request, timeout=timeout_s) as response:
+            for line in response:
+                event = _event(line)
+                if event is None:
+                    continue
+                if event.get("error"):
+                    raise ChatError(f"{url} broke off with an error: {_short(event['error'])}")
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    delta = choice["delta"]
+                    piece = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+                    if piece and first is None:
+                        first = time.perf_counter()
+                    text += piece
+    except urllib.error.HTTPError as error:
+        with error:
+            content = error.read().decode(errors="replace")
+        raise ChatError(f"{url} answered HTTP {error.code}: {_short(content)}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ChatError(f"{url} did not answer: {error}") from None
+    total = time.perf_counter() - started
+    if usage is None or first is None:
+        raise ChatError(f"{url} ended its answer after {len(text)} characters, without usage figures")
+    if usage["completion_tokens"] != answer_tokens:
+        raise ChatError(f"{url} made {usage['completion_tokens']} tokens of {answer_tokens}: the request was cut off")
+    return Reply(text, usage["prompt_tokens"], answer_tokens, first - started, total)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The JSON of one line of a server-sent event stream; None for any other line and for the closing mark."""
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if data == b"[DONE]":
+        return None
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ChatError(f"the stream holds a line that is no JSON object: {_short(data.decode(errors='replace'))}")
+    return event
+
+
+def _short(value: Any) -> str:
+    return " ".join((value if isinstance(value, str) else json.dumps(value)).split())[:300]
+
+
+class Chats:
+    """The conversations of a workload. `turn` holds the next turn of all of them at once."""
+
+    def __init__(self, base_url: str, model: str, workload: Workload, first_client: int = 0) -> None:
+        self._url, self._model, self._workload, self._first = base_url, model, workload, first_client
+        self._histories: list[list[Message]] = [[] for _ in range(workload.clients)]
+        self._turn = 0
+
+    def turn(self, watch: Callable[[], None] | None = None) -> list[Reply]:
+        """One reply per client, in order of clients. Raises ChatError of the first client that got none.
+
+        ``watch`` is called five times a second meanwhile; what it raises ends the turn.
+        """
+        outcomes: list[Reply | ChatError | None] = [None] * self._workload.clients
+
+        def hold(client: int) -> None:
+            try:
+                outcomes[client] = self._ask(client)
+            except ChatError as error:
+                outcomes[client] = error
+
+        # Daemons: a server that never answers must not keep a program alive that was told to end.
+        threads = [threading.Thread(target=hold, args=(client,), daemon=True) for client in range(len(outcomes))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+                if watch:
+                    watch()
+        self._turn += 1
+        for client, outcome in enumerate(outcomes):
+            if not isinstance(outcome, Reply):
+                raise ChatError(f"client {client + 1}, turn {self._turn}: {outcome or 'a fault in the client'}")
+        return [outcome for outcome in outcomes if isinstance(outcome, Reply)]
+
+    def _ask(self, client: int) -> Reply:
+        history = self._histories[client]
+        history.append({"role": "user", "content": self._workload.user_text(self._first + client, self._turn)})
+        reply = stream_chat(self._url, self._model, history, self._workload.answer)
+        history.append({"role": "assistant", "content": reply.text})
+        return reply

@@ -1,0 +1,132 @@
+"""The ``pd-radix`` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from sglang_pd_radix import __version__
+from sglang_pd_radix.errors import PdRadixError
+
+if TYPE_CHECKING:
+    from sglang_pd_radix.registry import Replacement
+
+# Each is a module with add_arguments(parser) and run(args) -> int, imported only when its command is the one given.
+COMMANDS = {
+    "make-model": "write a small random-weight model, offline and the same every time",
+    "up": "start prefill workers, decode workers and the router",
+    "demo": "hold the same conversation with the flag off and on, and compare",
+    "bench": "measure deployments against each other",
+    "patches": "print everything the patch set changes in the engine",
+    "doctor": "check this installation and this machine",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``pd-radix``. Returns the exit code: 0 fine, 1 a problem, 2 bad usage (130 on Ctrl-C)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after bad usage
+        return stop.code if isinstance(stop.code, int) else 1
+    except PdRadixError as error:
+        print(f"pd-radix: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `pd-radix patches | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser with every sub-command that is installed; only ``command`` gets its own options."""
+    parser = argparse.ArgumentParser(
+        prog="pd-radix",
+        description="Decode-side prefix cache for prefill/decode disaggregation in SGLang 0.5.10.post1.",
+    )
+    parser.add_argument("--version", action="version", version=f"pd-radix {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        module = f"sglang_pd_radix.{name.replace('-', '_')}"
+        if name != "patches" and importlib.util.find_spec(module) is None:
+            continue
+        options = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name != command:
+            continue
+        if name == "patches":
+            _add_patches(options)
+        else:
+            implementation = importlib.import_module(module)
+            implementation.add_arguments(options)
+            options.set_defaults(run=implementation.run)
+    return parser
+
+
+def _add_patches(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument("--write-pins", action="store_true", help="record the installed engine as the one patched")
+    parser.set_defaults(run=_patches)
+
+
+def _patches(args: argparse.Namespace) -> int:
+    from sglang_pd_radix import loader, registry
+
+    if args.write_pins:
+        version = loader.engine_version()
+        if version != loader.ENGINE_VERSION:
+            raise PdRadixError(f"pins are taken from sglang {loader.ENGINE_VERSION}, and {version} is installed")
+        print(f"{registry.write_pins()} pins written to {registry.PINS}")
+        return 0
+    rows = registry.replacements()
+    if args.json:
+        print(json.dumps(registry.as_dicts(rows), indent=2))
+    elif args.markdown:
+        print(registry.as_markdown(rows))
+    else:
+        _print_table(rows)
+    silent = [row for row in rows if row.undocumented]
+    for row in silent:
+        print(f"pd-radix: {row.file}:{row.line}: {row.name} has no docstring that says why", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def _print_table(rows: list[Replacement]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from sglang_pd_radix.registry import for_readers
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for file, group in groupby(for_readers(rows), key=lambda row: row.file):
+        table = Table(title=Text(file, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("Name", style="cyan", overflow="fold", no_wrap=console.width >= 100)
+        table.add_column("Kind")
+        table.add_column("Why", ratio=1)
+        upstream = ""
+        for row in group:
+            table.add_row(Text(row.name), row.kind, Text(row.why))
+            if row.upstream and row.upstream != upstream:
+                upstream = row.upstream
+                table.add_row("", "", Text(f"Upstream: {upstream}", style="dim"))
+        console.print(table)
+        console.print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,740 @@
+"""A prefill/decode deployment on this machine as one object: start it, use it, and be sure that it is gone.
+
+    with Cluster("model", decode_args=["--disaggregation-decode-enable-radix-cache"]) as cluster:
+        requests.post(cluster.router_url + "/generate", json=...)
+
+Every server runs in a session of its own, so a Ctrl-C in the terminal reaches only the owner, which then ends each
+whole process group. A watchdog process holds the other end of a pipe: should the owner be killed outright, the pipe
+closes and the watchdog ends what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from . import cpu_host, process_group
+from .errors import PdRadixError
+
+HOST = "127.0.0.1"
+RADIX_FLAG = "--disaggregation-decode-enable-radix-cache"
+# Long enough for the engine to drain and leave by itself, short enough for somebody who waits after Ctrl-C.
+STOP_GRACE_S = 5.0
+# Per worker on a CPU host. Left alone, the engine takes most of the memory for the KV of each worker, and sizes its
+# tables for thousands of requests, which costs seconds of filling them with zeros.
+CPU_POOL_TOKENS = 32768
+CPU_RUNNING_REQUESTS = 64
+# Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
+_SHARED_GPU_MEMORY = 0.85
+
+#: Options of one role: one list for all its workers, or one list per worker.
+RoleArgs = Sequence[str] | Sequence[Sequence[str]]
+RoleEnv = Mapping[str, str] | Sequence[Mapping[str, str]]
+
+# Options that the cluster sets itself, because the parts have to agree on them.
+OWNED_OPTIONS = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--disaggregation-mode",
+    "--disaggregation-bootstrap-port",
+    "--disaggregation-transfer-backend",
+)
+
+# What a start-up log says, in the order in which it says it. The last match is the phase that is shown.
+_PHASES = (
+    ("server_args=", "starting processes"),
+    ("Init torch distributed begin", "setting up"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "allocating the KV cache"),
+    ("Capture cuda graph begin", "capturing CUDA graphs"),
+    ("Uvicorn running on", "warming up"),
+    ("ready to roll", "warmed up"),
+)
+
+
+@dataclass
+class Process:
+    """One server: what it is, where it answers and where it writes.
+
+    It starts when all processes of lower ``wave`` are ready. ``ready_s`` is None until it answers its health check.
+    """
+
+    role: str
+    name: str
+    url: str
+    log_path: Path
+    command: list[str]
+    env: dict[str, str]
+    bootstrap_port: int | None = None
+    wave: int = 0
+    pid: int = 0
+    ready_s: float | None = None
+    phase: str = "waiting"
+    popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal, None while it runs (or has not been started)."""
+        return self.popen.poll() if self.popen else None
+
+    def describe(self) -> dict[str, Any]:
+        """The entry of this process in the JSON file of ``pd-radix up``."""
+        entry: dict[str, Any] = {"role": self.role, "name": self.name, "url": self.url, "pid": self.pid}
+        if self.bootstrap_port is not None:
+            entry["bootstrap_port"] = self.bootstrap_port
+        return {**entry, "log": str(self.log_path), "command": self.command}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``process`` (None: the whole cluster) entered ``phase``, ``elapsed_s`` seconds after the start."""
+
+    process: Process | None
+    phase: str
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        return f"[{self.elapsed_s:5.1f} s] {self.process.name if self.process else 'cluster'}: {self.phase}"
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def free_ports(count: int, host: str = HOST) -> list[int]:
+    """``count`` different ports that nothing listens on now.
+
+    They lie below the range from which the system takes ports for outgoing connections: a server binds its port many
+    seconds after this call, and such a connection could have taken it by then.
+    """
+    try:
+        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_ephemeral = 32768
+    candidates = range(10000, first_ephemeral) if first_ephemeral > 11000 else range(10000, 65536)
+    found: list[int] = []
+    for port in random.Random(os.urandom(8)).sample(candidates, min(len(candidates), 50 * count + 200)):
+        if len(found) == count:
+            break
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        found.append(port)
+    if len(found) < count:
+        raise PdRadixError(f"found only {len(found)} of {count} free ports on {host}: close some listening programs")
+    return found
+
+
+def has_option(args: Sequence[str], *names: str) -> bool:
+    """True if one of the options ``names`` is among ``args``, as ``--name value`` or ``--name=value``."""
+    return any(arg.split("=", 1)[0] in names for arg in args)
+
+
+def option_value(args: Sequence[str], *names: str) -> str | None:
+    """The last value of option ``names`` in ``args``; None if it is not there."""
+    found = None
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name in names:
+            found = value if equals else (args[i + 1] if i + 1 < len(args) else None)
+    return found
+
+
+def per_worker(args: RoleArgs, count: int, what: str) -> list[list[str]]:
+    """One argument list per worker, from one list for all or a list of lists. Raises PdRadixError on a wrong count."""
+    if not args or all(isinstance(arg, str) for arg in args):
+        return [[str(arg) for arg in args] for _ in range(count)]
+    if len(args) != count or any(isinstance(arg, str) for arg in args):
+        raise PdRadixError(f"{what}: give one list of options for all, or {count} lists, one per worker")
+    return [list(arg) for arg in args]
+
+
+def gpu_count() -> int:
+    """GPUs that a worker started here would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def cpu_options(args: Sequence[str]) -> list[str]:
+    """What an engine on a CPU host needs beyond the user's ``args``."""
+    options: list[str] = []
+    if not has_option(args, "--device"):
+        options += ["--device", "cpu"]
+    if not has_option(args, "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"):
+        options += ["--attention-backend", "torch_native"]
+    if not has_option(args, "--disable-overlap-schedule"):
+        options += ["--disable-overlap-schedule"]
+    if not has_option(args, "--dtype"):
+        options += ["--dtype", "float32"]
+    if not has_option(args, "--max-total-tokens", "--mem-fraction-static"):
+        options += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
+    if not has_option(args, "--max-running-requests"):
+        options += ["--max-running-requests", str(CPU_RUNNING_REQUESTS)]
+    return options
+
+
+def cpu_env(workers: int, backend: str) -> dict[str, str]:
+    """Environment for ``workers`` engines that share this CPU host. What is already set in the environment stays."""
+    cores = len(os.sched_getaffinity(0))
+    # More spinning OpenMP threads than cores stall each other: ten times slower on two cores.
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // max(1, workers)))}
+    if backend == "mooncake":
+        wanted["MC_FORCE_TCP"] = "1"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def log_tail(path: Path, lines: int = 20) -> list[str]:
+    """The last ``lines`` lines of a log (an empty list if there is none), without reading all of a long one."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * lines - 4096))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return []
+    plain = _ANSI.sub("", text)
+    return [line.rstrip() for line in plain.splitlines() if line.strip()][-lines:]
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+# Lines that end a traceback, or a message of argparse or of the shell of the engine.
+_ERROR_LINE = re.compile(
+    r"^(?:\[[^\]]*\] )?(?:[\w. -]+: error: .+|(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$"
+)
+# What the engine says when one of its processes ended without a word.
+_CRASH_LINE = re.compile(r"Subprocess \S+ .*crashed with exit code -?\d+")
+# Consequences of the real cause in another process of the same server.
+_SECONDARY = ("EOFError", "SystemExit", "KeyboardInterrupt", "BrokenPipeError", "ConnectionResetError")
+
+
+def failure_reason(lines: Sequence[str]) -> str | None:
+    """The line of a log that names the cause of death: the last error that is not the echo of another one."""
+    errors = [line.strip() for line in lines if _ERROR_LINE.match(line.strip())]
+    causes = [line for line in errors if not line.startswith(_SECONDARY)]
+    crashes = [match.group() for match in map(_CRASH_LINE.search, lines) if match]
+    found = causes or crashes or errors
+    return found[-1] if found else None
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-code).name
+        return f"was killed by {name}"
+    return f"was killed by signal {-code}"
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business on this machine
+
+
+def http(url: str, body: Any = None, timeout: float = 10.0) -> tuple[int, bytes]:
+    """GET ``url`` (or POST ``body`` as JSON). Returns status and content; status 0 if nobody answered."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    try:
+        with _OPENER.open(request, timeout=timeout) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+    except (OSError, ValueError) as error:
+        return 0, str(error).encode()
+
+
+class _Family:
+    """The process groups of one cluster, and the watchdog that outlives a killed owner."""
+
+    def __init__(self) -> None:
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def start(self, process: Process) -> None:
+        if self._watchdog is None:
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-S", process_group.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        process.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with process.log_path.open("wb") as log:
+            process.popen = subprocess.Popen(
+                process.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=process.env,
+                start_new_session=True,
+            )
+        process.pid = process.popen.pid
+        self._tell("+", process.pid)
+
+    def _tell(self, sign: str, pid: int) -> None:
+        if self._watchdog and self._watchdog.stdin:
+            with contextlib.suppress(OSError):
+                self._watchdog.stdin.write(f"{sign} {pid}\n".encode())
+                self._watchdog.stdin.flush()
+
+    def stop(self, processes: Sequence[Process], grace_s: float) -> None:
+        """End every process of every group: ask, wait up to ``grace_s`` seconds for all together, then kill."""
+        started = [p for p in processes if p.popen]
+        for process in started:
+            assert process.popen
+            if process.popen.poll() is None:
+                # Only the leader is asked: it knows in which order to end its own workers.
+                with contextlib.suppress(ProcessLookupError):
+                    process.popen.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        running = list(started)
+        while running:
+            late = time.monotonic() >= deadline
+            for process in running[:]:
+                # What a leader that has ended left behind has nobody to work for.
+                if late or process.returncode() is not None:
+                    process_group.kill(process.pid)
+                    running.remove(process)
+            time.sleep(0.02)
+        deadline = time.monotonic() + 10
+        for process in started:
+            assert process.popen
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(timeout=max(0.1, deadline - time.monotonic()))
+            while process_group.members(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self._tell("-", process.pid)
+        if self._watchdog and self._watchdog.stdin:
+            self._watchdog.stdin.close()
+            self._watchdog.wait(timeout=10)
+            self._watchdog = None
+
+
+# ------------------------------------------------------------------------------------------------------------ cluster
+
+
+class Cluster:
+    """``prefill`` prefill workers, ``decode`` decode workers and the router, or one ordinary engine (``aggregated``).
+
+    Arguments are lists as for a command line. ``prefill_args``, ``decode_args`` and the two ``*_env`` are for all
+    workers of the role, or one entry per worker. ``aggregated_args`` are for the aggregated engine alone. Of a repeated
+    option the later one wins: ours, ``common_args``, then the role's. Nothing is started before `start`.
+
+    ``on_progress`` is told of every step. ``on_wait`` is called every 0.1 s while waiting, and start-up ends with what
+    it raises. ``executable`` is the interpreter of the servers; ``commands`` replaces the arguments with which it runs
+    a role ("prefill", "decode", "router", "engine"), which tests use.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        common_args: Sequence[str] = (),
+        prefill_args: RoleArgs = (),
+        decode_args: RoleArgs = (),
+        router_args: Sequence[str] = (),
+        aggregated_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        prefill_env: RoleEnv = (),
+        decode_env: RoleEnv = (),
+        backend: str = "nixl",
+        policy: str | None = None,
+        host: str = HOST,
+        port: int | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        aggregated: bool = False,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
+        executable: str = sys.executable,
+        commands: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        if prefill < 1 or decode < 1:
+            raise PdRadixError(f"{prefill} prefill and {decode} decode workers: at least one of each is needed")
+        self._prefill_args = per_worker(prefill_args, prefill, "prefill_args")
+        self._decode_args = per_worker(decode_args, decode, "decode_args")
+        for args in (common_args, aggregated_args, *self._prefill_args, *self._decode_args):
+            _refuse_owned(args)
+        self.model_path = str(model_path)
+        self.backend = backend
+        self.aggregated = aggregated
+        self.timeout_s = timeout_s
+        self._prefill, self._decode = prefill, decode
+        self._common = list(common_args)
+        self._aggregated_args = list(aggregated_args)
+        self._router_args = list(router_args)
+        self._env = {**os.environ, **(env or {})}
+        self._prefill_env = _per_worker_env(prefill_env, prefill, "prefill_env")
+        self._decode_env = _per_worker_env(decode_env, decode, "decode_env")
+        self._policy, self._host, self._port = policy, host, port
+        self._log_dir = Path(log_dir) if log_dir else None
+        self._on_progress, self._on_wait = on_progress, on_wait
+        self._executable = executable
+        self._commands = commands or {}
+        self._family = _Family()
+        self._started_at = 0.0
+        self._stopping = threading.Event()
+        self.processes: list[Process] = []
+
+    # -- what it looks like
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the logs are; they stay when the cluster is gone."""
+        if self._log_dir is None:
+            self._log_dir = Path(tempfile.mkdtemp(prefix="pd-radix-"))
+        return self._log_dir
+
+    def _role(self, role: str) -> list[Process]:
+        return [process for process in self.processes if process.role == role]
+
+    @property
+    def router_url(self) -> str:
+        """Where requests go: the router, or the engine itself if aggregated."""
+        return self._role("engine" if self.aggregated else "router")[0].url
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        return [process.url for process in self._role("prefill")]
+
+    @property
+    def decode_urls(self) -> list[str]:
+        return [process.url for process in self._role("decode")]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything a script needs to use this cluster, ready for JSON."""
+        return {
+            "model": self.model_path,
+            "backend": None if self.aggregated else self.backend,
+            "owner_pid": os.getpid(),
+            "router_url": self.router_url,
+            "prefill_urls": self.prefill_urls,
+            "decode_urls": self.decode_urls,
+            "log_dir": str(self.log_dir),
+            "processes": [process.describe() for process in self.processes],
+        }
+
+    # -- commands
+
+    def _engine(
+        self, role: str, index: int, port: int, args: Sequence[str], extra: Sequence[str], env: Mapping[str, str]
+    ) -> Process:
+        url = f"http://{_connectable(self._host if role == 'engine' else HOST)}:{port}"
+        command = [self._executable, *self._commands.get(role, ("-m", "sglang.launch_server"))]
+        command += ["--model-path", self.model_path, "--port", str(port)]
+        command += ["--host", self._host if role == "engine" else HOST, *extra, *args]
+        name = role if role == "engine" else f"{role}-{index}"
+        return Process(role, name, url, self.log_dir / f"{name}.log", command, {**self._env, **env})
+
+    def _plan(self) -> list[Process]:
+        """Lay out every process: ports, devices, commands. Nothing runs yet."""
+        cpu = cpu_host.active()
+        workers = 1 if self.aggregated else self._prefill + self._decode
+        # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two for the router.
+        ports = iter(free_ports(2 * workers + (0 if self.aggregated else self._prefill + 2)))
+        env = cpu_env(workers, self.backend) if cpu else {}
+        env = {name: value for name, value in env.items() if name not in self._env}
+        roles: list[tuple[str, int, list[str], Mapping[str, str]]]
+        if self.aggregated:
+            roles = [("engine", 0, self._aggregated_args, {})]
+        else:
+            roles = [("prefill", i, args, self._prefill_env[i]) for i, args in enumerate(self._prefill_args)]
+            roles += [("decode", i, args, self._decode_env[i]) for i, args in enumerate(self._decode_args)]
+        arguments = [[*self._common, *args] for _, _, args, _ in roles]
+        if cpu:
+            placement = [(cpu_options(args), 0) for args in arguments]
+        else:
+            placement = gpu_placement(arguments, gpu_count())
+        processes = []
+        for (role, index, _, own_env), args, (extra, wave) in zip(roles, arguments, placement, strict=True):
+            if role == "engine":
+                port = self._port or next(ports)
+            else:
+                port = next(ports)
+                extra = [*extra, "--disaggregation-mode", role, "--disaggregation-transfer-backend", self.backend]
+            # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens.
+            extra = [*extra, "--nccl-port", str(next(ports))]
+            bootstrap = next(ports) if role == "prefill" else None
+            if bootstrap is not None:
+                extra = [*extra, "--disaggregation-bootstrap-port", str(bootstrap)]
+            process = self._engine(role, index, port, args, extra, {**env, **own_env})
+            process.bootstrap_port, process.wave = bootstrap, wave
+            processes.append(process)
+        if not self.aggregated:
+            processes.append(self._router(processes, self._port or next(ports), next(ports)))
+        return processes
+
+    def _router(self, workers: Sequence[Process], port: int, metrics_port: int) -> Process:
+        command = [self._executable, *self._commands.get("router", ("-m", "sglang_router.launch_router"))]
+        command += ["--pd-disaggregation", "--host", self._host, "--port", str(port)]
+        for worker in workers:
+            if worker.role == "prefill":
+                command += ["--prefill", worker.url, str(worker.bootstrap_port)]
+            else:
+                command += ["--decode", worker.url]
+        # By default it writes four lines per request, and every router of a machine wants the same metrics port.
+        for option, value in (
+            ("--log-level", "warn"),
+            ("--worker-startup-check-interval", "1"),
+            ("--prometheus-port", str(metrics_port)),
+            ("--prometheus-host", HOST),
+        ):
+            if not has_option(self._router_args, option):
+                command += [option, value]
+        if self._policy:
+            command += ["--policy", self._policy]
+        command += self._router_args
+        url = f"http://{_connectable(self._host)}:{port}"
+        # The router asks less and less often for workers that do not answer, so it is quicker to start it after them.
+        wave = 1 + max(worker.wave for worker in workers)
+        return Process("router", "router", url, self.log_dir / "router.log", command, dict(self._env), wave=wave)
+
+    # -- life
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and return once a request has gone through. On any failure nothing is left running.
+
+        Raises PdRadixError: a process died (with the reason and the end of its log) or ``timeout_s`` passed.
+        """
+        if self.processes:
+            raise PdRadixError("this cluster was started before: make a new one")
+        self._started_at = time.monotonic()
+        self.processes = self._plan()
+        try:
+            for wave in sorted({process.wave for process in self.processes}):
+                together = [process for process in self.processes if process.wave == wave]
+                for process in together:
+                    self._family.start(process)
+                    self._report(process, "starting")
+                self._wait_ready(together)
+            self._wait_served()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End every process and wait until all are gone. May be called twice, and after a failed start."""
+        self._stopping.set()
+        self._family.stop(self.processes, grace_s)
+
+    def dead(self) -> Process | None:
+        """The first process that has ended, if any has."""
+        return next((process for process in self.processes if process.returncode() is not None), None)
+
+    def alive(self) -> bool:
+        """True while every process of the started cluster runs."""
+        return bool(self.processes) and all(p.popen is not None for p in self.processes) and self.dead() is None
+
+    def check(self) -> None:
+        """Raise PdRadixError, with the reason and the end of its log, if a process has ended."""
+        process = self.dead()
+        if process is not None:
+            raise PdRadixError(self._obituary(process))
+
+    def _obituary(self, process: Process) -> str:
+        code = process.returncode()
+        assert code is not None
+        lines = log_tail(process.log_path, 400)
+        reason = failure_reason(lines)
+        message = f"{process.name} {describe_exit(code)}"
+        if reason:
+            message += f": {reason}"
+        elif code == -signal.SIGKILL:
+            message += "; if nobody did that, the machine ran out of memory"
+        if not lines:
+            return f"{message}; its log {process.log_path} is empty"
+        if reason and ": error: " in reason:
+            return f"{message}\nIts log is {process.log_path}"  # a usage error: above it are only pages of usage
+        tail = "\n".join(f"  | {line}" for line in lines[-20:])
+        return f"{message}\nThe end of its log, {process.log_path}:\n{tail}"
+
+    def _report(self, process: Process | None, phase: str) -> None:
+        if process is not None:
+            if process.phase == phase:
+                return
+            process.phase = phase
+        if self._on_progress:
+            self._on_progress(Progress(process, phase, time.monotonic() - self._started_at))
+
+    def _left(self) -> float:
+        return self._started_at + self.timeout_s - time.monotonic()
+
+    def _watch(self, doing: Callable[[], str]) -> None:
+        """Called while waiting: fail at once on a death or when the time is up, and report phases."""
+        if self._on_wait:
+            self._on_wait()
+        self.check()
+        if self._left() <= 0:
+            raise PdRadixError(
+                f"not ready after {self.timeout_s:g} s: {doing()}. Logs are in {self.log_dir}; "
+                "give more time with --timeout if they show progress"
+            )
+        for process in self.processes:
+            if process.popen and process.ready_s is None and process.role != "router":
+                phase = current_phase(process.log_path)
+                if phase:
+                    self._report(process, phase)
+
+    def _wait_ready(self, processes: Sequence[Process]) -> None:
+        """Wait until each of ``processes`` is healthy. Asking happens in threads: an answer takes a second or more."""
+        threads = []
+        for process in processes:
+            if process.ready_s is None:
+                thread = threading.Thread(target=self._ask_until_ready, args=(process,), daemon=True)
+                thread.start()
+                threads.append(thread)
+        while any(process.ready_s is None for process in processes):
+            self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None))
+            for process in processes:
+                if process.ready_s is not None:
+                    self._report(process, f"ready after {process.ready_s:.1f} s")
+            time.sleep(0.1)
+        for process in processes:
+            assert process.ready_s is not None
+            self._report(process, f"ready after {process.ready_s:.1f} s")
+
+    def _ask_until_ready(self, process: Process) -> None:
+        # The router answers /health long before it has a worker; /readiness says that it has one of each kind.
+        path = "/readiness" if process.role == "router" else "/health"
+        while not self._stopping.is_set() and process.returncode() is None:
+            if http(process.url + path, timeout=25)[0] == 200:
+                process.ready_s = time.monotonic() - self._started_at
+                return
+            time.sleep(0.2)
+
+    def _wait_served(self) -> None:
+        """Send short requests until one has gone all the way through, then forget what they left in the caches."""
+        self._report(None, "sending a request through")
+        body = {"text": "ready", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}}
+        answers: list[tuple[int, bytes]] = []
+
+        def ask() -> None:
+            answers.append(http(self.router_url + "/generate", body, max(1.0, self._left())))
+
+        def trouble() -> str:
+            if not answers:
+                return "a request through the router got no answer"
+            status, content = answers[-1]
+            return f"requests through the router fail with HTTP {status}: {content.decode(errors='replace')[:300]}"
+
+        while not answers or answers[-1][0] != 200:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            while thread.is_alive():
+                self._watch(trouble)
+                thread.join(0.1)
+            self._watch(trouble)
+            if answers[-1][0] in (400, 401, 403, 404, 422):
+                raise PdRadixError(f"{trouble()}. Logs are in {self.log_dir}")
+            if answers[-1][0] != 200:
+                time.sleep(0.2)
+        for worker in self.processes:
+            if worker.role != "router":
+                http(worker.url + "/flush_cache", {}, timeout=10)
+        self._report(None, "serving")
+
+
+def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[list[str], int]]:
+    """Extra options and the wave of each worker on a host with ``gpus`` GPUs, from each worker's own arguments.
+
+    Workers take the next GPUs in turn. Where they have to share one, each gets an equal part of its memory. The engine
+    measures its part by what is free when it starts, so workers that share start one after the other.
+    """
+    sizes = [_gpus_needed(args) for args in arguments]
+    if gpus == 0:
+        return [([], 0) for _ in arguments]
+    if max(sizes) > gpus:
+        raise PdRadixError(f"a worker needs {max(sizes)} GPUs and this machine has {gpus}: lower --tp")
+    shared = sum(sizes) > gpus
+    first, cursor = [], 0
+    for size in sizes:
+        if cursor + size > gpus:
+            cursor = 0
+        first.append(cursor)
+        cursor += size
+    used = [set(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
+    waves: list[int] = []
+    for i, devices in enumerate(used):
+        waves.append(1 + max((waves[j] for j in range(i) if used[j] & devices), default=-1))
+    placement = []
+    for args, start, wave, devices in zip(arguments, first, waves, used, strict=True):
+        extra = [] if has_option(args, "--base-gpu-id") else ["--base-gpu-id", str(start)]
+        if shared and not has_option(args, "--mem-fraction-static"):
+            sharers = max(sum(gpu in other for other in used) for gpu in devices)
+            part = _SHARED_GPU_MEMORY / sharers
+            extra += ["--mem-fraction-static", f"{part / (1 - wave * part):.3f}"]
+        placement.append((extra, wave))
+    return placement
+
+
+def _gpus_needed(args: Sequence[str]) -> int:
+    try:
+        ranks = int(option_value(args, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
+        return ranks * int(option_value(args, "--pp", "--pp-size", "--pipeline-parallel-size") or 1)
+    except ValueError as error:
+        raise PdRadixError(f"--tp and --pp take a number: {error}") from None
+
+
+def current_phase(log_path: Path) -> str | None:
+    """The start-up phase that a server's log shows."""
+    text = "\n".join(log_tail(log_path, 60))
+    found = None
+    for marker, phase in _PHASES:
+        if marker in text:
+            found = phase
+    return found
+
+
+def _connectable(host: str) -> str:
+    """An address at which a server that listens on ``host`` can be reached from here."""
+    return HOST if host in ("0.0.0.0", "") else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
+
+
+def _refuse_owned(args: Sequence[str]) -> None:
+    for option in OWNED_OPTIONS:
+        if has_option(args, option):
+            raise PdRadixError(f"{option} is set by the cluster itself: remove it from the engine options")
+
+
+def _per_worker_env(env: RoleEnv, count: int, what: str) -> list[dict[str, str]]:
+    if isinstance(env, Mapping):
+        return [dict(env) for _ in range(count)]
+    if env and len(env) != count:
+        raise PdRadixError(f"{what}: give one mapping for all, or {count}, one per worker")
+    return [dict(entry) for entry in env] or [{} for _ in range(count)]

@@ -1,0 +1,281 @@
+"""``pd-radix doctor``: is this installation whole, and what can this machine run?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_pd_radix import loader, registry
+from sglang_pd_radix.errors import PdRadixError
+
+# Libraries with native parts are asked in processes of their own: one may hang, crash or print. All start at once.
+TIMEOUT = 20.0
+_PROBES = {
+    "loader": """
+import sglang
+from sglang_pd_radix import loader
+answer = loader.status()
+""",
+    "nixl": """
+import os
+from nixl._api import nixl_agent, nixl_agent_config
+backend = os.environ.get("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX")
+agent = nixl_agent("pd-radix-doctor", nixl_agent_config(backends=[]))
+answer = {"plugins": sorted(agent.get_plugin_list()), "backend": backend}
+if backend in answer["plugins"]:
+    agent.create_backend(backend)
+""",
+    "mooncake": """
+from sglang_pd_radix import cpu_host, mooncake_host
+answer = {"installed": mooncake_host.installed(), "trouble": mooncake_host.trouble(cpu_host.active())}
+""",
+    "router": """
+import importlib.metadata
+import sglang_router.sglang_router_rs
+answer = {"version": importlib.metadata.version("sglang-router")}
+""",
+    "cuda": """
+import ctypes
+answer = {"driver": None, "devices": []}
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    cuda = None
+if cuda is not None:
+    number, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+    cuda.cuDriverGetVersion(ctypes.byref(number))
+    answer["driver"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    if cuda.cuInit(0) == 0:
+        cuda.cuDeviceGetCount(ctypes.byref(number))
+        for index in range(number.value):
+            cuda.cuDeviceGetName(name, 100, index)
+            answer["devices"].append(name.value.decode())
+""",
+}
+_ANSWER = "pd-radix-answer:"
+_WRAPPER = """
+import json
+try:
+{code}
+except BaseException as error:
+    answer = {{"error": f"{{type(error).__name__}}: {{error}}"}}
+print("\\n{mark}" + json.dumps(answer), flush=True)
+import os
+os._exit(0)  # the answer is out; a native library's exit handler may still crash or hang
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``status`` is ``ok``, ``warn`` or ``fail``; ``way_out`` says what to do about it."""
+
+    name: str
+    status: str
+    detail: str
+    way_out: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix doctor``."""
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report. Returns 1 if a check fails, else 0; a warning is not a failure."""
+    checks = diagnose()
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            print(f"{check.status:<4}  {check.name:<{width}}  {check.detail}")
+            if check.way_out:
+                print(f"      {'':<{width}}  -> {check.way_out}")
+    return 1 if any(check.status == "fail" for check in checks) else 0
+
+
+def diagnose(timeout: float = TIMEOUT) -> list[Check]:
+    """All checks, in the order of the report; ``timeout`` in seconds is for all the probes together."""
+    answers = ask(_PROBES, timeout)
+    return [
+        _python(),
+        _engine(),
+        _loader(answers["loader"]),
+        _drift(),
+        _device(answers["cuda"]),
+        _nixl(answers["nixl"]),
+        _mooncake(answers["mooncake"]),
+        Check("mori", "ok", "not supported by this patch set (the engine itself needs ROCm for it)"),
+        _router(answers["router"]),
+    ]
+
+
+def ask(probes: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
+    """Run each snippet in a Python of its own, all at once, and collect what it left in ``answer``.
+
+    A snippet that raises, dies or takes longer than ``timeout`` seconds answers ``{"error": reason}``.
+    """
+    children = {name: _start(code) for name, code in probes.items()}
+    deadline = time.monotonic() + timeout
+    answers: dict[str, dict[str, Any]] = {}
+    for name, child in children.items():
+        try:
+            output, _ = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            answers[name] = _read(output, child.returncode)
+        except subprocess.TimeoutExpired:
+            answers[name] = {"error": f"no answer within {timeout:.0f} s"}
+        finally:
+            _end(child)
+    return answers
+
+
+def _start(code: str) -> subprocess.Popen[str]:
+    body = "".join(f"    {line}\n" for line in code.strip().splitlines())
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRAPPER.format(code=body, mark=_ANSWER)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.communicate()
+
+
+def _read(output: str, code: int) -> dict[str, Any]:
+    for line in reversed(output.splitlines()):
+        if line.startswith(_ANSWER):
+            answer: dict[str, Any] = json.loads(line[len(_ANSWER) :])
+            return answer
+    return {"error": f"its process ended without an answer (exit code {code})"}
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 10) <= sys.version_info < (3, 13):
+        return Check("python", "ok", version)
+    return Check("python", "fail", f"{version} is not supported", "use Python 3.10, 3.11 or 3.12")
+
+
+def _engine() -> Check:
+    version = loader.engine_version()
+    install = f"pip install sglang=={loader.ENGINE_VERSION}"
+    if version is None:
+        return Check("engine", "fail", "sglang is not installed in this environment", install)
+    reason = loader.inert_reason(version)
+    return Check("engine", "fail", reason, install) if reason else Check("engine", "ok", f"sglang {version}")
+
+
+def _loader(answer: dict[str, Any]) -> Check:
+    if answer.get("active"):
+        return Check("loader", "ok", f"applied in every Python of this environment; patches: {answer['patch_root']}")
+    if os.environ.get("SGLANG_PD_RADIX") == "0":
+        return Check("loader", "warn", "switched off", "unset SGLANG_PD_RADIX to switch the patch set on")
+    if "error" in answer:
+        return Check("loader", "fail", f"`import sglang` failed: {answer['error']}", "repair the engine's installation")
+    reason = answer["reason"]
+    return Check(
+        "loader", "fail", f"inactive: {reason}", "reinstall sglang-pd-radix beside the engine: its .pth file starts it"
+    )
+
+
+def _drift() -> Check:
+    if loader.inert_reason(loader.engine_version()):
+        return Check("drift", "warn", "not checked: the installed engine is not the one that is patched")
+    try:
+        rows = registry.replacements()
+        drift = registry.check_pins()
+    except PdRadixError as error:
+        return Check("drift", "fail", str(error), "reinstall sglang-pd-radix")
+    if drift:
+        return Check(
+            "drift",
+            "fail",
+            "; ".join(map(str, drift[:3])) + (f"; and {len(drift) - 3} more" if len(drift) > 3 else ""),
+            f"pip install --force-reinstall --no-deps sglang=={loader.ENGINE_VERSION}, and undo local edits",
+        )
+    pinned = len({row.pin for row in rows if row.pin})
+    return Check("drift", "ok", f"{len(rows)} changes registered, {pinned} pinned engine functions unchanged")
+
+
+def _device(answer: dict[str, Any]) -> Check:
+    cpu = _cpu_host_active()
+    if "error" in answer:
+        return Check("device", "warn", f"the CUDA driver did not answer: {answer['error']}", "check nvidia-smi")
+    driver, devices = answer["driver"], answer["devices"]
+    if driver is None:
+        detail = "CPU: no CUDA driver on this machine"
+        if cpu is None:
+            return Check("device", "warn", f"{detail}, and CPU support is not part of this installation")
+        if not cpu:
+            return Check("device", "warn", f"{detail}, and CPU support is switched off", "unset SGLANG_USE_CPU_ENGINE")
+        return Check("device", "ok", f"{detail}; CPU support is on")
+    if cpu:
+        return Check("device", "ok", f"CPU, as chosen by SGLANG_USE_CPU_ENGINE=1 (a CUDA {driver} driver is present)")
+    if not devices:
+        return Check(
+            "device",
+            "warn",
+            f"CUDA {driver} driver, but no GPU is visible",
+            "check CUDA_VISIBLE_DEVICES, or set SGLANG_USE_CPU_ENGINE=1 to run on the CPU",
+        )
+    found = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
+    if int(driver.split(".")[0]) < 12:
+        return Check("device", "fail", f"{found}, CUDA {driver} driver", "the engine's torch needs a CUDA 12 driver")
+    return Check("device", "ok", f"{found}, CUDA {driver} driver")
+
+
+def _cpu_host_active() -> bool | None:
+    if importlib.util.find_spec("sglang_pd_radix.cpu_host") is None:
+        return None
+    from sglang_pd_radix import cpu_host
+
+    return bool(cpu_host.active())
+
+
+def _nixl(answer: dict[str, Any]) -> Check:
+    if "error" in answer:
+        return Check("nixl", "fail", answer["error"], "pip install nixl")
+    plugins = ", ".join(answer["plugins"])
+    if answer["backend"] not in answer["plugins"]:
+        return Check(
+            "nixl",
+            "fail",
+            f"no plugin {answer['backend']}; it has: {plugins or 'none'}",
+            "unset SGLANG_DISAGGREGATION_NIXL_BACKEND (default UCX), or NIXL_PLUGIN_DIR if it points elsewhere",
+        )
+    return Check("nixl", "ok", f"transfers over {answer['backend']}; plugins: {plugins}")
+
+
+def _mooncake(answer: dict[str, Any]) -> Check:
+    if "error" in answer:
+        way_out = "use --disaggregation-transfer-backend nixl, or reinstall Mooncake's transfer engine"
+        return Check("mooncake", "warn", f"does not load: {answer['error']}", way_out)
+    if answer["trouble"]:
+        what, way_out = answer["trouble"]
+        if answer["installed"]:
+            return Check("mooncake", "warn", f"installed, but {what}", way_out)
+        return Check("mooncake", "ok", f"not installed (optional: {way_out})")
+    return Check("mooncake", "ok", "loads; where the machine's RDMA devices are not to be used, set MC_FORCE_TCP=1")
+
+
+def _router(answer: dict[str, Any]) -> Check:
+    if "error" in answer:
+        return Check("router", "fail", answer["error"], "pip install sglang-router")
+    return Check("router", "ok", f"sglang-router {answer['version']}")

@@ -1,0 +1,271 @@
+"""Executes the patch files on top of the engine's modules.
+
+A patch file is found by its path alone: ``sglang/srt/disaggregation/decode.py`` under :func:`patch_root` belongs to the
+engine module ``sglang.srt.disaggregation.decode``. When the engine has such a module, the file is an *overlay*: it runs
+after the engine's own code, in a namespace of its own, and the names in its ``__all__`` go into the module. When the
+engine has none, the file is a *new module*, found through the ``__path__`` of the engine's package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sglang_pd_radix.errors import PatchError
+
+ENGINE_VERSION = "0.5.10.post1"
+BUILT_IN_SINCE = (0, 5, 11)
+WAY_OUT = "Set SGLANG_PD_RADIX=0 to run the engine without the patch set."
+# Set once the reason for staying inert has been told, so that the engine's child processes do not repeat it.
+_TOLD = "SGLANG_PD_RADIX_TOLD"
+
+
+@dataclass
+class _State:
+    active: bool = False
+    reason: str = "the engine has not been imported in this process"
+    engine_root: Path | None = None
+
+
+_state = _State()
+_applied: dict[str, Path] = {}
+_failed: dict[str, PatchError] = {}
+
+
+@dataclass(frozen=True)
+class PatchFile:
+    """One file of the patch set: its dotted module name, its path, and whether the engine has a module of that name."""
+
+    module: str
+    path: Path
+    overlay: bool
+
+
+class EngineView(ModuleType):
+    """The engine's module as it was before the overlay; what the overlay did not touch is read from the live module.
+
+    An overlay imports the module it changes (``from sglang.srt.x import decode as engine``). Once its names are in that
+    module, ``engine.f`` inside a function of the overlay would be the overlay's own ``f`` and call itself for ever.
+    """
+
+    def __init__(self, module: ModuleType, originals: dict[str, Any]) -> None:
+        super().__init__(module.__name__, module.__doc__)
+        self.__dict__.update(originals)
+        self.__dict__["__pd_radix_module__"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["__pd_radix_module__"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["__pd_radix_module__"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["__pd_radix_module__"], name)
+
+
+def patch_root() -> Path:
+    """The directory that holds the patch tree ``sglang/``: inside the package in a wheel, the checkout's in an editable
+    install."""
+    package = Path(__file__).resolve().parent
+    carried = package / "_patches"
+    return carried if carried.is_dir() else package.parent
+
+
+def active() -> bool:
+    """Whether the patch set is applied to the engine in this process."""
+    return _state.active
+
+
+def status() -> dict[str, Any]:
+    """What the loader did in this process: ``active``, ``reason``, ``engine``, ``modules`` (dotted names patched so
+    far), ``patch_root``."""
+    return {
+        "active": _state.active,
+        "reason": _state.reason,
+        "engine": str(_state.engine_root) if _state.engine_root else None,
+        "modules": sorted(_applied),
+        "patch_root": str(patch_root()),
+    }
+
+
+def engine_version() -> str | None:
+    """The installed engine's version, read from its metadata without importing it; None when there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def engine_root() -> Path | None:
+    """The engine's package directory, found without importing it; None when it is not installed."""
+    spec = importlib.util.find_spec("sglang")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def inert_reason(version: str | None) -> str | None:
+    """Why the patch set does not apply to this engine version; None when it does."""
+    if version == ENGINE_VERSION:
+        return None
+    if version is None:
+        return f"the engine's version is unknown (no package metadata), and only {ENGINE_VERSION} is patched"
+    release = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if release and tuple(map(int, release.groups())) >= BUILT_IN_SINCE:
+        return f"sglang {version} is not patched: this release has the flag built in"
+    return f"sglang {version} is not patched: this patch set is for {ENGINE_VERSION} only"
+
+
+def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
+    """Every file of the patch tree, in the order of its path.
+
+    ``engine`` is the engine's package directory and is only looked at, never imported. Raises PatchError for a file
+    that would hide a package of the engine.
+    """
+    root = root or patch_root()
+    for path in sorted((root / "sglang").rglob("*.py")):
+        relative = path.relative_to(root / "sglang")
+        target = engine / relative
+        parts = ("sglang", *relative.with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+            hidden = target.parent.is_dir() and not target.is_file()
+        else:
+            hidden = target.with_suffix("").is_dir()
+        if hidden:
+            raise PatchError(f"patch file {path} would hide the engine's package {'.'.join(parts)}. {WAY_OUT}")
+        yield PatchFile(".".join(parts), path, target.is_file())
+
+
+def activate(engine: ModuleType) -> None:
+    """Prepare everything before the code of ``engine`` (the top-level package ``sglang``) runs.
+
+    Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing.
+    """
+    reason = inert_reason(engine_version())
+    if reason:
+        _state.reason = reason
+        if os.environ.get(_TOLD) != reason:
+            os.environ[_TOLD] = reason
+            print(f"sglang-pd-radix: inactive: {reason}.", file=sys.stderr)
+        return
+    if engine.__file__ is None:
+        return
+    from sglang_pd_radix import cpu_host
+
+    cpu_host.install()
+    root = Path(engine.__file__).parent
+    first = not _state.active
+    _state.active, _state.reason, _state.engine_root = True, f"applied to sglang {ENGINE_VERSION}", root
+    _extend_packages()
+    if first:
+        _register(root)
+
+
+def _register(root: Path) -> None:
+    import wrapt
+
+    for file in patch_files(root):
+        if file.overlay:
+            wrapt.register_post_import_hook(partial(_overlay, path=file.path), file.module)
+    for name in _packages():
+        # Namespace packages follow their parent's __path__ by themselves.
+        if (root.joinpath(*name.split(".")[1:]) / "__init__.py").is_file():
+            wrapt.register_post_import_hook(lambda module: _extend_packages(), name)
+
+
+def _packages() -> list[str]:
+    root = patch_root()
+    folders = {path.parent for path in (root / "sglang").rglob("*.py")}
+    folders |= {parent for folder in folders for parent in folder.parents if root in parent.parents}
+    return sorted(".".join(folder.relative_to(root).parts) for folder in folders)
+
+
+def _extend_packages() -> None:
+    """Append our folder to the ``__path__`` of every engine package in memory that has one, so new modules are found.
+
+    Appended, and therefore searched after the engine's own folder.
+    """
+    for name in ["sglang", *_packages()]:
+        package = sys.modules.get(name)
+        folder = str(patch_root().joinpath(*name.split(".")))
+        if package is not None and folder not in list(package.__path__):
+            package.__path__.append(folder)
+
+
+def _overlay(module: ModuleType, path: Path) -> None:
+    name = module.__name__
+    _extend_packages()
+    namespace: dict[str, Any] = {
+        "__name__": name,
+        "__file__": str(path),
+        "__package__": module.__package__,
+        "__spec__": module.__spec__,
+        "__loader__": module.__loader__,
+    }
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), namespace)
+        names = _exported(namespace)
+    except PatchError as error:
+        _refuse(name, error)
+        raise
+    except Exception as error:
+        failure = PatchError(f"patch file {path} failed: {type(error).__name__}: {error}. {WAY_OUT}")
+        _refuse(name, failure)
+        raise failure from error
+
+    originals = {key: vars(module)[key] for key in names if key in vars(module)}
+    for key, value in namespace.items():
+        if value is module:
+            namespace[key] = EngineView(module, originals)
+    for key in names:
+        setattr(module, key, namespace[key])
+    _rebind(module, originals)
+    module.__pd_radix__ = {"file": str(path), "names": names, "originals": originals}  # type: ignore[attr-defined]
+    _applied[name] = path
+
+
+def _rebind(module: ModuleType, originals: dict[str, Any]) -> None:
+    """Give the new classes and functions to the engine modules that took the old ones while this module was still being
+    executed (a circular import) or before the loader came (a late start)."""
+    changed = {
+        id(old): vars(module)[key]
+        for key, old in originals.items()
+        if callable(old) and getattr(old, "__module__", None) == module.__name__
+    }
+    for name, other in list(sys.modules.items()):
+        if name.startswith("sglang.") and type(other) is ModuleType:
+            for key, value in list(vars(other).items()):
+                if id(value) in changed:
+                    setattr(other, key, changed[id(value)])
+
+
+def _exported(namespace: dict[str, Any]) -> list[str]:
+    names = namespace.get("__all__")
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TypeError("__all__ must list the names this file changes or adds")
+    missing = [name for name in names if name not in namespace]
+    if missing:
+        raise NameError(f"__all__ names what the file does not define: {', '.join(missing)}")
+    return list(names)
+
+
+def _refuse(name: str, error: PatchError) -> None:
+    """Make every later import of this module fail as the first did: a caller that swallowed the error and tries again
+    would otherwise get the engine's module without the patch."""
+    _failed[name] = error
+    if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Refusal())  # type: ignore[arg-type]
+
+
+class _Refusal:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in _failed:
+            raise _failed[name]

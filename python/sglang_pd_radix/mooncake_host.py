@@ -1,0 +1,77 @@
+"""Whether this host can run Mooncake's transfer engine, and exactly what it lacks where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+# Libraries that the wheels of Mooncake's engine expect of the system, and their packages in Debian and Ubuntu.
+DEBIAN_PACKAGES = {
+    "libcurl.so.4": "libcurl4",
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "librdmacm.so.1": "librdmacm1",
+    "liburing.so.2": "liburing2",
+}
+PACKAGE = "mooncake-transfer-engine"
+CPU_PACKAGE = "mooncake-transfer-engine-non-cuda"
+
+
+def installed() -> bool:
+    """Whether the Python package of the engine is there; it may still not load."""
+    return importlib.util.find_spec("mooncake") is not None
+
+
+def missing_libraries(error: str) -> list[str]:
+    """The system libraries that the engine's own library needs and does not find, by their file names.
+
+    error: what the dynamic linker said, which names the first of them; ``ldd`` names them all.
+    """
+    missing = re.findall(r"^(\S+\.so\S*): cannot open shared object file", error)
+    spec = importlib.util.find_spec("mooncake")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    libraries = [str(path) for folder in folders for path in Path(folder).glob("engine*.so")]
+    if libraries and shutil.which("ldd"):
+        listing = subprocess.run(["ldd", *libraries], capture_output=True, text=True, timeout=30).stdout
+        missing += re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE)
+    return sorted(set(missing))
+
+
+def trouble(cpu: bool) -> tuple[str, str] | None:
+    """What keeps Mooncake from loading and the way out of it; None if nothing does.
+
+    cpu: whether this is a host without CUDA, for which there is a package of its own. Loads the engine's library into
+    this process.
+    """
+    package = CPU_PACKAGE if cpu else PACKAGE
+    if not installed():
+        return "the Python package of Mooncake's transfer engine is not installed", f"pip install {package}"
+    try:
+        if not cpu:
+            importlib.import_module("torch")  # brings the CUDA runtime that the library looks for
+        importlib.import_module("mooncake.engine")
+        return None
+    except ImportError as error:
+        cause = str(error)
+    missing = missing_libraries(cause)
+    if any(name.startswith("libcud") for name in missing) and cpu:
+        way_out = f"pip uninstall {PACKAGE}, then pip install {CPU_PACKAGE}"
+        return f"its CUDA build is installed, and this host has no CUDA ({', '.join(missing)})", way_out
+    if missing:
+        packages = " ".join(DEBIAN_PACKAGES.get(name, f"<package of {name}>") for name in missing)
+        return f"it lacks system libraries: {', '.join(missing)}", f"on Debian or Ubuntu: apt-get install {packages}"
+    return f"it does not load: {cause}", f"pip install --force-reinstall {package}"
+
+
+def check(cpu: bool) -> None:
+    """Raise ImportError, with the cause and the way out, where Mooncake cannot be loaded."""
+    found = trouble(cpu)
+    if found:
+        raise ImportError(
+            f"--disaggregation-transfer-backend mooncake (the default) cannot be used here: {found[0]}. "
+            f"Way out: {found[1]}; or give --disaggregation-transfer-backend nixl to prefill and decode."
+        )

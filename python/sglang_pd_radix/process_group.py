@@ -1,0 +1,63 @@
+"""End whole process groups, and be the watchdog that does so when their owner is gone.
+
+Run as a program (``python -I -S process_group.py``) it reads "+ PID" and "- PID" lines, which say what groups there
+are, and ends those that are left when its input closes. It needs the standard library only, and no package around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+# Removes a Python program's shared memory and semaphores once its processes are gone. Killed, it leaves them behind.
+_TRACKER = b"multiprocessing.resource_tracker"
+
+
+def members(group: int) -> dict[int, bytes]:
+    """Live processes (not zombies) of ``group``: pid to command line."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{entry.name}/stat") as stat:
+                state, _, pgrp = stat.read().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state not in "ZX":
+                with open(f"/proc/{entry.name}/cmdline", "rb") as cmdline:
+                    found[int(entry.name)] = cmdline.read()
+    return found
+
+
+def kill(group: int, tracker_s: float = 1.0) -> None:
+    """Kill every process of ``group``, its resource trackers last: they get ``tracker_s`` seconds to clean up."""
+    deadline = time.monotonic() + tracker_s
+    while True:
+        live = members(group)
+        others = [pid for pid, command in live.items() if _TRACKER not in command]
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not live:
+            return
+        if time.monotonic() >= deadline:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+def main() -> None:
+    """Watch: remember the groups named on the standard input, and kill them when it closes."""
+    groups: set[int] = set()
+    for line in sys.stdin:
+        sign, pid = line.split()
+        (groups.add if sign == "+" else groups.discard)(int(pid))
+    for group in groups:
+        kill(group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""``pd-radix up``: a prefill/decode deployment on this machine from one command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .cluster import HOST, RADIX_FLAG, Cluster, Progress, has_option
+from .errors import PdRadixError
+
+RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
+_BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
+_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
+_ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args")
+
+_EPILOG = """
+Engine options for all workers follow after --, for example:
+
+  pd-radix up --model-path DIR --decode 2 -- --page-size 16 --tp 2
+  pd-radix up --model-path DIR --decode-args "--max-running-requests 8" --json up.json
+
+The JSON file is written once requests are served and removed when they no longer are.
+Exit code: 0 ended by Ctrl-C or SIGTERM while serving, 1 a process failed, 130 or 143 ended while starting.
+"""
+
+
+class _Ended(BaseException):
+    """A signal asked for the end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix up``."""
+    parser.description = "Start prefill workers, decode workers and the router on this machine, and end them together."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model-path", required=True, metavar="MODEL", help="model directory or Hugging Face name")
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
+    parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode workers (default: 1)")
+    parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
+    parser.add_argument("--policy", choices=_POLICIES, help="how the router chooses workers (default: cache_aware)")
+    parser.add_argument(
+        "--radix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="start decode workers with the prefix cache (default: yes)",
+    )
+    parser.add_argument("--host", default=HOST, help=f"address the router listens on (default: {HOST})")
+    parser.add_argument("--port", type=int, help="port of the router (default: a free one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write addresses, pids and log paths there")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="where logs go (default: a new temporary directory)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, metavar="S", help="longest start-up, seconds (default: 600)"
+    )
+    parser.add_argument("--common-args", default="", metavar="ARGS", help="engine options for all workers, one string")
+    parser.add_argument("--prefill-args", default="", metavar="ARGS", help="engine options for prefill workers only")
+    parser.add_argument("--decode-args", default="", metavar="ARGS", help="engine options for decode workers only")
+    parser.add_argument("--router-args", default="", metavar="ARGS", help="options for the router")
+    parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
+
+    # argparse takes the value of `--decode-args --some-flag` for another option. Joined by "=" it cannot.
+    parse = parser.parse_known_args
+
+    def parse_joined(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        return parse(join_values(sys.argv[1:] if args is None else args), namespace)
+
+    parser.parse_known_args = parse_joined  # type: ignore[method-assign, assignment]
+
+
+def join_values(args: Sequence[str]) -> list[str]:
+    """``["--decode-args", "--x"]`` as ``["--decode-args=--x"]``, for the options that hold options, up to a ``--``."""
+    joined: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--":
+            return [*joined, arg, *rest]
+        if arg in _ARGS_OPTIONS:
+            value = next(rest, None)
+            joined.append(arg if value is None else f"{arg}={value}")
+        else:
+            joined.append(arg)
+    return joined
+
+
+def split_options(text: str, option: str) -> list[str]:
+    """The words of a quoted option string, as a shell would split it. Raises PdRadixError naming ``option``."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise PdRadixError(f'{option} "{text}" cannot be split into words ({error}): check its quotes') from None
+
+
+def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None = None) -> list[str]:
+    """Options of the decode workers, with the prefix cache's flag if ``radix`` and it is not there already."""
+    given = has_option(args, RADIX_FLAG, RADIX_ALIAS)
+    if given and not radix:
+        raise PdRadixError(f"--no-radix and {RADIX_FLAG} contradict each other: give one of them")
+    if (given or radix) and (os.environ if env is None else env).get("SGLANG_PD_RADIX") == "0":
+        raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it, or add --no-radix")
+    return [*args] if given or not radix else [RADIX_FLAG, *args]
+
+
+def check_model(path: str) -> str:
+    """``path`` itself, if it is a model directory or could be the name of a hosted model. Raises PdRadixError."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise PdRadixError(f"{path} is not a model: it has no config.json")
+        return str(directory)
+    if directory.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        raise PdRadixError(f"no model at {path}: `pd-radix make-model {path}` makes a small one")
+    return path
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write ``document`` so that a reader finds either nothing or all of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(document, indent=2) + "\n")
+    partial.replace(path)
+
+
+def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
+    """The (not yet started) cluster that the parsed options describe; ``more`` goes to `Cluster` as it is."""
+    if args.timeout <= 0:
+        raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise PdRadixError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
+    return Cluster(
+        check_model(args.model_path),
+        prefill=args.prefill,
+        decode=args.decode,
+        common_args=[*split_options(args.common_args, "--common-args"), *args.engine_options],
+        prefill_args=split_options(args.prefill_args, "--prefill-args"),
+        decode_args=decode_options(split_options(args.decode_args, "--decode-args"), args.radix),
+        router_args=split_options(args.router_args, "--router-args"),
+        backend=args.backend,
+        policy=args.policy,
+        host=args.host,
+        port=args.port,
+        log_dir=args.log_dir,
+        timeout_s=args.timeout,
+        **more,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bring it up, serve until a signal or a failure, take it down. Returns the exit code."""
+    signals: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        signals.append(signum)
+
+    def end_if_asked() -> None:
+        if signals:
+            raise _Ended(signals[0])
+
+    # Handlers only take note: an exception between the start of a process and its registration would lose it.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, note)
+    with _progress() as show:
+        cluster = cluster_from(args, on_progress=show, on_wait=end_if_asked)
+        try:
+            cluster.start()
+        except _Ended as ended:
+            _say("ended while starting; nothing is left running")
+            return 128 + ended.signum
+    try:
+        if args.json:
+            write_json(args.json, cluster.describe())
+        for process in cluster.processes:
+            bootstrap = f"  bootstrap {process.bootstrap_port}" if process.bootstrap_port else ""
+            print(f"{process.name:<10} {process.url}  pid {process.pid}{bootstrap}  {process.log_path}")
+        print(f"ready: {cluster.router_url}", flush=True)
+        while not signals:
+            cluster.check()
+            time.sleep(0.2)
+        _say("stopping")
+    except OSError as error:
+        raise PdRadixError(f"cannot write {args.json or 'the addresses'}: {error.strerror or error}") from error
+    finally:
+        cluster.stop()
+        if args.json:
+            with contextlib.suppress(OSError):
+                args.json.unlink()
+    _say(f"stopped; logs are in {cluster.log_dir}")
+    return 0
+
+
+def _say(text: str) -> None:
+    # The terminal may be what went away.
+    with contextlib.suppress(OSError):
+        print(f"pd-radix: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A live table on a terminal, plain lines elsewhere. Both go to stderr: stdout is for the result."""
+    if not sys.stderr.isatty():
+        yield lambda progress: print(progress, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.table import Table
+
+    rows: dict[str, tuple[str, bool]] = {}
+    spinners: dict[str, Spinner] = {}
+    started = time.monotonic()
+
+    def render() -> Table:
+        grid = Table.grid(padding=(0, 1))
+        for name, (phase, done) in rows.items():
+            grid.add_row("[green]ok[/]" if done else spinners[name], name, phase)
+        grid.add_row("", "", f"[dim]{time.monotonic() - started:.0f} s[/]")
+        return grid
+
+    def show(progress: Progress) -> None:
+        name = progress.process.name if progress.process else "cluster"
+        spinners.setdefault(name, Spinner("dots"))
+        rows[name] = progress.phase, progress.phase.startswith(("ready", "serving"))
+
+    with Live(get_renderable=render, console=Console(stderr=True), transient=True):
+        yield show

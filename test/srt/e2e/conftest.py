@@ -1,0 +1,81 @@
+"""Clusters for the end-to-end tests. One runs at a time: a test module asks for the one it needs, and it is shared
+until a test of another cluster comes."""
+
+from __future__ import annotations
+
+import pytest
+from pd import ask, base_prompt, conversations, hit_lengths
+
+from sglang_pd_radix.cluster import Cluster
+from sglang_pd_radix.make_model import ModelShape, make_model
+
+COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requests", "16"]
+
+
+class Clusters:
+    """Holds at most one running cluster."""
+
+    def __init__(self, log_root):
+        self.log_root, self.key, self.cluster, self.count = log_root, None, None, 0
+
+    def get(self, model, **options) -> Cluster:
+        key = repr((model, sorted(options.items())))
+        if key != self.key:
+            self.stop()
+            self.count += 1
+            common = COMMON + options.pop("common_args", [])
+            logs = self.log_root / str(self.count)
+            self.cluster = Cluster(model, common_args=common, log_dir=logs, timeout_s=280, **options)
+            self.cluster.start()
+            self.key = key
+        return self.cluster
+
+    def stop(self) -> None:
+        if self.cluster is not None:
+            self.cluster.stop()
+        self.cluster = self.key = None
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory):
+    held = Clusters(tmp_path_factory.mktemp("logs"))
+    yield held
+    held.stop()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "qwen3"))
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory):
+    """The same shape, other weights."""
+    return str(make_model(tmp_path_factory.mktemp("model") / "other", seed=1))
+
+
+@pytest.fixture(scope="session")
+def mla_model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "mla", ModelShape(arch="mla")))
+
+
+def aggregated_answers(clusters, model) -> dict:
+    """The truth: what the engine without disaggregation says to every workload of these tests."""
+    cluster = clusters.get(model, aggregated=True, common_args=["--page-size", "1"])
+    send = ask(cluster.router_url)
+    answers = {"conversations": conversations(send), "long": conversations(send, 6, 1, seed=5, max_new=96)}
+    for page in (1, 16, 64):
+        answers["base", page] = send(base_prompt(page))["output_ids"]
+        for name, prompt, _ in hit_lengths(page):
+            answers[name, page] = send(prompt)["output_ids"]
+    return answers
+
+
+@pytest.fixture(scope="session")
+def truth(clusters, model):
+    return aggregated_answers(clusters, model)
+
+
+@pytest.fixture(scope="session")
+def mla_truth(clusters, mla_model):
+    return aggregated_answers(clusters, mla_model)

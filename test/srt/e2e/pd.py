@@ -1,0 +1,159 @@
+"""What the end-to-end tests share: requests to a chosen prefill/decode pair, workloads, and a look into the pools."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import requests
+
+from sglang_pd_radix.cluster import Cluster
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+# Ids of ordinary words in the vocabulary of `pd-radix make-model`.
+WORDS = range(400, 1900)
+
+Answer = list[int]
+Ask = Callable[..., dict]
+
+
+def generate_body(ids: list[int], max_new: int, **more) -> dict:
+    sampling = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": True}
+    return {"input_ids": ids, "sampling_params": sampling, **more}
+
+
+def ask(url: str) -> Ask:
+    """Ask one address: the aggregated engine or a router."""
+
+    def send(ids: list[int], max_new: int = 16, **more) -> dict:
+        reply = requests.post(url + "/generate", json=generate_body(ids, max_new, **more), timeout=120)
+        reply.raise_for_status()
+        return reply.json()
+
+    return send
+
+
+@dataclass
+class Pair:
+    """One prefill and one decode worker of a cluster, addressed directly, as the router addresses them."""
+
+    cluster: Cluster
+    prefill: int = 0
+    decode: int = 0
+    _workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16), repr=False)
+
+    @property
+    def prefill_url(self) -> str:
+        return self.cluster.prefill_urls[self.prefill]
+
+    @property
+    def decode_url(self) -> str:
+        return self.cluster.decode_urls[self.decode]
+
+    def body(self, ids: list[int], max_new: int, **more) -> dict:
+        port = [p for p in self.cluster.processes if p.role == "prefill"][self.prefill].bootstrap_port
+        room = random.randrange(1, 2**62)
+        more = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room, **more}
+        return generate_body(ids, max_new, **more)
+
+    def __call__(self, ids: list[int], max_new: int = 16, **more) -> dict:
+        body = self.body(ids, max_new, **more)
+        first = self._workers.submit(requests.post, self.prefill_url + "/generate", json=body, timeout=120)
+        reply = requests.post(self.decode_url + "/generate", json=body, timeout=120)
+        first.result().raise_for_status()
+        reply.raise_for_status()
+        return reply.json()
+
+    # ---- looking inside ----
+
+    def pools(self) -> list[dict]:
+        """The pool figures of every rank of both workers that reports them."""
+        return [pool for url in (self.prefill_url, self.decode_url) for pool in pools(url)]
+
+    def flush(self, *urls: str) -> None:
+        for url in urls or (self.prefill_url, self.decode_url):
+            wait_idle(url)
+            reply = requests.post(url + "/flush_cache", timeout=30)
+            assert reply.status_code == 200, reply.text
+
+    def check_idle(self) -> None:
+        """I1 at idle, read from the running servers, and every lock accounted for."""
+        for url in (self.prefill_url, self.decode_url):
+            for pool in wait_idle(url):
+                assert pool["available"] + pool["evictable"] + pool["protected"] == pool["size"], (url, pool)
+                assert pool["protected"] == 0, (url, pool)
+                assert pool.get("audit", []) == [], (url, pool)
+                assert pool.get("locks_taken") == pool.get("locks_released"), (url, pool)
+
+    def tree_tokens(self) -> int:
+        return pools(self.decode_url)[0]["evictable"]
+
+
+def pools(url: str) -> list[dict]:
+    states = requests.get(url + "/get_server_info", timeout=30).json()["internal_states"]
+    return [state["kv_pool"] for state in states if "kv_pool" in state]
+
+
+def wait_idle(url: str, seconds: float = 30) -> list[dict]:
+    end = time.monotonic() + seconds
+    while True:
+        found = pools(url)
+        if all(pool["idle"] for pool in found):
+            return found
+        assert time.monotonic() < end, f"{url} is not idle after {seconds} s: {found}"
+        time.sleep(0.1)
+
+
+def counter(url: str, name: str) -> float:
+    """The sum of a Prometheus counter or gauge of one worker over its labels; 0 while it has none."""
+    lines = requests.get(url + "/metrics", timeout=30).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+
+
+def log_of(cluster: Cluster, url: str) -> str:
+    return next(p.log_path for p in cluster.processes if p.url == url).read_text(errors="replace")
+
+
+# ---- workloads: each yields a name and a function from an `Ask` to answers; the same everywhere, token for token ----
+
+
+def words(rnd: random.Random, count: int) -> list[int]:
+    return [rnd.choice(WORDS) for _ in range(count)]
+
+
+def conversations(send: Ask, clients: int = 4, turns: int = 3, seed: int = 1, max_new: int = 12) -> list[list[Answer]]:
+    """Several clients at once, each with a growing history."""
+
+    def talk(client: int) -> list[Answer]:
+        rnd = random.Random(1000 * seed + client)
+        history = words(rnd, rnd.randrange(30, 260))
+        answers = []
+        for _ in range(turns):
+            answers.append(send(history, max_new)["output_ids"])
+            history = history + answers[-1] + words(rnd, rnd.randrange(3, 90))
+        return answers
+
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(talk, range(clients)))
+
+
+def hit_lengths(page: int) -> Iterator[tuple[str, list[int], int]]:
+    """(name, prompt, what decode must have held) after the prompt ``base`` has been answered, for one page size."""
+    base = base_prompt(page)
+    other = words(random.Random(9), 40)
+    n = len(base)
+    yield "0", other + base[:50], 0
+    yield "mid-page", base[: 2 * page + page // 2] + other, 2 * page if page > 1 else 2
+    yield "page edge", base[: 2 * page] + other, 2 * page
+    yield "N", base, n
+    # At page size 1 the tree also holds the last token; a prompt one token longer leaves exactly it to send.
+    yield "N-1", base + other[:1], n
+    yield "chunk edge", base[:128] + other[:70], 128
+
+
+def base_prompt(page: int) -> list[int]:
+    """A prompt of whole pages, so that decode can hold all of it."""
+    return words(random.Random(7), 192 if page < 64 else 256)

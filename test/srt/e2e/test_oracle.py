@@ -1,0 +1,186 @@
+"""The oracle: PD with the flag on and off says what the aggregated engine says, token for token (I5, I6), and the
+pools of the running servers add up when they are idle (I1)."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from pd import FLAG, Pair, ask, base_prompt, conversations, counter, hit_lengths, wait_idle, words
+
+pytestmark = pytest.mark.timeout(600)
+
+# Prefill chunks below and above the prefixes in play.
+CHUNK = {1: "48", 16: "64", 64: "512"}
+
+
+@pytest.fixture(scope="module", params=[1, 16, 64])
+def page(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters, model, truth, page):
+    """One prefill; decode 0 has the flag, decode 1 does not."""
+    args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
+    return clusters.get(model, decode=2, decode_args=[[FLAG], []], common_args=args)
+
+
+@pytest.fixture
+def on(cluster):
+    pair = Pair(cluster, decode=0)
+    yield pair
+    pair.check_idle()
+
+
+@pytest.fixture
+def off(cluster):
+    pair = Pair(cluster, decode=1)
+    yield pair
+    pair.check_idle()
+
+
+def test_conversations_with_the_flag(on, truth):
+    on.flush()
+    hit = counter(on.decode_url, "sglang:decode_prefix_hit_tokens_total")
+    assert conversations(on) == truth["conversations"]
+    assert counter(on.decode_url, "sglang:decode_prefix_hit_tokens_total") > hit
+
+
+def test_conversations_without_the_flag(off, truth):
+    off.flush()
+    saved = counter(off.prefill_url, "sglang:kv_transfer_saved_bytes_total")
+    assert conversations(off) == truth["conversations"]
+    assert counter(off.prefill_url, "sglang:kv_transfer_saved_bytes_total") == saved
+    assert off.tree_tokens() == 0
+
+
+def test_conversations_through_the_router(cluster, truth):
+    assert conversations(ask(cluster.router_url)) == truth["conversations"]
+
+
+@pytest.mark.parametrize("prefill_hit", ["shorter", "same", "longer"])
+def test_every_hit_length(on, truth, page, prefill_hit):
+    """Decode holds none, part, whole pages and all of the prompt; prefill holds less, as much or more."""
+    base = base_prompt(page)
+    page_bytes = None
+    for name, prompt, expected in hit_lengths(page):
+        on.flush()
+        assert on(base)["output_ids"] == truth["base", page]
+        if prefill_hit == "shorter":
+            on.flush(on.prefill_url)
+        if prefill_hit == "longer":
+            on.flush(on.decode_url)
+            on(prompt[: len(prompt) // 2], 1)
+            expected = len(prompt) // 2 // page * page
+        sent = counter(on.prefill_url, "sglang:kv_transfer_sent_bytes_total")
+        answer = on(prompt)
+        assert answer["output_ids"] == truth[name, page], name
+        details = answer["meta_info"]["cached_tokens_details"]
+        assert details["decode_prefix"] == expected, name
+        assert details["decode_prefix"] + details["transferred"] == len(prompt)
+        assert answer["meta_info"]["cached_tokens"] <= answer["meta_info"]["prompt_tokens"]
+        # What the request says was sent is what the prefill counted.
+        now = counter(on.prefill_url, "sglang:kv_transfer_sent_bytes_total")
+        assert now - sent == details["transferred_bytes"], name
+        num_pages = -(-details["transferred"] // page)
+        if num_pages:
+            page_bytes = page_bytes or details["transferred_bytes"] // num_pages
+            assert details["transferred_bytes"] == num_pages * page_bytes
+
+
+def test_many_clients_with_one_new_prefix(on, truth, page):
+    """A herd: nobody's KV is in the tree when all are admitted; the duplicates are freed at commit."""
+    on.flush()
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: on(base_prompt(page))["output_ids"], range(6)))
+    assert answers == [truth["base", page]] * 6
+
+
+def test_extra_key_keeps_prefixes_apart(on, page):
+    """Trap 14: the same tokens under another key are another prefix."""
+    on.flush()
+    prompt = base_prompt(page)
+    on(prompt, extra_key="a")
+    assert on(prompt, extra_key="b")["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
+    assert on(prompt)["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
+    assert on(prompt, extra_key="a")["meta_info"]["cached_tokens_details"]["decode_prefix"] == len(prompt)
+
+
+def test_health_checks_leave_nothing(on):
+    """Trap 13, I7."""
+    on.flush()
+    for _ in range(3):
+        assert requests.get(on.decode_url + "/health_generate", timeout=30).status_code == 200
+    wait_idle(on.decode_url)
+    assert on.tree_tokens() == 0
+
+
+def test_flush_forgets_everything(on, truth, page):
+    on(base_prompt(page))
+    wait_idle(on.decode_url)
+    assert on.tree_tokens() > 0
+    on.flush()
+    assert on.tree_tokens() == 0
+    assert on(base_prompt(page))["output_ids"] == truth["base", page]
+
+
+def test_abort_at_every_stage(on, truth, page):
+    """Clients that go away while queued, in transfer or in decode leave nothing behind, and harm nobody."""
+    on.flush()
+    rnd = random.Random(3)
+
+    def leave(i: int) -> None:
+        body = on.body(words(rnd, 300), 200, rid=f"leaver-{page}-{i}")
+        for url in (on.prefill_url, on.decode_url):
+            on._workers.submit(requests.post, url + "/generate", json=body, timeout=60)
+        time.sleep(0.02 * (i % 10))
+        for url in (on.prefill_url, on.decode_url):
+            requests.post(url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
+
+    with ThreadPoolExecutor(3) as pool:
+        leaving = [pool.submit(leave, i) for i in range(12)]
+        answers = [on(base_prompt(page))["output_ids"] for _ in range(3)]
+        for left in leaving:
+            left.result()
+    assert answers == [truth["base", page]] * 3
+
+
+def test_pause_and_continue(on, truth):
+    """Trap 3: retracted by a pause, resumed from the tree and the offloaded rest, and the answers are the same."""
+    on.flush()
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(conversations, on, 6, 1, 5, 96)
+        time.sleep(1.5)
+        for _ in range(3):
+            assert requests.post(on.decode_url + "/pause_generation", json={"mode": "retract"}, timeout=30).ok
+            time.sleep(0.3)
+            assert requests.post(on.decode_url + "/continue_generation", json={}, timeout=30).ok
+            time.sleep(0.3)
+        assert answers.result() == truth["long"]
+
+
+def test_weight_update_leaves_no_stale_kv(on, truth, page, model, other_model):
+    """Trap 26: what decode holds of the old weights is neither matched nor sent around after an update."""
+    base = base_prompt(page)
+
+    def update(path: str) -> None:
+        for url in (on.prefill_url, on.decode_url):
+            wait_idle(url)
+            reply = requests.post(url + "/update_weights_from_disk", json={"model_path": path}, timeout=120)
+            assert reply.json()["success"], reply.text
+
+    assert on(base)["output_ids"] == truth["base", page]
+    try:
+        update(other_model)
+        first = on(base)
+        assert first["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
+        assert first["output_ids"] != truth["base", page]
+        on.flush()
+        assert on(base)["output_ids"] == first["output_ids"]
+    finally:
+        update(model)
+    assert on(base)["output_ids"] == truth["base", page]

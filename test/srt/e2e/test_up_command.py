@@ -1,0 +1,97 @@
+"""`pd-radix up` with the real engine: a chat goes through, everything ends, and a bad option is explained."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from sglang_pd_radix.make_model import make_model
+
+PROMPT = [{"role": "user", "content": "What is a good name for a small river?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def start_up(model, tmp_path, *arguments):
+    command = [sys.executable, "-m", "sglang_pd_radix.cli", "up", "--model-path", str(model)]
+    command += ["--json", str(tmp_path / "up.json"), "--log-dir", str(tmp_path / "logs"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def streamed_text(url):
+    """The answer to PROMPT from a streaming chat completion, and in how many pieces it came."""
+    body = {"model": "m", "messages": PROMPT, "stream": True, "max_tokens": 16, "temperature": 0}
+    pieces = []
+    with post(url + "/v1/chat/completions", body) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                pieces += [choice["delta"].get("content") or "" for choice in json.loads(line[6:])["choices"]]
+    return "".join(pieces), sum(map(bool, pieces))
+
+
+def processes_of(log_dir):
+    """Live processes whose output goes to ``log_dir``: the servers and everything they started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "fd" / "1").startswith(str(log_dir)):
+                found.append((int(entry.name), (entry / "cmdline").read_bytes()))
+        except OSError:
+            continue
+    return found
+
+
+def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, tmp_path):
+    process = start_up(model, tmp_path, "--", "--page-size", "16")
+    try:
+        while not (tmp_path / "up.json").exists():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.2)
+        document = json.loads((tmp_path / "up.json").read_text())
+        assert document["model"] == str(model) and document["backend"] == "nixl"
+        roles = {entry["role"]: entry for entry in document["processes"]}
+        assert set(roles) == {"prefill", "decode", "router"} and len(document["processes"]) == 3
+        for role, disaggregation_mode in (("prefill", "prefill"), ("decode", "decode")):
+            with urllib.request.urlopen(roles[role]["url"] + "/server_info", timeout=30) as response:
+                info = json.load(response)
+            assert info["disaggregation_mode"] == disaggregation_mode and info["page_size"] == 16
+        assert info["disaggregation_decode_enable_radix_cache"] is True
+        assert info["port"] == int(roles["decode"]["url"].rpartition(":")[2])
+        assert Path(roles["decode"]["log"]).exists() and os.getpgid(roles["decode"]["pid"]) == roles["decode"]["pid"]
+
+        first, pieces = streamed_text(document["router_url"])
+        assert len(first.split()) == 16 and pieces > 4
+        assert streamed_text(document["router_url"])[0] == first
+        assert len(processes_of(tmp_path / "logs")) >= 3
+
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == f"ready: {document['router_url']}" and len(out.splitlines()) == 4
+    assert "loading weights" in err
+    assert processes_of(tmp_path / "logs") == []
+
+
+def test_refused_option_is_shown_with_its_reason(model, tmp_path):
+    process = start_up(model, tmp_path, "--decode-args", "--load-balance-method nonsense")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    message = err[err.index("pd-radix: decode-0 exited with code") :]
+    assert "nonsense" in message.splitlines()[0] and "decode-0.log" in message
+    assert processes_of(tmp_path / "logs") == []

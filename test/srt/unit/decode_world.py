@@ -1,0 +1,359 @@
+"""A decode worker without a server: the real queues, tree, allocator, pools and requests, driven step by step.
+
+Stand-ins are only what lies outside the worker: the network (`Receiver`) and the model (a token's KV is a number that
+depends on all tokens up to it, so a slot that holds another prefix's KV is seen at once).
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import (
+    DecodePreallocQueue,
+    DecodeReqToTokenPool,
+    DecodeRequest,
+    DecodeTransferQueue,
+)
+from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    DisaggregationMode,
+    MetadataBuffers,
+    ReqToMetadataIdxAllocator,
+    TransferBackend,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+
+def single_rank_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def kv_of(token_ids: list[int], weights: int) -> int:
+    """What a model with these weights would put into the slot of the last of these tokens; exact in float32."""
+    return zlib.crc32(bytes(token_ids), weights) & 0xFFFFFF
+
+
+class Receiver:
+    """The wire as the decode worker sees it: states that a test sets, and what was asked of prefill."""
+
+    carries_prefix = True
+    require_staging = False
+    metadata_landed = None
+    fenced = False
+
+    def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True):
+        self.world, self.req = world, req
+        self.peer_takes_prefix = peer_takes_prefix
+        self.state = KVPoll.Bootstrapping
+        self.asked = False
+        # Whether the remote writers of a failed request have said that they are done.
+        self.quiet = False
+        self.prefix_len = 0
+        self.page_indices: list[int] = []
+        self.sent_pages = 0
+
+    def poll(self) -> int:
+        return self.state
+
+    def send_metadata(self, page_indices, aux_index, state_indices, decode_prefix_len=None) -> None:
+        assert not self.asked, "asked twice"
+        assert (decode_prefix_len is not None) == self.peer_takes_prefix
+        self.asked = True
+        self.prefix_len = decode_prefix_len or 0
+        self.page_indices = page_indices.tolist()
+        self.aux_index = aux_index
+        # I4, as prefill checks it.
+        check_decode_prefix(
+            self.prefix_len, len(self.page_indices), len(self.req.origin_input_ids), self.world.page_size
+        )
+
+    def failure_exception(self) -> None:
+        raise RuntimeError("failed by the test")
+
+    def abort(self) -> None:
+        self.state = KVPoll.Failed
+
+    def cancel(self) -> None:
+        self.state = KVPoll.Failed
+
+    def writers_done(self) -> bool:
+        return self.quiet
+
+    def clear(self) -> None:
+        pass
+
+
+class Queue(DecodePreallocQueue):
+    def _init_kv_manager(self):
+        return None
+
+
+class World:
+    """One decode rank. ``size`` in tokens."""
+
+    def __init__(self, size: int = 64, page_size: int = 4, reserved: int = 2, max_reqs: int = 8, group=None):
+        self.size, self.page_size = size, page_size
+        self.group = group or single_rank_group()
+        args = SimpleNamespace(
+            page_size=page_size,
+            speculative_algorithm=None,
+            enable_metrics=False,
+            served_model_name="m",
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="nixl",
+        )
+        set_global_server_args_for_scheduler(args)
+        self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
+        self.kv.cpu_offloading_chunk_size = 8
+        if page_size == 1:
+            self.allocator = TokenToKVPoolAllocator(size, torch.float32, "cpu", self.kv, need_sort=True)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", self.kv, need_sort=True)
+        self.pool = DecodeReqToTokenPool(max_reqs, 4 * size, "cpu", False, pre_alloc_size=max_reqs)
+        self.tree = DecodeRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.pool,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page_size,
+            )
+        )
+        self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
+        self.meta_alloc = ReqToMetadataIdxAllocator(2 * max_reqs)
+        self.streamed: list[Req] = []
+        self.scheduler = SimpleNamespace(
+            server_args=args,
+            tp_worker=SimpleNamespace(is_hybrid_swa=False),
+            running_batch=SimpleNamespace(reqs=[]),
+            waiting_queue=[],
+            last_batch=None,
+            enable_metrics=False,
+            enable_hisparse=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            dp_rank=None,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            stream_output=lambda reqs, _: self.streamed.extend(reqs),
+        )
+        self.transfer = DecodeTransferQueue(self.group, self.meta_alloc, 0, self.meta, self.scheduler, self.tree)
+        self.queue = Queue(
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            draft_token_to_kv_pool=None,
+            req_to_metadata_buffer_idx_allocator=self.meta_alloc,
+            metadata_buffers=self.meta,
+            scheduler=self.scheduler,
+            transfer_queue=self.transfer,
+            tree_cache=self.tree,
+            gloo_group=self.group,
+            tp_rank=0,
+            tp_size=1,
+            dp_size=1,
+            gpu_id=0,
+            bootstrap_port=0,
+            max_total_num_tokens=size,
+            pp_rank=0,
+            num_reserved_decode_tokens=reserved,
+            transfer_backend=TransferBackend.NIXL,
+        )
+        self._ids = itertools.count(1)
+        # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
+        self.weights = 1
+        self.weights_of: dict[str, int] = {}
+
+    # ---- what happens to requests ----
+
+    @property
+    def running(self) -> list[Req]:
+        return self.scheduler.running_batch.reqs
+
+    @property
+    def waiting(self) -> list[Req]:
+        return self.scheduler.waiting_queue
+
+    def arrive(
+        self, prompt: list[int], extra_key=None, max_new: int = 4, warmup: bool = False, peer_takes_prefix: bool = True
+    ) -> DecodeRequest:
+        n = next(self._ids)
+        req = Req(
+            f"r{n}",
+            "",
+            list(prompt),
+            SamplingParams(max_new_tokens=max_new),
+            extra_key=extra_key,
+            bootstrap_host=FAKE_BOOTSTRAP_HOST if warmup else "10.0.0.1",
+            bootstrap_port=1,
+            bootstrap_room=n,
+            disagg_mode=DisaggregationMode.DECODE,
+        )
+        decode_req = DecodeRequest(req, Receiver(self, req, peer_takes_prefix and not warmup))
+        self.queue.queue.append(decode_req)
+        return decode_req
+
+    def handshake(self, decode_req: DecodeRequest) -> None:
+        decode_req.kv_receiver.state = KVPoll.WaitingForInput
+
+    def step(self) -> list[Req]:
+        """One pass of the engine's ``process_decode_queue`` and the prebuilt batch after it. Returns what got ready."""
+        self.waiting.extend(self.queue.resume_retracted_reqs())
+        if not self.queue.retracted_queue:
+            admitted, _ = self.queue.pop_preallocated()
+            self.transfer.extend(admitted)
+            self.waiting.extend(self.transfer.pop_transferred())
+        ready, self.scheduler.waiting_queue = self.waiting, []
+        for req in ready:
+            req.init_next_round_input(self.tree)
+            self.tree.cache_unfinished_req(req)
+        self.running.extend(ready)
+        return ready
+
+    def deliver(self, decode_req: DecodeRequest, num_pages: int) -> None:
+        """The remote writer fills the next pages of the delta."""
+        receiver, req = decode_req.kv_receiver, decode_req.req
+        for page in receiver.page_indices[receiver.sent_pages : receiver.sent_pages + num_pages]:
+            start = receiver.prefix_len + receiver.sent_pages * self.page_size
+            for offset in range(min(self.page_size, len(req.origin_input_ids) - start)):
+                token_ids = req.origin_input_ids[: start + offset + 1]
+                self.kv.k_buffer[0][page * self.page_size + offset] = kv_of(token_ids, self.weights)
+            receiver.sent_pages += 1
+
+    def complete(self, decode_req: DecodeRequest, first_token: int = 7) -> None:
+        """All KV and the metadata have arrived."""
+        receiver = decode_req.kv_receiver
+        self.weights_of[decode_req.req.rid] = self.weights
+        self.deliver(decode_req, len(receiver.page_indices))
+        self.meta.output_ids[receiver.aux_index, 0] = first_token
+        self.meta.bootstrap_room[receiver.aux_index, 0] = decode_req.req.bootstrap_room
+        receiver.state = KVPoll.Success
+
+    def decode(self, token: int = 5) -> None:
+        """One decode step of all running requests, retracting from the back when memory runs out."""
+        while True:
+            need = sum(
+                self.page_size for r in self.running if self.page_size == 1 or r.kv_allocated_len % self.page_size == 0
+            )
+            evict_from_tree_cache(self.tree, need)
+            if self.allocator.available_size() >= need or not self.running:
+                break
+            self.retract(self.running[-1])
+        for req in list(self.running):
+            n = req.kv_committed_len
+            table = self.pool.req_to_token[req.req_pool_idx]
+            if self.page_size == 1 or n % self.page_size == 0:
+                slot = int(self.allocator.alloc(self.page_size)[0])
+            else:
+                slot = int(table[n - 1]) + 1
+            table[n] = slot
+            tokens = req.origin_input_ids + req.output_ids
+            self.kv.k_buffer[0][slot] = kv_of(tokens[: n + 1], self.weights_of[req.rid])
+            req.kv_committed_len = req.kv_allocated_len = n + 1
+            req.output_ids.append(token)
+            if len(req.output_ids) >= req.sampling_params.max_new_tokens:
+                self.finish(req)
+
+    def finish(self, req: Req) -> None:
+        self.running.remove(req)
+        release_kv_cache(req, self.tree)
+
+    def retract(self, req: Req) -> None:
+        self.running.remove(req)
+        req.offload_kv_cache(self.pool, self.allocator)
+        release_kv_cache(req, self.tree, is_insert=False)
+        req.reset_for_retract()
+        self.queue.add(req, is_retracted=True)
+
+    def abort_waiting(self, req: Req) -> None:
+        self.waiting.remove(req)
+        release_kv_cache(req, self.tree)
+
+    def abort_retracted(self, req: Req) -> None:
+        self.queue.retracted_queue.remove(req)
+        del req.kv_cache_cpu
+
+    def idle(self) -> bool:
+        moving = self.queue.queue or self.transfer.queue or self.transfer.quarantine
+        return not (moving or self.waiting or self.running)
+
+    def flush(self) -> bool:
+        """As the scheduler flushes after a weight update: only when no request holds KV in the pool."""
+        if self.queue.queue or self.transfer.queue or self.waiting or self.running:
+            return False
+        return self.transfer.flush_around_quarantine(self._flush)
+
+    def _flush(self) -> bool:
+        self.tree.reset()
+        self.pool.clear()
+        self.allocator.clear()
+        self.weights += 1
+        return True
+
+    # ---- invariants ----
+
+    def check(self) -> None:
+        moving = self.transfer.queue + self.transfer.quarantine
+        holders = [dr.req for dr in moving] + self.waiting + self.running
+        # I1: every token is somewhere, once; every lock has its holder.
+        wrong = self.tree.audit([r.last_node for r in holders])
+        assert not wrong, wrong
+        page = self.page_size
+        private = sum(pages(r.kv_allocated_len, page) * page - r.cache_protected_len for r in holders)
+        tree = self.tree.evictable_size() + self.tree.protected_size()
+        assert self.allocator.available_size() + tree + private == self.size
+        assert self.tree.locks_taken - self.tree.locks_released == len(holders)
+        assert len(self.pool.free_slots) == self.pool.size + self.pool.pre_alloc_size - len(holders)
+        # I2: a page that may be written from outside is nobody else's.
+        free = set(torch.cat([self.allocator.free_pages, self.allocator.release_pages]).tolist())
+        in_tree = {slot // self.page_size for slot in self._tree_slots()}
+        written: set[int] = set()
+        for decode_req in moving:
+            mine = set(decode_req.kv_receiver.page_indices)
+            assert not mine & (free | in_tree | written)
+            written |= mine
+        # No reader sees KV of another prefix, in requests that run or in the tree.
+        for req in self.waiting + self.running:
+            tokens = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]
+            slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
+            self._check_kv(slots, tokens, self.weights_of[req.rid])
+        for tokens, slots in self._tree_paths():
+            self._check_kv(slots, tokens, self.weights)
+
+    def _check_kv(self, slots: list[int], tokens: list[int], weights: int) -> None:
+        got = self.kv.k_buffer[0][slots].flatten().int().tolist()
+        assert got == [kv_of(tokens[: i + 1], weights) for i in range(len(tokens))]
+
+    def _tree_slots(self) -> list[int]:
+        return [slot for node in self._nodes() for slot in node.value.tolist()]
+
+    def _nodes(self):
+        stack = list(self.tree.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _tree_paths(self):
+        stack = [(node, [], []) for node in self.tree.root_node.children.values()]
+        while stack:
+            node, tokens, slots = stack.pop()
+            tokens, slots = tokens + list(node.key.token_ids), slots + node.value.tolist()
+            yield tokens, slots
+            stack.extend((child, tokens, slots) for child in node.children.values())
+
+
+def aborted(req: Req) -> bool:
+    return isinstance(req.finished_reason, FINISH_ABORT)

@@ -1,0 +1,425 @@
+"""CPU-host support: the kernel placeholder, the paged allocator without Triton, and that CUDA hosts see none of it."""
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_pd_radix import cpu_host
+
+PACKAGE_ROOT = str(Path(cpu_host.__file__).resolve().parents[1])
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    cpu_host.active.cache_clear()
+    yield
+    cpu_host.active.cache_clear()
+
+
+# -- when it is active ---------------------------------------------------------------------------------------------
+
+
+def test_active_follows_the_driver(monkeypatch):
+    monkeypatch.delenv(cpu_host.SWITCH, raising=False)
+    monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for driver in (True, False):
+        monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda driver=driver: driver)
+        cpu_host.active.cache_clear()
+        assert cpu_host.active() is not driver
+
+
+@pytest.mark.parametrize("switch, driver, expected", [("1", True, True), ("0", False, False), ("", False, True)])
+def test_the_switch_wins_over_the_driver(monkeypatch, switch, driver, expected):
+    monkeypatch.setenv(cpu_host.SWITCH, switch)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: False)
+    monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: driver)
+    assert cpu_host.active() is expected
+
+
+@pytest.mark.parametrize("platform, other", [("darwin", False), ("linux", True)])
+def test_other_platforms_and_accelerators_are_left_alone(monkeypatch, platform, other):
+    monkeypatch.delenv(cpu_host.SWITCH, raising=False)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: False)
+    monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: other)
+    assert not cpu_host.active()
+
+
+@pytest.mark.parametrize(
+    "build, other", [("2.9.1", False), ("2.9.1+cu128", False), ("2.9.1+rocm6.4", True), ("2.9.1+xpu", True)]
+)
+def test_other_accelerators_are_told_by_torchs_build(monkeypatch, build, other):
+    monkeypatch.setattr(cpu_host.importlib.metadata, "version", lambda name: build)
+    assert cpu_host.has_other_accelerator() is other
+
+
+def test_install_on_a_cuda_host_leaves_no_trace(monkeypatch):
+    import wrapt
+
+    monkeypatch.delenv(cpu_host.SWITCH, raising=False)
+    monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: True)
+    monkeypatch.setattr(cpu_host, "_installed", False)
+    monkeypatch.setattr(wrapt, "register_post_import_hook", lambda *a: pytest.fail("a hook was registered"))
+    finders, environ = list(sys.meta_path), dict(os.environ)
+    cpu_host.install()
+    assert (sys.meta_path, dict(os.environ), cpu_host._installed) == (finders, environ, False)
+
+
+def _run(code: str, **env: str) -> str:
+    """Run ``code`` in a Python without the loader, so that only what it does itself takes effect."""
+    environ = {
+        k: v for k, v in os.environ.items() if k not in (cpu_host.SWITCH, "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**environ, "SGLANG_PD_RADIX": "0", "PYTHONPATH": PACKAGE_ROOT, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_install_costs_no_heavy_import():
+    out = _run(
+        """
+        import sys
+        from sglang_pd_radix import cpu_host
+        cpu_host.has_cuda_driver = lambda: False
+        cpu_host.install()
+        cpu_host.install()
+        print(sum(isinstance(f, cpu_host.KernelPlaceholderFinder) for f in sys.meta_path), "torch" in sys.modules)
+        """,
+        SGLANG_USE_CPU_ENGINE="1",
+    )
+    assert out == "1 False"
+
+
+@pytest.mark.parametrize("driver, devices", [(True, ""), (False, "None")])
+def test_a_cpu_engine_on_a_gpu_host_sees_no_gpu(driver, devices):
+    out = _run(
+        f"""
+        import os
+        from sglang_pd_radix import cpu_host
+        cpu_host.has_cuda_driver = lambda: {driver}
+        cpu_host.install()
+        print(os.environ["SGLANG_USE_CPU_ENGINE"], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        """,
+        SGLANG_USE_CPU_ENGINE="1",
+    )
+    assert out == f"1 {devices}".strip()
+
+
+# -- sgl_kernel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def placeholder(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [cpu_host.KernelPlaceholderFinder(), *sys.meta_path])
+    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == cpu_host.KERNELS}
+    yield importlib.import_module("sgl_kernel")
+    for name in [name for name in sys.modules if name.split(".")[0] == cpu_host.KERNELS]:
+        del sys.modules[name]
+    sys.modules.update(saved)
+
+
+def test_every_import_of_the_placeholder_resolves(placeholder):
+    import sgl_kernel.allreduce as allreduce
+    from sgl_kernel import silu_and_mul
+    from sgl_kernel.quantization.gguf import ggml_dequantize  # a module below a module
+    from sgl_kernel.scalar_type import scalar_types
+
+    assert silu_and_mul is placeholder.silu_and_mul
+    assert allreduce.init_custom_ar is not None and ggml_dequantize is not None
+    assert scalar_types.uint4b8 is not None  # the engine names such constants in class bodies
+    assert importlib.util.find_spec("sgl_kernel") is not None
+
+
+def test_a_called_op_names_itself_and_the_way_out(placeholder):
+    from sgl_kernel.elementwise import rmsnorm
+
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.elementwise\.rmsnorm .*needs a CUDA GPU.*torch_native"):
+        rmsnorm(torch.ones(1), torch.ones(1))
+
+
+def test_probes_of_the_placeholder_fail_as_on_any_module(placeholder):
+    for name in ("__version__", "_C", "__wrapped__"):
+        assert not hasattr(placeholder, name)
+        assert not hasattr(placeholder.some_op, name)
+    # The engine takes this op's presence for the CPU build of the kernels.
+    assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
+
+
+def test_the_finder_answers_for_nothing_else():
+    finder = cpu_host.KernelPlaceholderFinder()
+    for name in ("sgl_kernel_npu", "sglang", "torch"):
+        assert finder.find_spec(name) is None
+
+
+@pytest.mark.parametrize(
+    "files, cpu_build", [(["sm90/common_ops.abi3.so"], False), (["common_ops.cpython-311.so"], True), ([], False)]
+)
+def test_the_cpu_build_of_the_kernels_is_recognised(tmp_path, monkeypatch, files, cpu_build):
+    root = tmp_path / "sgl_kernel"
+    root.mkdir()
+    (root / "__init__.py").touch()
+    for file in files:
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert cpu_host._has_cpu_kernels() is cpu_build
+
+
+# -- paged allocator -----------------------------------------------------------------------------------------------
+
+
+def _slots_by_hand(prefixes, lens, last_locs, free_pages, page_size):
+    """One token at a time: a token that starts a page takes the next free one, any other follows its predecessor."""
+    free, out = list(free_pages), []
+    for prefix, length, slot in zip(prefixes, lens, last_locs, strict=True):
+        for token in range(prefix, length):
+            slot = free.pop(0) * page_size if token % page_size == 0 else slot + 1
+            out.append(slot)
+    return out
+
+
+def _last_loc(rng, prefix, page_size):
+    return -1 if prefix == 0 else rng.randrange(1000, 2000) * page_size + (prefix - 1) % page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_extend_slots_equals_token_by_token(page_size, dtype):
+    rng = random.Random(page_size)
+    edges = [0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size, 3 * page_size - 1]
+    for _ in range(60):
+        batch = rng.randrange(1, 7)
+        prefixes = [rng.choice(edges) if rng.random() < 0.7 else rng.randrange(200) for _ in range(batch)]
+        lens = [p + (rng.choice(edges) if rng.random() < 0.7 else rng.randrange(200)) for p in prefixes]
+        last = [_last_loc(rng, p, page_size) for p in prefixes]
+        free = rng.sample(range(1, 900), 900 - 1)
+        expected = _slots_by_hand(prefixes, lens, last, free, page_size)
+        out = torch.full((len(expected),), -7)
+        as_tensor = lambda values: torch.tensor(values, dtype=dtype)  # noqa: E731
+        cpu_host.extend_slots(as_tensor(prefixes), as_tensor(lens), as_tensor(last), torch.tensor(free), out, page_size)
+        assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("free", [[], [5]])
+def test_extend_slots_survives_a_pool_that_is_too_small(free):
+    out = torch.empty(40, dtype=torch.int64)
+    lens = torch.tensor([20, 20])
+    cpu_host.extend_slots(lens * 0, lens, lens * 0 - 1, torch.tensor(free, dtype=torch.int64), out, 16)
+
+
+@pytest.fixture(scope="module")
+def paged_allocator():
+    """The engine's allocator module with the torch kernels in it, whatever this host is."""
+    from sglang.srt.mem_cache import allocator
+
+    saved = allocator.alloc_extend_kernel, allocator.alloc_decode_kernel
+    cpu_host._patch_allocator(allocator)
+    yield allocator
+    allocator.alloc_extend_kernel, allocator.alloc_decode_kernel = saved
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_the_engines_allocator_extends_and_decodes(paged_allocator, page_size):
+    pages = 40
+    pool = paged_allocator.PagedTokenToKVPoolAllocator(pages * page_size, page_size, torch.float32, "cpu", None, False)
+    rng = random.Random(page_size)
+    prefixes = [0, 0, 0]
+    lens = [rng.randrange(1, 3 * page_size), page_size, 2 * page_size - 1]
+    slots = [[], [], []]
+    for step in range(2 * page_size + 3):
+        prefix_lens, seq_lens = torch.tensor(prefixes), torch.tensor(lens)
+        last = torch.tensor([s[-1] if s else -1 for s in slots])
+        if step == 0:
+            out = pool.alloc_extend(prefix_lens, prefix_lens, seq_lens, seq_lens, last, sum(lens))
+        else:
+            out = pool.alloc_decode(seq_lens, seq_lens, last)
+        for own, count, prefix in zip(slots, lens, prefixes, strict=True):
+            own += out[: count - prefix].tolist()
+            out = out[count - prefix :]
+        held = [slot // page_size for own in slots for slot in own[::page_size]]
+        assert len(set(held)) == len(held) and 0 not in held
+        assert pool.available_size() == (pages - len(held)) * page_size
+        for own in slots:
+            assert all(slot == own[i - 1] + 1 for i, slot in enumerate(own) if i % page_size)
+        prefixes, lens = lens, [n + 1 for n in lens]
+    pool.free(torch.tensor(sum(slots, [])))
+    assert pool.available_size() == pages * page_size
+    assert (
+        pool.alloc_extend(
+            *[torch.tensor([0])] * 2,
+            *[torch.tensor([pages * page_size + 1])] * 2,
+            torch.tensor([-1]),
+            pages * page_size + 1,
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize("pool", ["MHATokenToKVPool", "MLATokenToKVPool"])
+def test_kv_of_a_retracted_request_comes_back(pool, monkeypatch):
+    from sglang.srt.mem_cache import memory_pool
+
+    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)  # put back afterwards
+    cpu_host._patch_memory_pool(memory_pool)
+    shape = {"head_num": 2, "head_dim": 4} if pool.startswith("MHA") else {"kv_lora_rank": 4, "qk_rope_head_dim": 2}
+    kv = getattr(memory_pool, pool)(
+        size=16, page_size=4, dtype=torch.float32, layer_num=2, device="cpu", enable_memory_saver=False, **shape
+    )
+    buffers = [*getattr(kv, "k_buffer", []), *getattr(kv, "v_buffer", []), *getattr(kv, "kv_buffer", [])]
+    for buffer in buffers:
+        buffer.normal_()
+    old, new = torch.tensor([4, 5, 6, 7, 8]), torch.tensor([12, 13, 14, 15, 16])
+    held = [buffer[old].clone() for buffer in buffers]
+    copy = kv.get_cpu_copy(old)
+    for buffer in buffers:
+        buffer[old] = 0.0  # the slots go to another request
+    kv.load_cpu_copy(copy, new)
+    assert len(buffers) in (2, 4)
+    assert all(torch.equal(buffer[new], before) for buffer, before in zip(buffers, held, strict=True))
+
+
+# -- the rest ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ranks, cpus, expected",
+    [(1, [0, 1], "0,1"), (2, [1, 0], "0|1"), (2, [0, 1, 2, 3, 4], "0,1|2,3,4"), (4, [2, 3], "2|3|2|3")],
+)
+def test_threads_bind_gives_every_rank_a_share(ranks, cpus, expected):
+    assert cpu_host.threads_bind(ranks, cpus) == expected
+
+
+def test_nixl_calls_host_memory_by_its_name():
+    calls = []
+
+    class Agent:
+        name = "agent"
+
+        def register_memory(self, descs, mem_type=None, backends=()):
+            calls.append(("register", descs, mem_type, backends))
+
+        def get_xfer_descs(self, descs, mem_type=None, sort=False):
+            calls.append(("xfer", descs, mem_type, sort))
+
+    class Manager:
+        def __init__(self):
+            self.agent = Agent()
+
+        def register_buffer_to_engine(self):
+            self.agent.register_memory([1], "VRAM")
+            self.agent.register_memory([2], "DRAM", backends=("UCX",))
+            self.agent.get_xfer_descs([3], "VRAM")
+            self.agent.get_xfer_descs([4])
+
+    module = SimpleNamespace(NixlKVManager=Manager)
+    cpu_host._patch_nixl(module)
+    manager = module.NixlKVManager()
+    manager.register_buffer_to_engine()
+    assert manager.agent.name == "agent"
+    assert calls == [
+        ("register", [1], "DRAM", ()),
+        ("register", [2], "DRAM", ("UCX",)),
+        ("xfer", [3], "DRAM", False),
+        ("xfer", [4], None, False),
+    ]
+
+
+def test_groups_are_made_without_nccl():
+    class GroupCoordinator:
+        def __init__(self, ranks, use_pynccl, use_custom_allreduce, name=None):
+            self.got = (ranks, use_pynccl, use_custom_allreduce, name)
+
+    module = SimpleNamespace(GroupCoordinator=GroupCoordinator)
+    cpu_host._patch_parallel_state(module)
+    assert module.GroupCoordinator([0, 1], True, use_custom_allreduce=True, name="tp").got == (
+        [0, 1],
+        False,
+        False,
+        "tp",
+    )
+
+
+@pytest.mark.parametrize(
+    "pending, waits", [({}, False), ({"waiting_queue": [1]}, True), ({"disagg_prefill_inflight_queue": [1]}, True)]
+)
+def test_an_idle_scheduler_rests_until_a_message_or_a_peer(pending, waits):
+    polled = []
+
+    class SchedulerRuntimeCheckerMixin:
+        recv_from_tokenizer = SimpleNamespace(poll=polled.append)
+        waiting_queue: list = []
+
+        def self_check_during_idle(self):
+            self.checked = True
+
+    module = SimpleNamespace(SchedulerRuntimeCheckerMixin=SchedulerRuntimeCheckerMixin)
+    cpu_host._patch_idle(module)
+    scheduler = module.SchedulerRuntimeCheckerMixin()
+    vars(scheduler).update(pending)
+    scheduler.self_check_during_idle()
+    assert scheduler.checked
+    assert polled == ([] if waits else [cpu_host.IDLE_POLL_MS])
+    scheduler.recv_from_tokenizer = None  # every rank but the first
+    scheduler.self_check_during_idle()
+
+
+def test_every_hook_names_a_module_of_the_engine():
+    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]).parent
+    for name in cpu_host.HOOKS:
+        assert (root / f"{name.replace('.', '/')}.py").is_file(), name
+
+
+@pytest.mark.parametrize("device, backend, expected", [("cpu", None, "torch_native"), ("cpu", "triton", "triton")])
+def test_options_left_open_become_those_that_run_here(monkeypatch, device, backend, expected):
+    class ServerArgs:
+        def _handle_cpu_backends(self):
+            self.handled = True
+
+    monkeypatch.setattr(cpu_host, "_has_cpu_kernels", lambda: False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    module = SimpleNamespace(ServerArgs=ServerArgs)
+    cpu_host._patch_server_args(module)
+    args = module.ServerArgs()
+    args.device, args.attention_backend, args.disable_overlap_schedule = device, backend, False
+    args.enable_torch_compile = backend is not None
+    args._handle_cpu_backends()
+    assert (args.handled, args.attention_backend, args.disable_overlap_schedule) == (True, expected, True)
+    # Compiled only for those who ask for it.
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if args.enable_torch_compile else "1")
+
+
+def test_rope_that_is_not_deepseeks_gets_the_general_form():
+    def get_rope_cpu(head_size, base, rope_scaling=None, device=None):
+        return "cpu", head_size, base, rope_scaling["rope_type"], device
+
+    def get_rope(head_size, base, rope_scaling=None):
+        return "general", head_size, base, rope_scaling
+
+    module = SimpleNamespace(get_rope_cpu=get_rope_cpu, get_rope=get_rope)
+    cpu_host._patch_rope(module)
+    yarn = {"rope_type": "deepseek_yarn"}
+    assert module.get_rope_cpu(32, 1e4, yarn, "cpu") == ("cpu", 32, 1e4, "deepseek_yarn", "cpu")
+    assert module.get_rope_cpu(32, base=1e4, device="cpu") == ("general", 32, 1e4, None)
+    assert module.get_rope_cpu(32, 1e4, {"rope_type": "default"}, "cpu") == (
+        "general",
+        32,
+        1e4,
+        {"rope_type": "default"},
+    )

@@ -1,0 +1,200 @@
+"""``pd-radix`` itself, and its doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from sandbox import Sandbox
+
+from sglang_pd_radix import __version__, cli, doctor, loader, registry
+from sglang_pd_radix.errors import PdRadixError
+
+GOOD = {
+    "loader": {"active": True, "reason": "", "patch_root": "/somewhere"},
+    "nixl": {"plugins": ["POSIX", "UCX"], "backend": "UCX"},
+    "mooncake": {"installed": False, "trouble": ("not installed", "pip install mooncake-transfer-engine")},
+    "router": {"version": "1.0"},
+    "cuda": {"driver": "12.8", "devices": ["NVIDIA H200", "NVIDIA H200"]},
+}
+
+
+def diagnose(monkeypatch: pytest.MonkeyPatch, **answers: dict[str, object]) -> dict[str, doctor.Check]:
+    monkeypatch.setattr(doctor, "ask", lambda probes, timeout: GOOD | answers)
+    monkeypatch.setattr(doctor, "_cpu_host_active", lambda: False)
+    return {check.name: check for check in doctor.diagnose()}
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "check_pins", lambda: [])
+    monkeypatch.setattr(registry, "replacements", lambda: [])
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+
+
+@pytest.mark.usefixtures("clean")
+def test_healthy_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = diagnose(monkeypatch)
+    assert {check.status for check in checks.values()} == {"ok"}, checks
+    assert checks["device"].detail == "2 x NVIDIA H200, CUDA 12.8 driver"
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.count("ok ") == len(checks)
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == {
+        "name": "python",
+        "status": "ok",
+        "detail": ".".join(map(str, sys.version_info[:3])),
+        "way_out": "",
+    }
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("probe", "answer", "check", "status", "way_out"),
+    [
+        ("loader", {"error": "ImportError: x"}, "loader", "fail", "repair the engine"),
+        ("loader", {"active": False, "reason": "not imported"}, "loader", "fail", "reinstall sglang-pd-radix"),
+        ("nixl", {"error": "ModuleNotFoundError: nixl"}, "nixl", "fail", "pip install nixl"),
+        ("nixl", {"plugins": ["POSIX"], "backend": "UCX"}, "nixl", "fail", "NIXL_PLUGIN_DIR"),
+        ("router", {"error": "ModuleNotFoundError: sglang_router"}, "router", "fail", "pip install sglang-router"),
+        ("mooncake", {"installed": True, "trouble": ("it lacks x", "install x")}, "mooncake", "warn", "install x"),
+        ("mooncake", {"error": "its process ended"}, "mooncake", "warn", "nixl"),
+        ("cuda", {"driver": "12.8", "devices": []}, "device", "warn", "CUDA_VISIBLE_DEVICES"),
+        ("cuda", {"driver": "11.8", "devices": ["A100"]}, "device", "fail", "CUDA 12 driver"),
+        ("cuda", {"driver": None, "devices": []}, "device", "warn", "unset SGLANG_USE_CPU_ENGINE"),
+    ],
+)
+def test_each_fault_is_named_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, probe: str, answer: dict[str, object], check: str, status: str, way_out: str
+) -> None:
+    found = diagnose(monkeypatch, **{probe: answer})[check]
+    assert found.status == status
+    assert way_out in found.way_out
+    assert cli.main(["doctor"]) == (1 if status == "fail" else 0)
+
+
+@pytest.mark.usefixtures("clean")
+def test_cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnose(monkeypatch)
+    monkeypatch.setattr(doctor, "_cpu_host_active", lambda: True)
+    assert doctor._device({"driver": None, "devices": []}).status == "ok"
+    assert (
+        "pip install mooncake"
+        in doctor._mooncake({"installed": False, "trouble": ("x", "pip install mooncake")}).detail
+    )
+
+
+@pytest.mark.usefixtures("clean")
+def test_switched_off_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PD_RADIX", "0")
+    assert diagnose(monkeypatch, loader={"active": False, "reason": ""})["loader"].status == "warn"
+
+
+@pytest.mark.parametrize("version", [None, "0.5.11"])
+def test_wrong_engine(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(loader, "engine_version", lambda: version)
+    checks = diagnose(monkeypatch)
+    assert checks["engine"].status == "fail"
+    assert checks["engine"].way_out == "pip install sglang==0.5.10.post1"
+    assert checks["drift"].status == "warn"
+
+
+def test_drift_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "check_pins", lambda: [registry.Drift(f"m:f{i}", "changed") for i in range(5)])
+    found = diagnose(monkeypatch)["drift"]
+    assert found.status == "fail"
+    assert found.detail.startswith("m:f0 differs from what the patch set was written against; m:f1")
+    assert found.detail.endswith("; and 2 more")
+
+
+def test_probes_cannot_hang_crash_or_confuse_the_doctor() -> None:
+    began = time.monotonic()
+    answers = doctor.ask(
+        {
+            "good": "print('noise'); answer = {'x': 1}",
+            "raises": "import no_such_module",
+            "exits": "import sys; sys.exit(3)",
+            "dies": "import os; os._exit(9)",
+            "hangs": "import time; time.sleep(60)",
+            "leaves": "import subprocess; subprocess.Popen(['sleep', '60']); answer = {}",
+        },
+        timeout=3,
+    )
+    assert time.monotonic() - began < 20
+    assert answers["good"] == {"x": 1}
+    assert answers["raises"] == {"error": "ModuleNotFoundError: No module named 'no_such_module'"}
+    assert answers["exits"] == {"error": "SystemExit: 3"}
+    assert answers["dies"] == {"error": "its process ended without an answer (exit code 9)"}
+    assert answers["hangs"] == {"error": "no answer within 3 s"}
+
+
+def test_real_probes_answer_here() -> None:
+    answers = doctor.ask(doctor._PROBES, 60)
+    assert "error" not in answers["loader"] and answers["loader"]["active"], answers["loader"]
+    assert "UCX" in answers["nixl"]["plugins"]
+    assert set(answers["cuda"]) == {"driver", "devices"}
+    assert answers["router"]["version"]
+
+
+def test_loader_probe_sees_an_installation_that_was_not_started(tmp_path: Path) -> None:
+    """``-S`` skips the .pth files, as an install outside site-packages would."""
+    sandbox = Sandbox(tmp_path)
+    code = doctor._PROBES["loader"] + "\nprint(answer['active'])"
+    assert sandbox.start("-S", "-c", code).stdout.strip() == "False"
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pd-radix {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["patches", "--no-such-option"], ["patches", "--json", "x"]])
+def test_bad_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    assert "usage: pd-radix" in capsys.readouterr().err
+
+
+def test_sub_command_is_imported_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sglang_pd_radix.doctor"
+    monkeypatch.delitem(sys.modules, name)
+    assert cli.main(["--help"]) == 0
+    assert name not in sys.modules
+
+
+def test_command_that_is_not_installed_is_not_offered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "not-there", "no such thing")
+    assert cli.main(["--help"]) == 0
+    assert "not-there" not in capsys.readouterr().out
+    assert cli.main(["not-there"]) == 2
+
+
+def test_operator_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise PdRadixError("no such model: give --model")
+
+    stand_in = ModuleType("sglang_pd_radix.doctor")
+    stand_in.__spec__ = doctor.__spec__
+    stand_in.add_arguments, stand_in.run = doctor.add_arguments, run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang_pd_radix.doctor", stand_in)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().err == "pd-radix: no such model: give --model\n"
+
+
+def test_reader_may_close_the_pipe() -> None:
+    command = f"{sys.executable} -m sglang_pd_radix.cli patches --json | head -c 10"
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr

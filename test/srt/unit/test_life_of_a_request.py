@@ -1,0 +1,132 @@
+"""Random lives of many requests on one decode worker; I1 to I4 are checked after every step."""
+
+from __future__ import annotations
+
+import pytest
+from decode_world import World, aborted
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sglang.srt.disaggregation.base import KVPoll
+
+# Few different tokens, so that prompts share prefixes of all lengths.
+prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
+
+
+class Life(RuleBasedStateMachine):
+    page_size = 4
+
+    @initialize(size=st.sampled_from([48, 64, 128]))
+    def begin(self, size):
+        self.world = World(size=size, page_size=self.page_size)
+
+    def pick(self, items, index):
+        return items[index % len(items)]
+
+    @rule(
+        prompt=prompts,
+        extra_key=st.sampled_from([None, None, "a"]),
+        max_new=st.integers(1, 12),
+        warmup=st.integers(0, 9).map(lambda n: n == 0),
+        capable=st.integers(0, 9).map(lambda n: n != 0),
+    )
+    def arrive(self, prompt, extra_key, max_new, warmup, capable):
+        if len(prompt) + max_new + 2 <= self.world.size and len(self.world.queue.queue) < 6:
+            decode_req = self.world.arrive(prompt, extra_key, max_new, warmup, capable)
+            self.world.handshake(decode_req)
+
+    @rule()
+    def step(self):
+        self.world.step()
+
+    @precondition(lambda self: self.world.transfer.queue)
+    @rule(i=st.integers(0, 9), num_pages=st.integers(1, 4))
+    def chunk(self, i, num_pages):
+        self.world.deliver(self.pick(self.world.transfer.queue, i), num_pages)
+
+    @precondition(lambda self: self.world.transfer.queue)
+    @rule(i=st.integers(0, 9))
+    def commit(self, i):
+        self.world.complete(self.pick(self.world.transfer.queue, i))
+        self.world.step()
+
+    @precondition(lambda self: self.world.transfer.queue)
+    @rule(i=st.integers(0, 9))
+    def fail(self, i):
+        decode_req = self.pick(self.world.transfer.queue, i)
+        decode_req.kv_receiver.abort()
+        # As in the engine, a retracted request that waits for memory goes before everything else.
+        if not self.world.queue.retracted_queue:
+            self.world.step()
+            assert aborted(decode_req.req)
+
+    @precondition(lambda self: self.world.transfer.quarantine)
+    @rule(i=st.integers(0, 9), num_pages=st.integers(0, 4), quiet=st.booleans())
+    def write_late(self, i, num_pages, quiet):
+        """A prefill goes on writing for a request that decode has given up, and stops some time."""
+        decode_req = self.pick(self.world.transfer.quarantine, i)
+        self.world.deliver(decode_req, num_pages)
+        decode_req.kv_receiver.quiet = quiet
+
+    @precondition(lambda self: self.world.queue.queue)
+    @rule(i=st.integers(0, 9))
+    def abort_queued(self, i):
+        self.pick(self.world.queue.queue, i).kv_receiver.abort()
+
+    @rule(steps=st.integers(1, 4))
+    def decode(self, steps):
+        for _ in range(steps):
+            self.world.decode()
+
+    @precondition(lambda self: self.world.running)
+    @rule(i=st.integers(0, 9))
+    def finish(self, i):
+        self.world.finish(self.pick(self.world.running, i))
+
+    @precondition(lambda self: self.world.running)
+    @rule(i=st.integers(0, 9))
+    def retract(self, i):
+        self.world.retract(self.pick(self.world.running, i))
+
+    @precondition(lambda self: self.world.queue.retracted_queue)
+    @rule(i=st.integers(0, 9))
+    def abort_retracted(self, i):
+        self.world.abort_retracted(self.pick(self.world.queue.retracted_queue, i))
+
+    @rule()
+    def flush(self):
+        self.world.flush()
+
+    @invariant()
+    def sound(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        """Whatever happened, everything drains: nothing hangs and nothing leaks."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for _ in range(300):
+            if world.idle() and not world.queue.retracted_queue:
+                break
+            for decode_req in world.transfer.quarantine:
+                decode_req.kv_receiver.quiet = True
+            for decode_req in world.transfer.queue:
+                if decode_req.kv_receiver.state != KVPoll.Failed:
+                    world.complete(decode_req)
+            world.step()
+            world.decode()
+            world.check()
+        assert world.idle() and not world.queue.retracted_queue, "requests are left that never end"
+        assert world.tree.protected_size() == 0
+        assert world.tree.locks_taken == world.tree.locks_released
+        assert len(world.meta_alloc.free_slots) == world.meta_alloc.size
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_invariants_hold_in_every_life(page_size):
+    machine = type("Life", (Life,), {"page_size": page_size})
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

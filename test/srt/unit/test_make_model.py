@@ -1,0 +1,235 @@
+"""The generated model: the same bytes every time, text that survives the round trip, answers that show wrong KV."""
+
+import hashlib
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.make_model import ModelShape, make_model, make_vocabulary
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+VOCABULARY = make_vocabulary(ModelShape().vocab)
+EMITTED = VOCABULARY.emitted
+# Of all tensors in name order, for seed 0. It changes only if the recipe does; then say so in the change.
+WEIGHTS = {
+    "qwen3": "4f978d3491b3c9f3eb67f3c50c435348a4760ac64c5aa20339fbb5762b4a3a8c",
+    "mla": "406ae7bb588714a23559e275409b07bbe8da41d4ce4cdfd2f8a039cfcf72472c",
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {arch: make_model(root / arch, ModelShape(arch)) for arch in WEIGHTS}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(models):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(models["qwen3"])
+
+
+def weights_digest(path):
+    from safetensors.numpy import load_file
+
+    digest = hashlib.sha256()
+    for _, tensor in sorted(load_file(path / "model.safetensors").items()):
+        digest.update(tensor.tobytes())
+    return digest.hexdigest()
+
+
+# -- files
+
+
+@pytest.mark.parametrize("arch", WEIGHTS)
+def test_same_arguments_give_the_same_bytes(arch, models, tmp_path):
+    again = make_model(tmp_path / "again", ModelShape(arch))
+    assert {p.name for p in again.iterdir()} == FILES
+    for name in FILES:
+        assert (again / name).read_bytes() == (models[arch] / name).read_bytes()
+    assert weights_digest(again) == WEIGHTS[arch]
+    make_model(again, ModelShape(arch), seed=1)
+    assert weights_digest(again) != WEIGHTS[arch]
+
+
+def test_kv_per_token_is_worth_a_transfer(models):
+    for arch, least in (("qwen3", 16), ("mla", 5)):
+        assert ModelShape(arch).kv_bytes_per_token >= least * 1024
+    config = json.loads((models["qwen3"] / "config.json").read_text())
+    assert config["num_key_value_heads"] % 2 == 0 and config["max_position_embeddings"] >= 32768
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (ModelShape(vocab=1000), "--vocab 1000 is too small: at least"),
+        (ModelShape(vocab=10**7), "--vocab 10000000 is too large: at most"),
+        (ModelShape(heads=6, kv_heads=4), "multiple of --kv-heads"),
+        (ModelShape(head_dim=7), "even"),
+        (ModelShape(layers=0), "--layers 0"),
+        (ModelShape("gpt"), "--arch gpt"),
+    ],
+)
+def test_impossible_sizes_are_refused(shape, message, tmp_path):
+    with pytest.raises(PdRadixError, match=message):
+        make_model(tmp_path / "m", shape)
+    assert not (tmp_path / "m").exists()
+
+
+def test_foreign_files_are_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(PdRadixError, match=r"thesis\.tex"):
+        make_model(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+# -- tokenizer
+
+
+@given(st.lists(st.sampled_from(EMITTED), min_size=1, max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_every_answer_encodes_to_the_ids_that_were_generated(tokenizer, ids):
+    text = tokenizer.decode(ids)
+    assert tokenizer.encode(text) == ids
+    # Also piece by piece, as a stream arrives.
+    assert "".join(tokenizer.decode([i]) for i in ids) == text
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_any_text_can_be_encoded(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(
+    users=st.lists(st.text(max_size=30).filter(lambda text: "<|" not in text), min_size=2, max_size=4),
+    seed=st.integers(0, 1000),
+    strip=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_next_turn_extends_prompt_and_answer(tokenizer, users, seed, strip):
+    chooser = random.Random(seed)
+    messages = [{"role": "system", "content": "You are a helpful assistant."}]
+    so_far = []
+    for user in users:
+        messages.append({"role": "user", "content": user})
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text)
+        assert prompt[: len(so_far)] == so_far
+        answer = [chooser.choice(EMITTED) for _ in range(5)]
+        content = tokenizer.decode(answer)
+        # A client that strips the answer it shows must not cost the reuse of everything after it.
+        messages.append({"role": "assistant", "content": content.strip() if strip else content})
+        so_far = prompt + answer
+
+
+def test_template_takes_what_clients_send(tokenizer):
+    messages = [{"role": "assistant", "content": None}, {"role": "tool", "content": "x"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == "<|im_start|>assistant\n <|im_end|>\n<|im_start|>tool\nx<|im_end|>\n"
+
+
+def test_ordinary_english_is_not_spelled_out(tokenizer):
+    assert len(tokenizer.encode("What is the best way to make a good plan today?")) == 12
+
+
+# -- answers
+
+
+@pytest.fixture(scope="session", params=list(WEIGHTS))
+def engine(request, models):
+    """The model, and greedy(ids, steps, past): ids of shape [batch, steps] that follow ``ids`` [batch, length]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)  # on a busy machine two threads mostly wait for each other
+    model = AutoModelForCausalLM.from_pretrained(models[request.param], dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def greedy(ids, steps, past=None):
+        tokens = torch.as_tensor(ids)
+        answer = []
+        for _ in range(steps):
+            output = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past = output.past_key_values
+            tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+            answer.append(tokens)
+        return torch.cat(answer, 1)
+
+    return model, greedy
+
+
+def random_ids(seed, batch, length):
+    chooser = random.Random(seed)
+    return [[chooser.choice(EMITTED) for _ in range(length)] for _ in range(batch)]
+
+
+def test_answers_differ_and_do_not_repeat(engine):
+    _, greedy = engine
+    answers = greedy(random_ids(1, 50, 24), 32).tolist()
+    assert len({tuple(answer) for answer in answers}) == 50
+    assert len({tuple(answer[-8:]) for answer in answers}) == 50
+    distinct = [len(set(answer)) / 32 for answer in answers]
+    assert min(distinct) > 0.6 and sum(distinct) / 50 > 0.9
+    # No byte, no special token: those would not survive the round trip through text.
+    assert all(token in EMITTED for answer in answers for token in answer)
+
+
+def test_long_answer_falls_into_no_loop(engine):
+    _, greedy = engine
+    (answer,) = greedy(random_ids(2, 1, 10), 300).tolist()
+    pairs = list(zip(answer, answer[1:], strict=False))
+    assert len(set(answer)) > 150 and len(set(pairs)) > 0.95 * len(pairs)
+
+
+def test_last_word_of_a_prompt_is_not_all_that_counts(engine):
+    _, greedy = engine
+    prompts = random_ids(3, 8, 64)
+    for prompt in prompts[1:]:
+        prompt[1:] = prompts[0][1:]
+    assert len({tuple(answer) for answer in greedy(prompts, 32).tolist()}) == 8
+
+
+def test_wrong_kv_shows_in_the_answer(engine):
+    """One batch over one prompt of 256 tokens: a row that is right, then rows with a damaged page or token each."""
+    import torch
+
+    model, greedy = engine
+    prompt = torch.tensor(random_ids(4, 1, 256))
+    with torch.no_grad():
+        past = model(prompt[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    kinds = ("zeros", "another page", "one token") * 4
+    past.batch_repeat_interleave(1 + len(kinds))
+    for row, kind in enumerate(kinds, 1):
+        page = 16 * row
+        for layer in past.layers:
+            for tensor in (layer.keys, layer.values):
+                if kind == "zeros":
+                    tensor[row, :, page : page + 16] = 0
+                elif kind == "another page":
+                    tensor[row, :, page : page + 16] = tensor[row, :, page + 16 : page + 32].clone()
+                else:
+                    tensor[row, :, page] = tensor[row, :, page + 1].clone()
+    right, *damaged = greedy(prompt[:, -1:].repeat(1 + len(kinds), 1), 32, past).tolist()
+    shown = [kind for kind, answer in zip(kinds, damaged, strict=True) if answer != right]
+    assert shown.count("zeros") == shown.count("another page") == 4
+    # The least damage of interest: one token of 256. Nearly all of it shows within 32 tokens.
+    assert shown.count("one token") >= 3
+
+
+def test_rounding_does_not_decide(engine):
+    """Chunked against whole, and one prompt against a batch: the same greedy tokens."""
+    import torch
+
+    model, greedy = engine
+    prompts = torch.tensor(random_ids(5, 3, 120))
+    whole = greedy(prompts, 32)
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
+            past = model(prompt[None, :77], use_cache=True).past_key_values
+        assert (greedy(prompt[None, 77:], 32, past) == whole[row]).all()

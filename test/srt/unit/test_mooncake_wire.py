@@ -1,0 +1,785 @@
+"""The Mooncake backend between real managers of both roles: real bootstrap server, real sockets, real threads.
+
+Only Mooncake's library is a stand-in: it copies between two places of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import zmq
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.mooncake import conn
+from sglang.srt.disaggregation.mooncake.conn import (
+    MooncakeKVBootstrapServer,
+    MooncakeKVManager,
+    MooncakeKVReceiver,
+    MooncakeKVSender,
+    TransferInfo,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sglang_pd_radix.cluster import free_ports
+
+ENGINE_RECEIVER = MooncakeKVReceiver.__mro__[1]
+LAYERS, HEADS, HEAD_BYTES, NUM_PAGES, NUM_AUX = 2, 4, 8, 64, 8
+
+
+class Library:
+    """Stands for one process's Mooncake engine. ``gate`` holds every write while it is cleared."""
+
+    ports = iter(range(20000, 60000))
+
+    def __init__(self) -> None:
+        self.session_id = f"127.0.0.1:{next(self.ports)}"
+        self.gate = threading.Event()
+        self.gate.set()
+        self.writing = threading.Event()
+        self.result: int | Exception = 0
+        self.written = 0
+
+    def get_session_id(self) -> str:
+        return self.session_id
+
+    def batch_register(self, pointers: list[int], lengths: list[int]) -> int:
+        return 0
+
+    def batch_transfer_sync(self, session: str, sources: list[int], targets: list[int], lengths: list[int]) -> int:
+        self.writing.set()
+        assert self.gate.wait(10)
+        if isinstance(self.result, Exception):
+            raise self.result
+        for source, target, length in zip(sources, targets, lengths, strict=True):
+            ctypes.memmove(target, source, length)
+            self.written += length
+        return self.result
+
+
+class Counters:
+    def __init__(self) -> None:
+        self.sent_bytes = self.saved_bytes = 0
+
+    def sent(self, num_bytes: int, saved_bytes: int = 0) -> None:
+        self.sent_bytes += num_bytes
+        self.saved_bytes += saved_bytes
+
+
+class Rank:
+    """One TP rank of one worker: its pools, its library and its manager."""
+
+    def __init__(self, world: World, mode: DisaggregationMode, rank: int, tp: int) -> None:
+        self.library, self.rank, self.tp = Library(), rank, tp
+        heads = HEADS if world.mla else HEADS // tp
+        item = world.page_size * heads * HEAD_BYTES
+        buffers = LAYERS if world.mla else 2 * LAYERS
+        self.kv = [np.zeros((NUM_PAGES, world.page_size, heads, HEAD_BYTES), np.uint8) for _ in range(buffers)]
+        self.aux = np.zeros((NUM_AUX, 64), np.uint8)
+        args = KVArgs()
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank, 0, 0, 0
+        args.kv_data_ptrs = [pool.ctypes.data for pool in self.kv]
+        args.kv_data_lens = [pool.nbytes for pool in self.kv]
+        args.kv_item_lens = [item] * buffers
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [self.aux.ctypes.data], [self.aux.nbytes], [64]
+        args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
+        args.state_type, args.prefill_start_layer, args.page_size = "none", 0, world.page_size
+        args.kv_head_num, args.total_kv_head_num = heads, HEADS
+        server_args = SimpleNamespace(
+            host="127.0.0.1",
+            disaggregation_bootstrap_port=world.port,
+            disaggregation_mode=mode.value,
+            dist_init_addr=None,
+            enable_dp_attention=False,
+            dp_size=1,
+            pp_size=1,
+            load_balance_method="follow_bootstrap_room",
+            kv_cache_dtype="auto",
+            served_model_name="m",
+            enable_metrics=False,
+            enable_hisparse=False,
+            disaggregation_decode_enable_radix_cache=True,
+        )
+        made: list[MooncakeKVManager] = []
+        world.current = self
+
+        def make() -> None:
+            made.append(MooncakeKVManager(args, mode, server_args, world.mla))
+
+        # The engine's threads take over that their maker is a daemon; they never end.
+        maker = threading.Thread(target=make, daemon=True)
+        maker.start()
+        maker.join()
+        self.manager = made[0]
+        self.manager.counters = Counters()
+
+
+class World:
+    """A prefill and a decode worker."""
+
+    def __init__(self, monkeypatch, page_size: int = 4, prefill_tp: int = 1, decode_tp: int = 1, mla: bool = False):
+        self.page_size, self.mla = page_size, mla
+        # Their threads outlive the test; they need not look after its servers.
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        self.current: Rank | None = None
+        for name, value in (("size", 1), ("rank", 0)):
+            monkeypatch.setattr(common, f"get_attention_cp_{name}", lambda value=value: value)
+            monkeypatch.setattr(common, f"get_attention_dp_{name}", lambda value=value: value)
+        monkeypatch.setattr(common, "get_attention_tp_size", lambda: self.current.tp)
+        monkeypatch.setattr(common, "get_attention_tp_rank", lambda: self.current.rank)
+        monkeypatch.setattr(common, "get_pp_group", lambda: None)
+        monkeypatch.setattr(common, "get_local_ip_auto", lambda: "127.0.0.1")
+        monkeypatch.setattr(conn, "get_mooncake_transfer_engine", lambda: self.current.library)
+        (self.port,) = free_ports(1)
+        self.addr = f"127.0.0.1:{self.port}"
+        self.server = MooncakeKVBootstrapServer("127.0.0.1", self.port)
+        until(lambda: self._up(), "the bootstrap server answers")
+        self.prefill = [Rank(self, DisaggregationMode.PREFILL, r, prefill_tp) for r in range(prefill_tp)]
+        self.decode = [Rank(self, DisaggregationMode.DECODE, r, decode_tp) for r in range(decode_tp)]
+        for rank in self.decode:
+            assert rank.manager.try_ensure_parallel_info(self.addr)
+        self.fill_prefill()
+
+    def _up(self) -> bool:
+        try:
+            return requests.get(f"http://{self.addr}/health", timeout=1).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def close(self) -> None:
+        """End the bootstrap server, without complaints about the task that it leaves behind."""
+        loop = self.server._loop
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        self.server.close()
+
+    def fill_prefill(self) -> None:
+        """Every head of every slot gets bytes of its own, and equal heads on all ranks."""
+        heads = np.random.default_rng(0).integers(1, 255, (2 * LAYERS, NUM_PAGES, self.page_size, HEADS, HEAD_BYTES))
+        self.truth = heads.astype(np.uint8)
+        for rank in self.prefill:
+            for layer, pool in enumerate(rank.kv):
+                pool[:] = self.truth[layer][:, :, self.heads_of(rank)]
+            rank.aux[:] = 7
+
+    def heads_of(self, rank: Rank) -> slice:
+        mine = HEADS if self.mla else HEADS // rank.tp
+        return slice(0, HEADS) if self.mla else slice(rank.rank * mine, (rank.rank + 1) * mine)
+
+    def request(self, room: int, prompt_len: int, prefix_len: int | None, aux: int = 0) -> Request:
+        return Request(self, room, prompt_len, prefix_len, aux)
+
+    def assert_books_closed(self, *rooms: int) -> None:
+        for rank in self.prefill:
+            until(lambda rank=rank: not rank.manager.transfer_infos, "prefill forgets what decode asked for")
+            assert not rank.manager.request_status and not rank.manager.failure_records
+            assert not rank.manager.live_rooms and not rank.manager.refused and not rank.manager.cancels
+        for rank in self.decode:
+            manager = rank.manager
+            assert not manager.request_status and not manager.failure_records
+            assert not manager.required_prefill_response_num_table and not manager.prefill_response_tracker
+            assert not any(manager.addr_to_rooms_tracker.values()) and not manager.quiet_ranks
+
+
+class Request:
+    """One request, by what the two schedulers do with it. Prefill uses pages 0, 1, ..., decode the same from 32 on."""
+
+    def __init__(self, world: World, room: int, prompt_len: int, prefix_len: int | None, aux: int) -> None:
+        self.world, self.room, self.prompt_len, self.prefix_len, self.aux = world, room, prompt_len, prefix_len, aux
+        self.num_pages = pages(prompt_len, world.page_size)
+        self.first_page = (prefix_len or 0) // world.page_size
+        self.senders: list[MooncakeKVSender] = []
+        self.receivers: list[MooncakeKVReceiver] = []
+
+    @property
+    def decode_pages(self) -> np.ndarray:
+        return np.arange(32, 32 + self.num_pages, dtype=np.int32)[::-1].copy()
+
+    def start_prefill(self) -> Request:
+        for rank in self.world.prefill:
+            sender = MooncakeKVSender(rank.manager, self.world.addr, self.room, [rank.rank], 0)
+            sender.prompt_len = self.prompt_len
+            self.senders.append(sender)
+        return self
+
+    def start_decode(self, fenced: bool = False) -> Request:
+        for rank in self.world.decode:
+            receiver = MooncakeKVReceiver(rank.manager, self.world.addr, self.room)
+            receiver.init(0)
+            receiver.fenced = fenced
+            assert receiver.poll() == KVPoll.WaitingForInput and receiver.peer_takes_prefix
+            self.receivers.append(receiver)
+        return self
+
+    def ask(self, **changes: Any) -> Request:
+        for receiver in self.receivers:
+            message = {"decode_prefix_len": self.prefix_len, **changes}
+            indices = message.pop("kv_indices", self.decode_pages[self.first_page :])
+            receiver.send_metadata(indices, self.aux, None, **message)
+        return self
+
+    def bootstrap(self, fenced: bool = False) -> Request:
+        self.start_prefill().start_decode(fenced).ask()
+        self.wait_senders(KVPoll.WaitingForInput)
+        for sender in self.senders:
+            sender.init(self.num_pages, self.aux)
+        return self
+
+    def send(self, *ends: int) -> Request:
+        """Send the pages up to each of ``ends``; the last chunk ends at the prompt's last page."""
+        for sender in self.senders:
+            start = self.first_page
+            for end in (*ends, self.num_pages):
+                sender.send(np.arange(start, end, dtype=np.int32))
+                start = end
+        return self
+
+    def wait_senders(self, state: int) -> None:
+        for sender in self.senders:
+            until(lambda sender=sender: sender.poll() == state, f"the sender gets to {state}", sender.poll)
+
+    def wait_receivers(self, state: int) -> None:
+        for receiver in self.receivers:
+            until(lambda r=receiver: r.poll() == state, f"the receiver gets to {state}", receiver.poll)
+
+    def finish(self) -> None:
+        self.wait_senders(KVPoll.Success)
+        self.wait_receivers(KVPoll.Success)
+        for end in (*self.senders, *self.receivers):
+            end.clear()
+
+    def fail(self) -> tuple[str, str]:
+        """Both ends fail; returns the reasons of the first sender and the first receiver."""
+        self.wait_senders(KVPoll.Failed)
+        self.wait_receivers(KVPoll.Failed)
+        return reasons(self.senders)[0], reasons(self.receivers)[0]
+
+    def assert_landed(self) -> None:
+        """Decode has the delta, all of it and nothing else, and the metadata."""
+        world = self.world
+        for rank in world.decode:
+            for layer, pool in enumerate(rank.kv):
+                expected = np.zeros_like(pool)
+                targets = self.decode_pages[self.first_page :]
+                expected[targets] = world.truth[layer][self.first_page : self.num_pages][:, :, world.heads_of(rank)]
+                assert (pool == expected).all()
+            assert (rank.aux[self.aux] == 7).all()
+
+
+def reasons(ends: list) -> list[str]:
+    found = []
+    for end in ends:
+        with pytest.raises(Exception) as caught:
+            end.failure_exception()
+        found.append(str(caught.value))
+    return found
+
+
+def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 10) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: {tell()}"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(monkeypatch)
+    yield world
+    world.close()
+
+
+def push(rank: Rank) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(f"tcp://127.0.0.1:{rank.manager.rank_port}")
+    return socket
+
+
+# ---- the message ----
+
+
+def frames_of(receiver: MooncakeKVReceiver, send: Callable[[], None]) -> list[list[bytes]]:
+    sent: list[list[bytes]] = []
+    socket = SimpleNamespace(send_multipart=lambda frames: sent.append(list(frames)))
+    receiver._connect_to_bootstrap_server = lambda info: (socket, threading.Lock())
+    send()
+    return sent
+
+
+def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
+    receiver = object.__new__(MooncakeKVReceiver)
+    receiver.kv_mgr = SimpleNamespace(local_ip="10.0.0.1", rank_port=77, enable_staging=False)
+    receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
+    receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
+    return receiver
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("states", [None, [3, 4]])
+def test_a_message_without_a_prefix_is_the_engines_and_one_with_it_only_appends(dummy: bool, states: list | None):
+    indices = np.array([5, 6, 9], np.int32)
+    receiver = bare_receiver(dummy)
+    engines = frames_of(receiver, lambda: ENGINE_RECEIVER.send_metadata(receiver, indices, 3, states))
+    short = frames_of(receiver, lambda: receiver.send_metadata(indices, 3, states))
+    long = frames_of(receiver, lambda: receiver.send_metadata(indices, 3, states, decode_prefix_len=128))
+    assert short == engines and len(short[0]) == 8
+    assert long == [engines[0] + [b"128", b"1" if dummy else b"0"]]
+    assert TransferInfo.from_zmq(short[0]).decode_prefix_len is None
+    info = TransferInfo.from_zmq(long[0])
+    assert (info.decode_prefix_len, info.is_dummy) == (128, dummy)
+    assert info.dst_kv_indices.tolist() == ([] if dummy else [5, 6, 9])
+
+
+def test_a_full_hit_is_not_a_dummy() -> None:
+    receiver = bare_receiver()
+    empty = np.empty(0, np.int32)
+    (message,) = frames_of(receiver, lambda: receiver.send_metadata(empty, 0, None, decode_prefix_len=64))
+    info = TransferInfo.from_zmq(message)
+    assert not info.is_dummy and info.dst_aux_index == 0 and info.dst_kv_indices.size == 0
+
+
+GOOD = [b"1", b"127.0.0.1", b"9", b"127.0.0.1:15000", b"\0\0\0\0", b"0", b"", b"1", b"4", b"0"]
+
+
+@pytest.mark.parametrize(
+    ("frame", "value"),
+    [(4, b"\0\0\0"), (5, b"x"), (7, b"x"), (8, b"four"), (9, b"2"), (9, b""), (9, b"1"), (2, b"p")],
+)
+def test_a_message_that_cannot_be_right_is_refused(frame: int, value: bytes) -> None:
+    assert TransferInfo.from_zmq(GOOD).decode_prefix_len == 4
+    with pytest.raises(ValueError):
+        TransferInfo.from_zmq([*GOOD[:frame], value, *GOOD[frame + 1 :]])
+    with pytest.raises(ValueError):
+        TransferInfo.from_zmq(GOOD[:9])
+
+
+# ---- transfers ----
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "prefix_len", "chunks"),
+    [
+        (10, None, []),
+        (10, 0, []),
+        (10, 4, []),
+        (10, 8, []),
+        (12, 12, []),
+        (30, 8, [3, 5]),
+        (30, None, [2, 4]),
+        (1, 0, []),
+    ],
+)
+def test_decode_gets_the_delta_and_nothing_else(world: World, prompt_len: int, prefix_len: int | None, chunks: list):
+    request = world.request(1, prompt_len, prefix_len).bootstrap().send(*chunks)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    counters, item = world.prefill[0].manager.counters, world.page_size * HEADS * HEAD_BYTES * 2 * LAYERS
+    assert counters.sent_bytes == (request.num_pages - request.first_page) * item
+    assert counters.saved_bytes == request.first_page * item
+    assert world.prefill[0].library.written == counters.sent_bytes + 64
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2), (2, 1), (4, 2), (1, 4)])
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize(("page_size", "prefix_len"), [(4, None), (4, 4), (4, 12), (1, 5)])
+def test_tensor_parallel_sizes(monkeypatch, prefill_tp, decode_tp, mla, page_size, prefix_len) -> None:
+    world = World(monkeypatch, page_size, prefill_tp, decode_tp, mla)
+    request = world.request(1, 12, prefix_len).bootstrap()
+    assert {sender.decode_prefix_len for sender in request.senders} == {prefix_len or 0}
+    request.send(*([6] if page_size == 1 else [2] if request.first_page < 2 else []))
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    token = HEADS * HEAD_BYTES * (LAYERS if mla else 2 * LAYERS) * (decode_tp if mla else 1)
+    assert sum(r.manager.counters.sent_bytes for r in world.prefill) == (12 - (prefix_len or 0)) * token
+    assert sum(r.manager.counters.saved_bytes for r in world.prefill) == (prefix_len or 0) * token
+    world.close()
+
+
+def test_success_waits_for_the_metadata(world: World) -> None:
+    request = world.request(1, 8, 4).bootstrap()
+    landed = []
+    request.receivers[0].metadata_landed = lambda: bool(landed)
+    request.send().wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Transferring)
+    landed.append(True)
+    request.finish()
+
+
+def test_many_requests_at_once(world: World) -> None:
+    requests_ = [world.request(room, 8, 4 if room % 2 else None, aux=room % NUM_AUX) for room in range(1, 25)]
+    for request in requests_:
+        request.bootstrap()
+    for request in requests_:
+        request.send()
+    for request in requests_:
+        request.finish()
+    world.assert_books_closed()
+
+
+def test_the_bootstrap_server_says_so(world: World) -> None:
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json() == {"version": 1}
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"decode_prefix_len": 6}, "not a multiple of the page size"),
+        ({"decode_prefix_len": -4}, "negative"),
+        ({"decode_prefix_len": 16}, "beyond the prompt of 10 tokens"),
+        ({"decode_prefix_len": 8}, "leaves 1 pages"),
+    ],
+)
+def test_a_wrong_prefix_fails_its_request_on_both_sides(world: World, changes: dict, why: str) -> None:
+    bad = world.request(1, 10, 4).start_prefill().start_decode().ask(**changes)
+    on_prefill, on_decode = bad.fail()
+    assert why in on_prefill and "prefill reported: " in on_decode and why in on_decode
+    good = world.request(2, 10, 4).bootstrap().send()
+    good.finish()
+    good.assert_landed()
+    world.assert_books_closed()
+
+
+def test_a_message_that_cannot_be_read_fails_its_room_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    bad = world.request(1, 10, 4).start_prefill().start_decode()
+    prefill = push(world.prefill[0])
+    address = [b"127.0.0.1", b"%d" % world.decode[0].manager.rank_port]
+    for frames in (
+        [b""],
+        [b"what is this"],
+        [b"None"],
+        [b"None", *[b"x"] * 20],
+        [b"WATERMARK", b"1"],
+        [b"STAGING_RSP"],
+        [b"1", *address, b"session", b"\0\0\0", b"0", b"", b"1", b"4", b"0"],
+        [b"1", *address, bad.receivers[0].session_id.encode(), b"", b"0", b"", b"0", b"4", b"0"],
+    ):
+        prefill.send_multipart(frames)
+    on_prefill, on_decode = bad.fail()
+    assert "refused decode's request" in on_prefill and "refused decode's request" in on_decode
+    good = world.request(2, 10, 4).bootstrap().send()
+    good.finish()
+    good.assert_landed()
+    world.assert_books_closed()
+
+
+def test_a_request_of_an_unknown_session_is_refused_before_its_prompt_arrives(world: World) -> None:
+    bad = world.request(1, 10, 4).start_decode()
+    until(lambda: bool(world.prefill[0].manager.decode_kv_args_table), "decode has registered")
+    known = dict(world.prefill[0].manager.decode_kv_args_table)
+    world.prefill[0].manager.decode_kv_args_table.clear()
+    bad.ask()
+    bad.wait_receivers(KVPoll.Failed)
+    assert "has not registered its memory" in reasons(bad.receivers)[0]
+    bad.start_prefill().wait_senders(KVPoll.Failed)
+    assert "has not registered its memory" in reasons(bad.senders)[0]
+    world.prefill[0].manager.decode_kv_args_table.update(known)
+    world.request(2, 10, 4).bootstrap().send().finish()
+    world.assert_books_closed()
+
+
+def test_decode_ranks_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2)
+    request = world.request(1, 10, 4).start_prefill().start_decode()
+    for receiver, prefix in zip(request.receivers, (4, 8), strict=True):
+        receiver.send_metadata(request.decode_pages[prefix // 4 :], 0, None, decode_prefix_len=prefix)
+    on_prefill, on_decode = request.fail()
+    assert "decode ranks disagree" in on_prefill and "decode ranks disagree" in on_decode
+    world.assert_books_closed()
+    world.close()
+
+
+@pytest.mark.parametrize("when", ["before decode asks", "bootstrapped", "sent in part"])
+def test_an_abort_on_prefill_reaches_decode(world: World, when: str) -> None:
+    request = world.request(1, 20, 4)
+    if when == "before decode asks":
+        request.start_prefill().start_decode()
+    else:
+        request.bootstrap()
+    if when == "sent in part":
+        request.senders[0].send(np.arange(request.first_page, 3, dtype=np.int32))
+    request.senders[0].abort()
+    request.wait_senders(KVPoll.Failed)
+    if when == "before decode asks":
+        request.ask()
+    request.wait_receivers(KVPoll.Failed)
+    assert "borted" in reasons(request.receivers)[0] and "borted" in reasons(request.senders)[0]
+    world.assert_books_closed()
+    # The room's number is free again.
+    world.request(1, 8, 4).bootstrap().send().finish()
+
+
+def test_an_abort_on_prefill_sends_nothing_to_a_decode_without_the_flag(world: World) -> None:
+    request = world.request(1, 20, None).bootstrap()
+    request.senders[0].abort()
+    request.wait_senders(KVPoll.Failed)
+    time.sleep(0.05)
+    assert request.receivers[0].poll() == KVPoll.WaitingForInput
+
+
+def test_decode_hears_of_a_failure_only_when_nothing_is_written_any_more(world: World) -> None:
+    library = world.prefill[0].library
+    request = world.request(1, 24, 4).bootstrap()
+    library.gate.clear()
+    library.writing.clear()
+    sender = request.senders[0]
+    sender.send(np.arange(1, 3, dtype=np.int32))
+    assert library.writing.wait(5)
+    sender.send(np.arange(3, 5, dtype=np.int32))
+    sender.abort()
+    time.sleep(0.1)
+    assert sender.poll() == KVPoll.WaitingForInput and request.receivers[0].poll() == KVPoll.WaitingForInput
+    library.gate.set()
+    request.fail()
+    # What was queued behind it was not sent.
+    targets = request.decode_pages
+    assert all(pool[targets[1:3]].any() and not pool[targets[3:]].any() for pool in world.decode[0].kv)
+    world.assert_books_closed()
+
+
+def test_an_error_in_a_transfer_thread_fails_its_request_only(world: World) -> None:
+    world.prefill[0].library.result = RuntimeError("no such luck")
+    bad = world.request(1, 10, 4).bootstrap().send()
+    on_prefill, on_decode = bad.fail()
+    assert "no such luck" in on_prefill and "no such luck" in on_decode
+    world.prefill[0].library.result = 0
+    good = world.request(2, 10, 4).bootstrap().send()
+    good.finish()
+    good.assert_landed()
+    world.assert_books_closed()
+
+
+def test_a_failed_write_fails_both_sides(world: World) -> None:
+    world.prefill[0].library.result = -1
+    on_prefill, on_decode = world.request(1, 10, 4).bootstrap().send().fail()
+    assert "Failed to send kv chunk" in on_prefill
+    world.assert_books_closed()
+
+
+def test_a_rank_where_nothing_went_wrong_tells_its_decode_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=2)
+    request = world.request(1, 10, 4).bootstrap()
+    request.senders[0].fail("out of luck")
+    reasons(request.senders)
+    request.wait_receivers(KVPoll.Failed)
+    assert "out of luck" in reasons(request.receivers[:1])[0]
+    assert "another rank" in reasons(request.receivers[1:])[0]
+    world.assert_books_closed()
+    world.close()
+
+
+def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    request = world.request(1, 10, 4).bootstrap()
+    decode = push(world.decode[0])
+    with caplog.at_level(logging.ERROR):
+        for frames in (
+            [b""],
+            [b"x", b"4", b"0"],
+            [b"1", b"4"],
+            [b"1", b"four", b"0"],
+            [b"99", b"0", b"0"],
+            [b"99", b"4", b"0"],
+            [b"99", b"0", b"0", b"why"],
+            [b"AUX_DATA"],
+            [b"AUX_DATA", b"99", b"0", b"0", b"\0\0\0\4", b"late"],
+            [b"CHUNK_READY", b"1"],
+            [b"STAGING_REQ"],
+        ):
+            decode.send_multipart(frames)
+        until(lambda: caplog.text.count("Ignored a message") >= 7, "the messages are read", lambda: caplog.text)
+    request.send().finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
+def test_a_request_that_is_asked_for_twice_counts_once(world: World) -> None:
+    request = world.request(1, 10, 4).bootstrap()
+    request.ask(kv_indices=np.array([50, 51], np.int32))
+    time.sleep(0.05)
+    request.send().finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
+# ---- decode gives a request up ----
+
+
+def give_up(request: Request) -> None:
+    """What decode's queue does with a failed transfer before it keeps the pages in quarantine."""
+    for receiver in request.receivers:
+        receiver.abort()
+        assert receiver.poll() == KVPoll.Failed
+        reasons([receiver])
+        receiver.cancel()
+
+
+def wait_quiet(request: Request) -> None:
+    for receiver in request.receivers:
+        until(receiver.writers_done, "no writer is left")
+
+
+def test_pages_of_an_aborted_request_are_kept_until_its_write_is_done(world: World) -> None:
+    library = world.prefill[0].library
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    library.gate.clear()
+    library.writing.clear()
+    request.senders[0].send(np.arange(1, 3, dtype=np.int32))
+    assert library.writing.wait(5)
+    give_up(request)
+    until(lambda: request.senders[0].poll() is not None and request.senders[0]._failed(), "prefill hears of it")
+    time.sleep(0.05)
+    assert not request.receivers[0].writers_done() and request.senders[0].poll() == KVPoll.WaitingForInput
+    library.gate.set()
+    request.wait_senders(KVPoll.Failed)
+    assert "decode gave the request up" in reasons(request.senders)[0]
+    wait_quiet(request)
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("when", ["asked", "bootstrapped", "sent", "prompt to come", "failed"])
+def test_every_rank_answers_when_decode_gives_up(monkeypatch, prefill_tp, decode_tp, mla, when) -> None:
+    world = World(monkeypatch, prefill_tp=prefill_tp, decode_tp=decode_tp, mla=mla)
+    request = world.request(1, 24, 4)
+    if when in ("asked", "prompt to come"):
+        request.start_decode(fenced=True).ask()
+        if when == "asked":
+            request.start_prefill()
+    else:
+        request.bootstrap(fenced=True)
+    if when == "sent":
+        request.send()
+        request.wait_senders(KVPoll.Success)
+        for sender in request.senders:
+            sender.clear()
+    if when == "failed":
+        request.senders[0].fail("out of luck")
+        request.wait_senders(KVPoll.Failed) if prefill_tp == 1 else reasons(request.senders)
+    give_up(request)
+    if when == "prompt to come":
+        wait_quiet(request)
+        request.start_prefill()
+    if when != "sent" and not (when == "failed" and prefill_tp > 1):
+        # A dummy rank hears of it from the other ranks, when prefill reduces their polls.
+        writers = [s for s in request.senders if not (mla and prefill_tp > 1 and s.kv_mgr.attn_tp_rank)]
+        for sender in writers:
+            until(lambda sender=sender: sender.poll() == KVPoll.Failed, "the sender fails", sender.poll)
+        reasons(request.senders)
+    if when != "prompt to come":
+        wait_quiet(request)
+    world.assert_books_closed()
+    world.close()
+
+
+def test_the_failure_of_a_dummy_rank_does_not_count_for_the_rank_that_writes(monkeypatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True)
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    reasons(request.senders[1:])
+    time.sleep(0.05)
+    assert request.receivers[0].poll() == KVPoll.WaitingForInput
+    give_up(request)
+    time.sleep(0.05)
+    assert not request.receivers[0].writers_done()
+    request.wait_senders(KVPoll.Failed)
+    wait_quiet(request)
+    world.close()
+
+
+def test_a_rank_that_gives_up_late_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2)
+    request = world.request(1, 24, 4).start_decode(fenced=True).ask()
+    first, second = request.receivers
+    for receiver in request.receivers:
+        receiver.abort()
+    first.cancel()
+    until(first.writers_done, "the first rank is answered")
+    # Now the prompt comes to prefill, which has forgotten that the second rank asked.
+    request.start_prefill()
+    second.cancel()
+    time.sleep(0.05)
+    request.wait_senders(KVPoll.Failed)
+    until(second.writers_done, "the second rank is answered")
+    world.close()
+
+
+def test_nothing_is_sent_for_a_request_that_decode_gave_up(world: World) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    give_up(request)
+    until(lambda: bool(world.prefill[0].manager.refused), "prefill hears of it")
+    request.send()
+    time.sleep(0.05)
+    request.wait_senders(KVPoll.Failed)
+    wait_quiet(request)
+    assert world.prefill[0].library.written == 0
+
+
+def test_a_rank_that_has_everything_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=2)
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    first, second = request.receivers
+    request.senders[0].send(np.arange(1, 6, dtype=np.int32))
+    until(lambda: first.poll() == KVPoll.Success, "the first rank has its part")
+    request.senders[1].fail("out of luck")
+    until(lambda: second.poll() == KVPoll.Failed, "the second rank hears of the failure")
+    for receiver in request.receivers:
+        reasons([receiver])
+        receiver.cancel()
+        assert receiver.writers_done()
+    request.senders[0].poll()
+    reasons(request.senders)
+    world.assert_books_closed()
+    world.close()
+
+
+def test_a_failed_write_waits_for_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "16")
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2)
+    library, request = world.prefill[0].library, world.request(1, 24, 4).bootstrap(fenced=True)
+    copy, calls = library.batch_transfer_sync, []
+
+    def first_fails(*args) -> int:
+        calls.append(args)
+        return copy(*args) if len(calls) > 1 else -1 if library.writing.wait(5) else 0
+
+    library.batch_transfer_sync = first_fails
+    library.gate.clear()
+    library.writing.clear()
+    request.send()
+    assert library.writing.wait(5)
+    sender = request.senders[0]
+    until(lambda: sender.kv_mgr.request_status.get(1) == KVPoll.Failed, "the write has failed")
+    assert sender.poll() == KVPoll.WaitingForInput
+    library.gate.set()
+    request.wait_senders(KVPoll.Failed)
+    world.close()
+
+
+def test_a_prefill_that_never_answers_is_not_waited_for_for_ever(world: World) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    manager = world.decode[0].manager
+    give_up(request)
+    assert not request.receivers[0].writers_done()
+    manager.waiting_timeout = 0
+    assert request.receivers[0].writers_done()
+    gone = world.request(2, 24, 4).bootstrap(fenced=True)
+    manager.waiting_timeout = 300
+    give_up(gone)
+    assert not gone.receivers[0].writers_done()
+    gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": free_ports(1)[0]}]
+    gone.receivers[0]._asked_at = 0
+    assert gone.receivers[0].writers_done()

@@ -1,0 +1,972 @@
+"""The NIXL backend trusts nothing that comes over the wire: real managers of both roles, real sockets, real threads.
+
+Only NIXL's library is a stand-in: transfers are done when the test says so, and notifications travel in this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.nixl import conn
+from sglang.srt.disaggregation.nixl.conn import (
+    NixlKVManager,
+    NixlKVReceiver,
+    NixlKVSender,
+    TransferStatus,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
+ADDR = "10.0.0.9:8998"
+PAGE, ITEM = 4, 64
+GOOD, BAD = 101, 102
+
+
+# ---- stand-ins ----
+
+
+class Transfer:
+    def __init__(self, wire: Wire, sender: str, peer: str, notification: bytes, targets: Any) -> None:
+        self.wire, self.sender, self.peer, self.notification, self.targets = wire, sender, peer, notification, targets
+        self.state = "PROC"
+
+    def finish(self) -> None:
+        if self.state == "PROC":
+            self.state = "DONE"
+            self.wire.deliver(self.sender, self.peer, self.notification)
+
+
+class Wire:
+    """All NIXL agents of a test. ``held`` keeps transfers under way until they are finished by hand."""
+
+    def __init__(self) -> None:
+        self.agents: dict[str, Agent] = {}
+        self.held = False
+        self.transfers: list[Transfer] = []
+        self.lock = threading.Lock()
+
+    def deliver(self, sender: str, peer: str, notification: bytes) -> None:
+        with self.lock:
+            self.agents[peer].inbox.setdefault(sender, []).append(notification)
+
+
+class Agent:
+    """What a manager uses of ``nixl_agent``."""
+
+    def __init__(self, wire: Wire, name: str) -> None:
+        self.wire, self.name = wire, name
+        self.known: set[str] = set()
+        self.inbox: dict[str, list[bytes]] = {}
+        self.sent: list[tuple[str, bytes]] = []
+        wire.agents[name] = self
+
+    def get_plugin_list(self) -> list[str]:
+        return ["UCX"]
+
+    def register_memory(self, regions: Any, kind: str, *rest: Any) -> object:
+        return object()
+
+    def get_agent_metadata(self) -> bytes:
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        if metadata.decode() not in self.wire.agents:
+            raise RuntimeError("no agent can be made of this metadata")
+        self.known.add(metadata.decode())
+        return metadata.decode()
+
+    def get_xfer_descs(self, regions: Any, kind: str, *rest: Any) -> Any:
+        return regions
+
+    def initialize_xfer(self, kind: str, source: Any, target: Any, peer: str, notification: bytes) -> Transfer:
+        if peer not in self.known:
+            raise RuntimeError(f"agent {peer} is not known")
+        return Transfer(self.wire, self.name, peer, notification, target)
+
+    def transfer(self, transfer: Transfer) -> str:
+        self.wire.transfers.append(transfer)
+        if not self.wire.held:
+            transfer.finish()
+        return transfer.state
+
+    def check_xfer_state(self, transfer: Transfer) -> str:
+        return transfer.state
+
+    def send_notif(self, peer: str, notification: bytes) -> None:
+        if peer not in self.known:
+            raise RuntimeError(f"agent {peer} is not known")
+        self.sent.append((peer, notification))
+        self.wire.deliver(self.name, peer, notification)
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        with self.wire.lock:
+            inbox, self.inbox = self.inbox, {}
+        return inbox
+
+
+class Rank:
+    """One TP rank of one worker: its agent and its manager."""
+
+    def __init__(self, world: World, mode: DisaggregationMode, rank: int, tp: int) -> None:
+        self.rank, self.tp = rank, tp
+        base = 1 << 20
+        args = KVArgs()
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank, 0, 0, 0
+        args.kv_data_ptrs, args.kv_data_lens = [base, 2 * base], [base, base]
+        args.kv_item_lens = [ITEM // tp, ITEM // tp]
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [3 * base], [640], [64]
+        args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
+        args.state_type, args.prefill_start_layer, args.page_size = "none", 0, PAGE
+        args.kv_head_num = 4 // tp
+        server_args = SimpleNamespace(
+            host="127.0.0.1",
+            disaggregation_bootstrap_port=1,
+            disaggregation_mode=mode.value,
+            dist_init_addr=None,
+            enable_dp_attention=False,
+            dp_size=1,
+            pp_size=1,
+            load_balance_method="follow_bootstrap_room",
+            kv_cache_dtype="auto",
+            served_model_name="m",
+            enable_metrics=False,
+            enable_hisparse=False,
+            disaggregation_decode_enable_radix_cache=True,
+        )
+        world.current = self
+        before = set(threading.enumerate())
+        self.manager = NixlKVManager(args, mode, server_args, False)
+        self.threads = set(threading.enumerate()) - before
+
+    @property
+    def agent(self) -> Agent:
+        return self.manager.agent
+
+    def told(self, text: str) -> list[str]:
+        """What this rank has sent as notifications of its own that contain ``text``."""
+        return [message.decode() for _, message in self.agent.sent if text in message.decode()]
+
+
+class World:
+    """A prefill and a decode worker, and a socket to each prefill rank for messages of the test's own making."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefill_tp: int = 1, decode_tp: int = 1):
+        # Their threads outlive the test; they need not look after servers.
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        self.wire, self.current = Wire(), None
+        self._names = itertools.count()
+        library = ModuleType("nixl._api")
+        library.nixl_agent = lambda name, config: Agent(self.wire, name)
+        library.nixl_agent_config = lambda **options: None
+        monkeypatch.setitem(sys.modules, "nixl._api", library)
+        for name, value in (("size", 1), ("rank", 0)):
+            monkeypatch.setattr(common, f"get_attention_cp_{name}", lambda value=value: value)
+            monkeypatch.setattr(common, f"get_attention_dp_{name}", lambda value=value: value)
+        monkeypatch.setattr(common, "get_attention_tp_size", lambda: self.current.tp)
+        monkeypatch.setattr(common, "get_attention_tp_rank", lambda: self.current.rank)
+        monkeypatch.setattr(common, "get_pp_group", lambda: None)
+        monkeypatch.setattr(common, "get_local_ip_auto", lambda: "127.0.0.1")
+        monkeypatch.setattr(NixlKVManager, "register_to_bootstrap", lambda manager: None)
+        monkeypatch.setattr(
+            NixlKVReceiver,
+            "_get_bootstrap_info_from_server",
+            lambda receiver, dp, cp, tp, pp: {
+                "rank_ip": "127.0.0.1",
+                "rank_port": self.prefill[tp].manager.rank_port,
+            },
+        )
+        self.prefill = [Rank(self, DisaggregationMode.PREFILL, r, prefill_tp) for r in range(prefill_tp)]
+        self.decode = [Rank(self, DisaggregationMode.DECODE, r, decode_tp) for r in range(decode_tp)]
+        for rank in self.decode:
+            info = common.PrefillServerInfo(prefill_tp, 1, 1, 1, PAGE, "auto", True)
+            rank.manager._resolve_rank_mapping(info)
+            rank.manager.prefill_info_table[ADDR] = info
+            rank.manager.prefix_peers[ADDR] = True
+        self.sockets = []
+        for rank in self.prefill:
+            socket = zmq.Context.instance().socket(zmq.PUSH)
+            socket.connect(f"tcp://127.0.0.1:{rank.manager.rank_port}")
+            self.sockets.append(socket)
+
+    def request(self, room: int, prompt_len: int = 26, prefix_len: int | None = 8) -> Request:
+        return Request(self, room, prompt_len, prefix_len)
+
+    def push(self, *messages: list[bytes], rank: int = 0) -> None:
+        """Send prefill messages and wait until they have been read, which takes a living thread."""
+        for frames in messages:
+            self.sockets[rank].send_multipart(frames)
+        # ZeroMQ keeps the order of one socket; a message that cannot be read, for a room of its own, marks the end.
+        marker = 900_000_000 + next(self._names)
+        manager = self.prefill[rank].manager
+        self.sockets[rank].send_multipart(message(marker, "nobody", prefix=b"marker"))
+        until(lambda: marker in manager.refused, "the thread that reads messages goes on")
+        del manager.refused[marker]
+
+    def assert_healthy(self, room: int = GOOD) -> None:
+        """Another request is served from start to end."""
+        request = self.request(room).bootstrap()
+        request.send()
+        request.wait_senders(KVPoll.Success)
+        request.wait_receivers(KVPoll.Success)
+
+
+class Request:
+    """One request, by what the two schedulers do with it."""
+
+    def __init__(self, world: World, room: int, prompt_len: int, prefix_len: int | None) -> None:
+        self.world, self.room, self.prompt_len, self.prefix_len = world, room, prompt_len, prefix_len
+        self.num_pages = pages(prompt_len, PAGE)
+        self.first_page = (prefix_len or 0) // PAGE
+        self.senders: list[NixlKVSender] = []
+        self.receivers: list[NixlKVReceiver] = []
+
+    def start_prefill(self) -> Request:
+        for rank in self.world.prefill:
+            sender = NixlKVSender(rank.manager, ADDR, self.room, [rank.rank], 0)
+            sender.prompt_len = self.prompt_len
+            self.senders.append(sender)
+        return self
+
+    def start_decode(self) -> Request:
+        for rank in self.world.decode:
+            receiver = NixlKVReceiver(rank.manager, ADDR, self.room)
+            receiver.init(0)
+            assert receiver.poll() == KVPoll.WaitingForInput and receiver.peer_takes_prefix
+            self.receivers.append(receiver)
+            # The registration has a socket of its own, so messages of the test's might overtake it.
+            for peer in {info["rank_port"] for info in receiver.bootstrap_infos}:
+                manager = next(r.manager for r in self.world.prefill if r.manager.rank_port == peer)
+                name = rank.agent.name
+                until(lambda m=manager, n=name: n in m.agent.known, "decode's registration is read")
+        return self
+
+    def ask(self, **changes: Any) -> Request:
+        """Send decode's request for KV, with ``changes`` in what send_metadata is given."""
+        for receiver in self.receivers:
+            given = {"decode_prefix_len": self.prefix_len, **changes}
+            indices = given.pop("kv_indices", np.arange(32 + self.first_page, 32 + self.num_pages, dtype=np.int32))
+            receiver.send_metadata(indices, 1, None, **given)
+        return self
+
+    def frames(self, decode_rank: int = 0) -> list[bytes]:
+        """The message that decode would send for this request to the first prefill rank."""
+        return sent_frames(self.receivers[decode_rank], lambda: self.ask_of(decode_rank))[0]
+
+    def ask_of(self, decode_rank: int) -> None:
+        indices = np.arange(32 + self.first_page, 32 + self.num_pages, dtype=np.int32)
+        self.receivers[decode_rank].send_metadata(indices, 1, None, decode_prefix_len=self.prefix_len)
+
+    def bootstrap(self) -> Request:
+        self.start_prefill().start_decode().ask()
+        self.wait_senders(KVPoll.WaitingForInput)
+        for sender in self.senders:
+            sender.init(self.num_pages, 1)
+        return self
+
+    def send(self, *ends: int) -> Request:
+        """Send the pages up to each of ``ends``; the last chunk ends at the prompt's last page."""
+        for sender in self.senders:
+            start = self.first_page
+            for end in (*ends, self.num_pages):
+                sender.send(np.arange(start, end, dtype=np.int32))
+                start = end
+        return self
+
+    def wait_senders(self, state: int) -> None:
+        for sender in self.senders:
+            until(lambda sender=sender: sender.poll() == state, f"the sender gets to {state}", sender.poll)
+
+    def wait_receivers(self, state: int) -> None:
+        for receiver in self.receivers:
+            until(lambda receiver=receiver: receiver.poll() == state, f"the receiver gets to {state}", receiver.poll)
+
+    def assert_fails(self, reason: str, decode_too: bool = True) -> None:
+        """Prefill fails the request with an error that says ``reason``, and decode hears of it."""
+        self.wait_senders(KVPoll.Failed)
+        for sender in self.senders:
+            with pytest.raises(Exception, match=reason):
+                sender.failure_exception()
+        if decode_too:
+            self.wait_receivers(KVPoll.Failed)
+            for receiver in self.receivers:
+                with pytest.raises(Exception, match=f"prefill reported.*{reason}"):
+                    receiver.failure_exception()
+
+
+def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 5) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: {tell()}"
+        time.sleep(0.002)
+
+
+def message(
+    room: int | bytes, agent: str, prefix: bytes = b"8", num_pages: int = 5, dummy: bytes = b"0"
+) -> list[bytes]:
+    """A request for KV as docs/protocol.md has it, written down here once more."""
+    return [
+        b"NixlMsgGuard",
+        room if isinstance(room, bytes) else b"%d" % room,
+        b"127.0.0.1",
+        b"5555",
+        agent.encode(),
+        np.arange(34, 34 + num_pages, dtype="<i4").tobytes(),
+        b"1",
+        b"1",
+        b"",
+        prefix,
+        dummy,
+    ]
+
+
+def sent_frames(receiver: NixlKVReceiver, send: Callable[[], None]) -> list[list[bytes]]:
+    """The messages that ``send`` makes ``receiver`` send, caught on the way to the socket."""
+    sent: list[list[bytes]] = []
+    socket = SimpleNamespace(send_multipart=lambda frames: sent.append(list(frames)))
+    receiver._connect_to_bootstrap_server = lambda info: (socket, threading.Lock())
+    send()
+    del receiver._connect_to_bootstrap_server
+    return sent
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+# ---- what decode sends ----
+
+
+def bare(dummy: bool = False) -> NixlKVReceiver:
+    receiver = object.__new__(NixlKVReceiver)
+    receiver.kv_mgr = SimpleNamespace(
+        local_ip="10.0.0.1",
+        rank_port=77,
+        agent=SimpleNamespace(name="agent-of-decode", get_agent_metadata=lambda: b"metadata"),
+        awaited_rooms=set(),
+        transfer_statuses={2**62: TransferStatus()},
+        attn_tp_size=2,
+        kv_args=SimpleNamespace(
+            kv_data_ptrs=[1, 2], aux_data_ptrs=[3], state_data_ptrs=[], gpu_id=0, engine_rank=1, kv_item_lens=[64]
+        ),
+    )
+    receiver.bootstrap_room, receiver.required_dst_info_num, receiver.required_prefill_response_num = 2**62, 2, 1
+    receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}] * 2
+    return receiver
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("states", [None, [3, 4]])
+@pytest.mark.parametrize("indices", [[5, 6, 9], []])
+def test_flag_off_the_message_is_the_engines_byte_for_byte(dummy, states, indices):
+    receiver, pages_asked = bare(dummy), np.array(indices, np.int32)
+    engines = sent_frames(receiver, lambda: BARE_RECEIVER.send_metadata(receiver, pages_asked, 3, states))
+    ours = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, states))
+    assert len(engines) == 2 and ours == engines and len(ours[0]) == 9
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("states", [None, [3, 4]])
+@pytest.mark.parametrize("indices", [[5, 6, 9], []])
+def test_flag_on_the_message_is_the_engines_with_two_frames_more(dummy, states, indices):
+    receiver, pages_asked = bare(dummy), np.array(indices, np.int32)
+    engines = sent_frames(receiver, lambda: BARE_RECEIVER.send_metadata(receiver, pages_asked, 3, states))
+    ours = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, states, decode_prefix_len=128))
+    assert ours == [frames + [b"128", b"1" if dummy else b"0"] for frames in engines]
+    assert len(ours[0]) == 11
+
+
+def test_flag_on_the_message_is_the_documented_one():
+    receiver = bare()
+    ours = sent_frames(receiver, lambda: receiver.send_metadata(np.array([7, 258], np.int64), 3, None, 128))
+    assert ours[0] == [
+        b"NixlMsgGuard",
+        b"4611686018427387904",
+        b"10.0.0.1",
+        b"77",
+        b"agent-of-decode",
+        b"\x07\0\0\0\x02\x01\0\0",
+        b"3",
+        b"2",
+        b"",
+        b"128",
+        b"0",
+    ]
+
+
+def test_the_registration_is_the_engines_byte_for_byte():
+    receiver = bare()
+    engines = sent_frames(receiver, lambda: BARE_RECEIVER._register_kv_args(receiver))
+    assert sent_frames(receiver, receiver._register_kv_args) == engines and len(engines) == 2
+
+
+def test_a_prefill_without_the_patch_gets_the_engines_message(world):
+    """Whether a prefix may be named is a property of the peer and not of this worker."""
+    world.decode[0].manager.prefix_peers[ADDR] = False
+    receiver = NixlKVReceiver(world.decode[0].manager, ADDR, BAD)
+    assert not receiver.peer_takes_prefix
+
+
+# ---- requests that cannot be true: they fail, on both sides and alone ----
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"-4", "-4 is negative"),
+        (b"6", "6 is not a multiple of the page size 4"),
+        (b"28", "28 is beyond the prompt of 26 tokens"),
+        (b"99999999999999999996", "beyond the prompt"),
+        (b"4", "leaves 6 pages .* but decode allocated 5"),
+        (b"0", "leaves 7 pages .* but decode allocated 5"),
+        (b"x", "decode_prefix_len is not a number: b'x'"),
+        (b"8.0", "decode_prefix_len is not a number"),
+        (b"", "decode_prefix_len is not a number"),
+        ("٨".encode(), "decode_prefix_len is not a number"),
+        (b"\xff", "decode_prefix_len is not a number"),
+    ],
+)
+def test_a_prefix_that_cannot_be_fails_its_request_alone(world, frame, reason):
+    other = world.request(GOOD).bootstrap()
+    request = world.request(BAD).start_prefill().start_decode()
+    frames = request.frames()
+    world.push([*frames[:9], frame, frames[10]])
+    request.assert_fails(reason)
+    other.send()
+    other.wait_senders(KVPoll.Success)
+    other.wait_receivers(KVPoll.Success)
+    world.assert_healthy(GOOD + 100)
+
+
+@pytest.mark.parametrize("field", ["pages", "agent", "aux", "port", "count", "dummy", "too many"])
+def test_a_field_that_cannot_be_read_fails_its_request_alone(world, field):
+    request = world.request(BAD).start_prefill().start_decode()
+    frames = request.frames()
+    at = {"port": 3, "agent": 4, "pages": 5, "aux": 6, "count": 7, "dummy": 10}
+    if field == "too many":
+        frames.append(b"0")
+    else:
+        frames[at[field]] = {"pages": b"12345", "agent": b"\xff\xfe", "dummy": b"yes"}.get(field, b"None")
+    world.push(frames)
+    # With an agent name that cannot be read there is nobody to tell.
+    request.assert_fails("refused decode's request", decode_too=field != "agent")
+    world.assert_healthy()
+
+
+@pytest.mark.parametrize("length", range(12))
+def test_a_truncated_message_fails_at_most_its_request(world, length):
+    """ZeroMQ delivers all frames or none, so only a broken peer sends fewer; it must not hang or half-serve."""
+    if length == 11:
+        pytest.skip("the whole message")
+    request = world.request(BAD).start_prefill().start_decode()
+    world.push(request.frames()[:length] or [b""])
+    if length < 2:
+        assert [sender.poll() for sender in request.senders] == [KVPoll.Bootstrapping]
+    else:
+        for sender in request.senders:
+            if sender.poll() == KVPoll.WaitingForInput:
+                sender.init(request.num_pages, 1)
+                sender.send(np.arange(request.num_pages, dtype=np.int32))
+        # There is nobody to tell without a name, nor a decode worker without the flag, whose wire stays the engine's.
+        request.assert_fails("refused decode's request|transfer over NIXL failed: .", 4 < length < 8 or length == 10)
+    world.assert_healthy()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({9: b"12", 5: 4}, "ranks disagree: prefixes .8, 12"),
+        ({5: 4}, "ranks disagree: .* pages .4, 5"),
+        ({9: None}, "ranks disagree: prefixes .0, 8"),
+    ],
+)
+def test_decode_ranks_that_contradict_each_other_fail_the_request(monkeypatch, changed, reason):
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2)
+    request = world.request(BAD).start_prefill().start_decode()
+    first, second = request.frames(0), request.frames(1)
+    assert first[4] != second[4] and first[7] == second[7] == b"2"
+    for at, value in changed.items():
+        if value is None:
+            del second[at:]
+        else:
+            second[at] = value if isinstance(value, bytes) else second[at][: 4 * value]
+    world.push(first, second)
+    if 9 in changed and changed[9] is None:
+        # A rank without the flag is not told: its wire is the engine's.
+        request.receivers.pop()
+    request.assert_fails(reason)
+    world.assert_healthy()
+
+
+@pytest.mark.parametrize("second_says", [b"1", b"3", b"0", b"-1"])
+def test_decode_ranks_that_count_each_other_differently_do_not_wait_for_ever(monkeypatch, second_says):
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2)
+    request = world.request(BAD).start_prefill().start_decode()
+    first, second = request.frames(0), request.frames(1)
+    second[7] = second_says
+    world.push(first, second)
+    request.assert_fails("decode")
+    world.assert_healthy()
+
+
+@pytest.mark.parametrize("count", [b"0", b"-1"])
+def test_a_number_of_decode_ranks_that_cannot_be_fails_the_request(world, count):
+    request = world.request(BAD).start_prefill().start_decode()
+    frames = request.frames()
+    frames[7] = count
+    world.push(frames)
+    request.assert_fails("decode")
+
+
+def test_an_agent_that_has_not_registered_fails_the_request_it_names(world):
+    request = world.request(BAD).start_prefill()
+    world.push(message(BAD, "a stranger"))
+    request.assert_fails("agent 'a stranger' has not registered", decode_too=False)
+    world.assert_healthy()
+
+
+def test_a_refusal_that_comes_before_its_request_waits_for_it(world):
+    world.push(message(BAD, "a stranger"))
+    world.assert_healthy()
+    world.request(BAD).start_prefill().assert_fails("has not registered", decode_too=False)
+
+
+# ---- messages in the wrong order or twice ----
+
+
+def test_a_request_that_comes_before_prefills_own_is_served(world):
+    request = world.request(BAD).start_decode().ask()
+    until(lambda: BAD in world.prefill[0].manager.transfer_infos, "the message is read")
+    request.start_prefill()
+    request.wait_senders(KVPoll.WaitingForInput)
+    for sender in request.senders:
+        sender.init(request.num_pages, 1)
+    request.send()
+    request.wait_receivers(KVPoll.Success)
+
+
+def test_a_repeated_request_changes_nothing(world, caplog):
+    request = world.request(BAD).bootstrap()
+    frames = request.frames()
+    with caplog.at_level(logging.ERROR):
+        world.push(frames, [*frames[:9], b"0", b"1"])
+    assert f"room {BAD}" in caplog.text and "repeated" in caplog.text
+    assert [sender.poll() for sender in request.senders] == [KVPoll.WaitingForInput]
+    request.send()
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    kv = [t for t in world.wire.transfers if b"_kv_" in t.notification]
+    assert len(kv) == 1
+    # Five pages of the delta, two layers, in one run: to where the first message said.
+    assert kv[0].targets[:, 0].tolist() == [(1 << 20) + 34 * ITEM, (2 << 20) + 34 * ITEM]
+    assert set(kv[0].targets[:, 1].tolist()) == {5 * ITEM}
+
+
+def test_a_late_request_of_a_finished_room_leaves_nothing_behind(world, caplog):
+    request = world.request(BAD).bootstrap().send()
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    frames = request.frames()
+    with caplog.at_level(logging.ERROR):
+        world.push(frames)
+    manager = world.prefill[0].manager
+    assert f"room {BAD}" in caplog.text
+    assert BAD not in manager.transfer_infos and BAD not in manager.refused and BAD not in manager.request_status
+    assert not world.prefill[0].told("_fail_")
+
+
+def test_a_request_for_a_room_that_failed_before_is_answered(world):
+    """Decode would wait for its time-out otherwise."""
+    request = world.request(BAD).start_prefill()
+    for sender in request.senders:
+        sender.abort()
+    request.wait_senders(KVPoll.Failed)
+    request.start_decode().ask()
+    request.wait_receivers(KVPoll.Failed)
+    assert BAD not in world.prefill[0].manager.transfer_infos
+
+
+def test_an_abort_after_decode_asked_is_told(world):
+    request = world.request(BAD).start_prefill().start_decode().ask()
+    until(lambda: BAD in world.prefill[0].manager.transfer_infos, "the message is read")
+    for sender in request.senders:
+        sender.abort()
+    request.assert_fails("Abort")
+
+
+# ---- when NIXL fails ----
+
+
+def test_a_peer_that_is_gone_fails_its_request_and_not_the_worker(world, monkeypatch):
+    """NIXL says so by an exception of every later question about the write, and not by a state."""
+    world.wire.held = True
+    request, other = world.request(BAD).bootstrap().send(), world.request(GOOD).bootstrap()
+    lost = set(map(id, world.wire.transfers))
+
+    def ask(agent: Agent, transfer: Transfer) -> str:
+        if id(transfer) in lost:
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+        return transfer.state
+
+    monkeypatch.setattr(Agent, "check_xfer_state", ask)
+    request.assert_fails("NIXL reports an error", decode_too=False)
+    world.wire.held = False
+    other.send()
+    other.wait_senders(KVPoll.Success)
+
+
+def test_a_failed_request_is_over_only_when_nothing_of_it_is_being_written(monkeypatch):
+    """One decode rank is being written when the write to the next cannot be posted: its pages are not free yet."""
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2)
+    world.wire.held = True
+    request = world.request(BAD).bootstrap()
+    prefill = world.prefill[0]
+    second = list(prefill.manager.transfer_infos[BAD])[1]
+    prefill.agent.known.discard(second)
+    request.send()
+    under_way = list(world.wire.transfers)
+    assert under_way and not any(second == transfer.peer for transfer in under_way)
+    for _ in range(3):
+        assert [sender.poll() for sender in request.senders] != [KVPoll.Failed]
+        assert not prefill.told("_fail_")
+    for transfer in under_way:
+        transfer.finish()
+    request.wait_senders(KVPoll.Failed)
+    assert prefill.told(f"{BAD}_fail_")
+
+
+def test_a_failure_on_one_prefill_rank_is_answered_by_all(monkeypatch):
+    """The scheduler drops the request on all ranks; decode keeps its pages until each has said that it is done."""
+    world = World(monkeypatch, prefill_tp=2, decode_tp=2)
+    request = world.request(BAD).start_prefill().start_decode()
+    for receiver in request.receivers:
+        receiver.fenced = True
+    frames = request.frames(0)
+    world.push([*frames[:9], b"-4", b"0"], rank=0)
+    request.ask_of(1)
+    until(lambda: BAD in world.prefill[1].manager.transfer_infos, "the message is read")
+    # What the schedulers do: polls are reduced by MIN, and every rank fails the request.
+    until(lambda: min(sender.poll() for sender in request.senders) == KVPoll.Failed, "prefill fails the request")
+    for sender in request.senders:
+        with pytest.raises(Exception):  # noqa: B017
+            sender.failure_exception()
+    until(lambda: min(receiver.poll() for receiver in request.receivers) == KVPoll.Failed, "decode fails the request")
+    for receiver in request.receivers:
+        receiver.cancel()
+    for receiver in request.receivers:
+        until(receiver.writers_done, "every prefill rank has said that it writes no more")
+    for rank in world.prefill:
+        assert BAD not in rank.manager.transfer_infos and BAD not in rank.manager.live_rooms
+
+
+# ---- foreign messages ----
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"GET / HTTP/1.1\r\n"],
+        [b"MooncakeMsg", b"102", b"x"],
+        [b"NixlMsgGuard"],
+        [b"NixlMsgGuard", b""],
+        [b"NixlMsgGuard", b"\xff\xff"],
+        [b"NixlMsgGuard", b"room"],
+        [b"nixlmsgguard", *message(BAD, "a")[1:]],
+    ],
+)
+def test_a_foreign_message_is_ignored_with_a_line_in_the_log(world, caplog, frames):
+    request = world.request(BAD).start_prefill()
+    manager = world.prefill[0].manager
+    with caplog.at_level(logging.ERROR):
+        world.push(frames)
+    assert any("Ignored a message" in record.message for record in caplog.records)
+    assert [sender.poll() for sender in request.senders] == [KVPoll.Bootstrapping]
+    assert not manager.transfer_infos and not manager.refused and not manager.decode_kv_args_table
+    world.assert_healthy()
+
+
+@pytest.mark.parametrize("length", range(2, 13))
+def test_a_truncated_registration_is_ignored(world, length):
+    receiver = world.request(GOOD).start_decode().receivers[0]
+    frames = sent_frames(receiver, receiver._register_kv_args)[0]
+    assert len(frames) == 13
+    frames[4] = b"another agent"
+    world.push(frames[:length])
+    assert "another agent" not in world.prefill[0].manager.decode_kv_args_table
+    world.assert_healthy(BAD)
+
+
+def test_a_registration_that_nixl_refuses_can_be_made_good(world):
+    """Half a registration would let requests in that cannot be served, and keep the right one out."""
+    receiver = world.request(GOOD).start_decode().receivers[0]
+    frames = sent_frames(receiver, receiver._register_kv_args)[0]
+    Agent(world.wire, "late")
+    frames[4], frames[5] = b"late", b"garbage"
+    manager = world.prefill[0].manager
+    world.push(frames)
+    assert "late" not in manager.decode_kv_args_table
+    frames[5] = b"late"
+    world.push(frames)
+    assert "late" in manager.decode_kv_args_table and "late" in manager.agent.known
+
+
+def test_messages_for_rooms_that_never_come_do_not_pile_up_by_refusal(world):
+    manager = world.prefill[0].manager
+    world.push(*(message(room, "a stranger") for room in range(5000, 5100)))
+    assert not set(range(5000, 5100)) & set(manager.transfer_infos)
+
+
+# ---- notifications ----
+
+
+def status_of(*texts: str | tuple[str, str], expected: int = 1, state: bool = False) -> tuple[TransferStatus, Any]:
+    """A decode manager's status of one room after these notifications, of agent "p" where a text names none."""
+    manager = object.__new__(NixlKVManager)
+    status = TransferStatus(expects_state=state)
+    manager.awaited_rooms, manager.transfer_statuses = {BAD}, {BAD: status}
+    manager.required_prefill_response_num_table = {BAD: expected}
+    manager.failure_records, manager.failure_lock = {}, threading.Lock()
+    inbox: list[tuple[str, str]] = [text if isinstance(text, tuple) else ("p", text) for text in texts]
+    for agent, text in inbox:
+        manager.agent = SimpleNamespace(get_new_notifs=lambda a=agent, t=text: {a: [t.encode()]})
+        manager.update_transfer_status()
+    return status, manager
+
+
+KV, AUX = f"{BAD}_kv_0_1_0", f"{BAD}_aux"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([KV, AUX])))
+def test_kv_and_metadata_complete_a_transfer_in_any_order(order):
+    assert status_of(*order)[0].is_done()
+    assert not any(status_of(text)[0].is_done() for text in order)
+
+
+def test_no_chunk_may_be_missing():
+    first, second, last = (f"{BAD}_kv_{n}_{int(n == 2)}_0" for n in range(3))
+    for order in itertools.permutations([first, second, last, AUX]):
+        assert status_of(*order)[0].is_done()
+        for missing in order:
+            assert not status_of(*(text for text in order if text != missing))[0].is_done()
+            # And none makes up for another by coming twice.
+            twice = [order[0] if text == missing else text for text in order]
+            assert missing == order[0] or not status_of(*twice)[0].is_done()
+
+
+def test_a_transfer_of_no_pages_is_done_by_its_last_notification_and_not_before():
+    assert not status_of()[0].is_done()
+    assert not status_of(AUX)[0].is_done()
+    assert status_of(AUX, KV)[0].is_done()
+
+
+def test_state_is_waited_for_only_where_there_is_some():
+    assert status_of(KV, AUX, state=False)[0].is_done()
+    assert not status_of(KV, AUX, state=True)[0].is_done()
+    assert status_of(KV, AUX, f"{BAD}_state_0", state=True)[0].is_done()
+    assert not status_of(KV, f"{BAD}_state_0", state=True)[0].is_done()
+
+
+def test_two_prefill_ranks_of_one_pipeline_stage_both_count():
+    """The engine tells senders apart by their pipeline rank, which is 0 for both."""
+    both = [("p0", KV), ("p0", AUX), ("p1", KV), ("p1", AUX)]
+    for order in itertools.permutations(both):
+        assert status_of(*order, expected=2)[0].is_done()
+    for missing in both:
+        assert not status_of(*(one for one in both if one != missing), expected=2)[0].is_done()
+    bare_status = conn.__pd_radix__["originals"]["TransferStatus"](num_pp_ranks_expected=2)
+    bare_status.received_aux = True
+    bare_status.received_kvs_per_pp[0].add(0)
+    bare_status.expected_kvs_per_pp[0] = 1
+    assert not bare_status.is_done(), "the engine would wait for ever"
+
+
+def test_pieces_of_two_agents_do_not_make_one_transfer():
+    assert not status_of(("p", KV), ("somebody else", AUX))[0].is_done()
+    assert not status_of(("p", KV), ("p", AUX), ("q", KV), ("r", AUX), expected=2)[0].is_done()
+
+
+def test_an_agent_that_says_too_little_does_not_hold_up_those_that_matter():
+    assert status_of(("somebody else", f"{BAD}_kv_5_1_0"), ("p", KV), ("p", AUX))[0].is_done()
+
+
+def test_a_failure_is_told_with_its_reason(world):
+    request = world.request(BAD).start_prefill().start_decode().ask()
+    world.prefill[0].agent.known.add(world.decode[0].agent.name)
+    world.prefill[0].agent.send_notif(world.decode[0].agent.name, f"{BAD}_fail_a_reason with_bars".encode())
+    request.wait_receivers(KVPoll.Failed)
+    with pytest.raises(RuntimeError, match="prefill reported: a_reason with_bars"):
+        request.receivers[0].failure_exception()
+
+
+GARBLED = [
+    b"",
+    b"_",
+    b"kv",
+    b"x_kv_0_1_0",
+    b"\xff_aux",
+    b"%d" % BAD,
+    b"%d_" % BAD,
+    b"%d_nonsense" % BAD,
+    b"%d_kv" % BAD,
+    b"%d_kv_0" % BAD,
+    b"%d_kv_0_1" % BAD,
+    b"%d_kv_0_1_0_0" % BAD,
+    b"%d_kv_a_1_0" % BAD,
+    b"%d_kv_-1_1_0" % BAD,
+    b"%d_kv_0_2_0" % BAD,
+    b"%d_AUX" % BAD,
+]
+
+
+@pytest.mark.parametrize("text", GARBLED)
+def test_a_garbled_notification_is_ignored_with_a_line_in_the_log(world, caplog, text):
+    request = world.request(BAD).bootstrap()
+    status = world.decode[0].manager.transfer_statuses[BAD]
+    before = repr(status)
+    with caplog.at_level(logging.ERROR):
+        world.wire.deliver("somebody", world.decode[0].agent.name, text)
+        assert request.receivers[0].poll() == KVPoll.WaitingForInput
+    assert repr(world.decode[0].manager.transfer_statuses[BAD]) == before
+    assert any("Ignored a notification of prefill agent somebody" in record.message for record in caplog.records)
+    request.send()
+    request.wait_receivers(KVPoll.Success)
+
+
+def test_one_garbled_notification_does_not_take_others_along(world):
+    request = world.request(BAD).bootstrap()
+    world.wire.held = True
+    request.send()
+    for text in GARBLED:
+        world.wire.deliver(world.prefill[0].agent.name, world.decode[0].agent.name, text)
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    request.wait_receivers(KVPoll.Success)
+
+
+def test_notifications_of_rooms_that_nobody_waits_for_leave_nothing_behind(world):
+    request = world.request(BAD).bootstrap().send()
+    request.wait_receivers(KVPoll.Success)
+    manager, waiting = world.decode[0].manager, world.request(GOOD).bootstrap()
+    for text in (KV, AUX, f"{BAD}_fail_late", f"{BAD}_state_0", "777_kv_0_1_0", "777_fail_never asked"):
+        world.wire.deliver("p", world.decode[0].agent.name, text.encode())
+    assert waiting.receivers[0].poll() == KVPoll.WaitingForInput
+    assert set(manager.transfer_statuses) <= {GOOD} and not manager.failure_records
+    waiting.send()
+    waiting.wait_receivers(KVPoll.Success)
+
+
+def test_the_books_of_every_request_are_closed(world):
+    for room in range(200, 210):
+        world.assert_healthy(room)
+    for room in range(210, 220):
+        request = world.request(room).start_prefill().start_decode()
+        frames = request.frames()
+        world.push([*frames[:9], b"-4", b"0"])
+        request.assert_fails("negative")
+    prefill, decode = world.prefill[0].manager, world.decode[0].manager
+    assert not prefill.transfer_infos and not prefill.refused and not prefill.live_rooms
+    assert not prefill.request_status and not prefill.failure_records
+    assert not decode.transfer_statuses and not decode.awaited_rooms and not decode.request_status
+    assert not decode.required_prefill_response_num_table and not any(decode.addr_to_rooms_tracker.values())
+
+
+# ---- whatever comes ----
+
+_texts = st.one_of(
+    st.sampled_from([b"", b"None", b"0", b"-1", b"1", b"\xff", b"%d" % BAD, b"%d" % GOOD, b"a stranger", b"cancel"]),
+    st.binary(max_size=12),
+)
+
+
+@st.composite
+def requests_for_kv(draw) -> list[bytes]:
+    """A good message with some frames replaced, cut off, doubled or added."""
+    frames = message(draw(st.sampled_from([BAD, 777])), draw(st.sampled_from(["registered", "a stranger"])))
+    for at in draw(st.lists(st.integers(0, len(frames) - 1), max_size=3)):
+        frames[at] = draw(_texts)
+    frames = frames[: draw(st.integers(1, 11))] if draw(st.booleans()) else frames
+    return frames + draw(st.lists(_texts, max_size=2))
+
+
+_fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def test_whatever_message_comes_only_the_room_it_names_is_touched(world):
+    """The thread that reads messages survives all of them, and a request for another room does not notice."""
+    manager, other = world.prefill[0].manager, world.request(GOOD).bootstrap()
+    books = ("transfer_infos", "request_status", "refused", "ended_rooms", "failure_records")
+    registered = manager.decode_kv_args_table[world.decode[0].agent.name]
+    manager.decode_kv_args_table["registered"] = registered
+    manager.agent.known.add("registered")
+    Agent(world.wire, "registered")
+
+    @_fuzz
+    @given(requests_for_kv())
+    def throw(frames):
+        before = {book: dict(getattr(manager, book)) for book in books}
+        agents = dict(manager.decode_kv_args_table)
+        try:
+            manager._on_message(frames)
+        except Exception as e:
+            # The thread logs it and goes on; nothing may have changed.
+            assert {book: dict(getattr(manager, book)) for book in books} == before, e
+            assert manager.decode_kv_args_table == agents
+            return
+        try:
+            named = int(frames[1])
+        except ValueError:
+            named = None
+        if named == GOOD:
+            return
+        for book in books:
+            after = getattr(manager, book)
+            assert {room for room in {*before[book], *after} if before[book].get(room) != after.get(room)} <= {named}
+
+    throw()
+    # Messages that named it may have failed it; then it says why. Otherwise it goes on.
+    if other.senders[0].poll() == KVPoll.WaitingForInput:
+        other.send()
+        other.wait_receivers(KVPoll.Success)
+    world.assert_healthy(555)
+
+
+def test_whatever_notification_comes_only_the_room_it_names_is_touched(world):
+    manager = world.decode[0].manager
+    waiting = [world.request(room).bootstrap() for room in (GOOD, BAD)]
+    parts = st.one_of(
+        st.sampled_from(["", "kv", "aux", "state", "fail", "0", "1", "-1", str(BAD), "777", "x", "9" * 30]),
+        st.text(max_size=4),
+    )
+    texts = st.one_of(st.binary(max_size=20), st.lists(parts, max_size=7).map(lambda p: "_".join(p).encode()))
+
+    @_fuzz
+    @given(st.lists(texts, max_size=4))
+    def throw(notifications):
+        good = repr(manager.transfer_statuses[GOOD])
+        manager.agent.inbox["p"] = list(notifications)
+        manager.update_transfer_status()
+        if not any(text.split(b"_")[0].strip() == b"%d" % GOOD for text in notifications):
+            assert repr(manager.transfer_statuses[GOOD]) == good
+        assert set(manager.transfer_statuses) <= {GOOD, BAD}
+        assert set(manager.failure_records) <= {BAD}
+
+    throw()
+    waiting[0].send()
+    waiting[0].wait_receivers(KVPoll.Success)

@@ -1,0 +1,418 @@
+"""`pd-radix up` and `Cluster` with stand-ins for the servers: real processes, real signals, no engine."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_pd_radix import cluster as cluster_module
+from sglang_pd_radix import up
+from sglang_pd_radix.cluster import (
+    Cluster,
+    cpu_options,
+    describe_exit,
+    failure_reason,
+    free_ports,
+    gpu_placement,
+    has_option,
+    http,
+    log_tail,
+    option_value,
+    per_worker,
+)
+from sglang_pd_radix.errors import PdRadixError
+
+PACKAGE_ROOT = str(Path(up.__file__).resolve().parents[1])
+
+# Answers like a server of any role, and has a child of its own, as the engine has. FAKE_<ROLE> says how it misbehaves.
+FAKE_SERVER = """
+import http.server, json, os, signal, subprocess, sys, time
+role, args = sys.argv[1], sys.argv[2:]
+fault = os.environ.get("FAKE_" + role.upper(), "")
+if fault == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", os.environ["FAKE_MARK"]])
+if fault == "dies":
+    print("Traceback (most recent call last):")
+    print("ValueError: the page size must be a power of two")
+    sys.stdout.flush()
+    time.sleep(0.3)
+    os._exit(3)
+served_from = time.monotonic() + (1e9 if fault == "never" else 0.2)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+    def do_GET(self):
+        self.answer(200 if time.monotonic() > served_from else 503, {})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/flush_cache":
+            print("flushed", flush=True)
+        if fault == "refuses":
+            return self.answer(400, {"error": "no such model"})
+        self.answer(200, {"role": role, "body": body, "args": args, "omp": os.environ.get("OMP_NUM_THREADS"),
+                          "extra": os.environ.get("EXTRA")})
+        if fault == "dies-later" and self.path == "/die":
+            print("MemoryError: no more", flush=True)
+            os._exit(1)
+    def answer(self, status, document):
+        content = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+port = int(args[args.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+# Runs `pd-radix up` on the stand-ins in a process of its own, so that it can be signalled.
+DRIVER = """
+import argparse, functools, json, sys
+from sglang_pd_radix import up
+from sglang_pd_radix.errors import PdRadixError
+commands, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+up.Cluster = functools.partial(up.Cluster, commands=commands)
+parser = argparse.ArgumentParser()
+up.add_arguments(parser)
+try:
+    sys.exit(up.run(parser.parse_args(arguments)))
+except PdRadixError as error:
+    sys.exit(f"pd-radix: {error}")
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Commands for `Cluster` that start stand-ins; checks afterwards that none of their processes is left."""
+    script = tmp_path / "fake_server.py"
+    script.write_text(textwrap.dedent(FAKE_SERVER))
+    mark = f"pd-radix-fake-{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("FAKE_MARK", mark)
+    monkeypatch.setenv("PYTHONPATH", PACKAGE_ROOT)
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    yield {role: (str(script), role) for role in ("prefill", "decode", "router", "engine")}
+    wait_for(lambda: not fakes(mark), "processes left behind")
+
+
+def fakes(mark):
+    """Pids of live processes that belong to the stand-ins marked ``mark``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                mine = mark.encode() in (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if mine and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition, what, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+# -- arguments
+
+
+def test_option_groups_are_split_as_a_shell_would():
+    args = parse(
+        "--model-path", "m/x", "--prefill", "2", "--decode-args", "--one-flag", "--prefill-args", "--a 'b c' --d=1",
+        "--common-args=--x 1", "--", "--page-size", "16", "--decode-args",
+    )  # fmt: skip
+    cluster = up.cluster_from(args)
+    assert (args.prefill, args.decode) == (2, 1)
+    assert cluster._prefill_args == [["--a", "b c", "--d=1"]] * 2
+    assert cluster._decode_args == [[cluster_module.RADIX_FLAG, "--one-flag"]]
+    assert cluster._common == ["--x", "1", "--page-size", "16", "--decode-args"]
+
+
+def test_radix_flag_is_added_once_and_only_if_wanted():
+    flag = cluster_module.RADIX_FLAG
+    assert up.decode_options(["--x"], True, {}) == [flag, "--x"]
+    assert up.decode_options([flag], True, {}) == [flag]
+    assert up.decode_options([up.RADIX_ALIAS], True, {}) == [up.RADIX_ALIAS]
+    assert up.decode_options(["--x"], False, {"SGLANG_PD_RADIX": "0"}) == ["--x"]
+    with pytest.raises(PdRadixError, match="contradict"):
+        up.decode_options([flag], False, {})
+    with pytest.raises(PdRadixError, match="--no-radix"):
+        up.decode_options([], True, {"SGLANG_PD_RADIX": "0"})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model-path", "./missing"], "make-model"),
+        (["--model-path", "m/x", "--decode-args", "--a 'b"], "--decode-args.*quotes"),
+        (["--model-path", "m/x", "--prefill", "0"], "at least one"),
+        (["--model-path", "m/x", "--json", "/no/such/dir/f.json"], "no directory"),
+        (["--model-path", "m/x", "--timeout", "0"], "above 0"),
+        (["--model-path", "m/x", "--", "--port", "1"], "--port is set by"),
+        (["--model-path", "m/x", "--prefill-args", "--disaggregation-mode=decode"], "--disaggregation-mode is set by"),
+    ],
+)
+def test_bad_input_is_refused_with_one_clear_error(arguments, message, monkeypatch):
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    with pytest.raises(PdRadixError, match=message):
+        up.cluster_from(parse(*arguments))
+
+
+def test_directory_without_config_is_not_a_model(tmp_path):
+    with pytest.raises(PdRadixError, match=r"no config\.json"):
+        up.check_model(str(tmp_path))
+
+
+def test_option_lookup():
+    args = ["--tp", "2", "--dtype=float16", "--tp", "4"]
+    assert has_option(args, "--dtype") and has_option(args, "--x", "--tp") and not has_option(args, "--d")
+    assert option_value(args, "--tp", "--tp-size") == "4"
+    assert option_value(args, "--dtype") == "float16"
+    assert option_value(args, "--x") is None and option_value(["--x"], "--x") is None
+
+
+def test_worker_arguments_for_all_or_for_each():
+    assert per_worker([], 2, "x") == [[], []]
+    assert per_worker(["--a", "1"], 2, "x") == [["--a", "1"]] * 2
+    assert per_worker([["--a"], []], 2, "x") == [["--a"], []]
+    for wrong in ([["--a"]], [["--a"], "--b"]):
+        with pytest.raises(PdRadixError, match="2 lists"):
+            per_worker(wrong, 2, "x")
+
+
+def test_cpu_options_yield_to_the_users():
+    assert {"--device", "--attention-backend", "--disable-overlap-schedule", "--dtype"} <= set(cpu_options([]))
+    given = ["--device=cpu", "--dtype", "bfloat16", "--mem-fraction-static", "0.1"]
+    added = cpu_options(given)
+    assert not {"--device", "--dtype", "--max-total-tokens"} & set(added)
+
+
+def test_gpus_are_given_out_in_turn_and_shared_when_scarce():
+    def gpus(placement):
+        return [(option_value(extra, "--base-gpu-id"), wave) for extra, wave in placement]
+
+    assert gpus(gpu_placement([[], ["--tp", "2"], []], 4)) == [("0", 0), ("1", 0), ("3", 0)]
+    assert gpu_placement([[], []], 0) == [([], 0), ([], 0)]
+    shared = gpu_placement([[], []], 1)
+    assert gpus(shared) == [("0", 0), ("0", 1)]
+    first, second = (float(option_value(extra, "--mem-fraction-static")) for extra, _ in shared)
+    # The second part is of what the first one left.
+    assert first == pytest.approx((1 - first) * second, rel=0.01) and first + (1 - first) * second < 0.9
+    assert gpu_placement([["--base-gpu-id", "3"], []], 2)[0] == ([], 0)
+    with pytest.raises(PdRadixError, match="needs 2 GPUs"):
+        gpu_placement([["--tp=2"]], 1)
+
+
+# -- ports, logs, reasons
+
+
+def test_ports_are_free_different_and_outside_the_ephemeral_range():
+    ports = free_ports(20)
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(ports)) == 20 and (first_ephemeral <= 11000 or max(ports) < first_ephemeral)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_log_tail_is_plain_and_short(tmp_path):
+    log = tmp_path / "x.log"
+    assert log_tail(log) == []
+    log.write_bytes(b"".join(b"\x1b[31mline %d\x1b[0m\n\n" % i for i in range(50000)) + b"\xff end")
+    assert log_tail(log, 2) == ["line 49999", "\ufffd end"]
+
+
+@pytest.mark.parametrize(
+    "lines, reason",
+    [
+        (["a", "ValueError: bad", "EOFError"], "ValueError: bad"),
+        (["ValueError: first", "torch.OutOfMemoryError: second", "x"], "torch.OutOfMemoryError: second"),
+        (
+            ["sglang serve: error: unrecognized arguments: --x"],
+            "sglang serve: error: unrecognized arguments: --x",
+        ),
+        (["[2026-01-01 00:00:00] RuntimeError: deep"], "[2026-01-01 00:00:00] RuntimeError: deep"),
+        (
+            ["12:00 Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering", "EOFError"],
+            "Subprocess scheduler_0 (pid=7) crashed with exit code -9",
+        ),
+        (["EOFError"], "EOFError"),
+        (["an Error happened in the middle of a line", "all fine"], None),
+    ],
+)
+def test_reason_is_the_error_that_came_first_in_cause(lines, reason):
+    assert failure_reason(lines) == reason
+
+
+def test_exit_codes_in_words():
+    assert describe_exit(3) == "exited with code 3"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert "signal 77" in describe_exit(-77)
+
+
+# -- processes
+
+
+def test_cluster_serves_and_leaves_nothing(fake, tmp_path):
+    seen = []
+    with Cluster(
+        "m",
+        prefill=2,
+        decode=2,
+        commands=fake,
+        common_args=["--c", "1"],
+        prefill_args=[["--p", "a"], ["--p", "b"]],
+        decode_args=["--d"],
+        prefill_env=[{"EXTRA": "one"}, {}],
+        env={"OMP_NUM_THREADS": "7"},
+        router_args=["--policy", "random"],
+        log_dir=tmp_path / "logs",
+        on_progress=seen.append,
+    ) as cluster:
+        assert cluster.alive() and cluster.dead() is None
+        assert len(cluster.prefill_urls) == len(cluster.decode_urls) == 2
+        answers = [json.loads(http(url + "/generate", {})[1]) for url in (*cluster.prefill_urls, *cluster.decode_urls)]
+        assert [answer["role"] for answer in answers] == ["prefill", "prefill", "decode", "decode"]
+        assert [answer["extra"] for answer in answers] == ["one", None, None, None]
+        assert all(answer["omp"] == "7" for answer in answers)
+        assert answers[0]["args"][-4:] == ["--c", "1", "--p", "a"]
+        assert answers[1]["args"][-4:] == ["--c", "1", "--p", "b"]
+        assert answers[2]["args"][-3:] == ["--c", "1", "--d"]
+        router = json.loads(http(cluster.router_url + "/generate", {})[1])["args"]
+        for process in cluster.processes:
+            if process.role == "prefill":
+                at = router.index(process.url)
+                assert router[at - 1 : at + 2] == ["--prefill", process.url, str(process.bootstrap_port)]
+        assert router[-2:] == ["--policy", "random"]
+        document = json.loads(json.dumps(cluster.describe()))
+        assert document["router_url"] == cluster.router_url
+        assert [p["role"] for p in document["processes"]] == ["prefill", "prefill", "decode", "decode", "router"]
+        assert all(Path(p["log"]).exists() and os.getpgid(p["pid"]) == p["pid"] for p in document["processes"])
+        # What made sure that requests are served is not left in any cache.
+        assert all("flushed" in p.log_path.read_text() for p in cluster.processes if p.role != "router")
+    assert not cluster.alive()
+    phases = [(p.process.name if p.process else None, p.phase) for p in seen]
+    assert phases[-1] == (None, "serving") and ("prefill-1", "starting") in phases
+    cluster.stop()
+
+
+def test_aggregated_is_one_engine_without_router(fake, tmp_path):
+    with Cluster("m", aggregated=True, commands=fake, aggregated_args=["--z"], log_dir=tmp_path) as cluster:
+        answer = json.loads(http(cluster.router_url + "/generate", {})[1])
+        assert answer["role"] == "engine" and answer["args"][-1] == "--z"
+        assert [p.role for p in cluster.processes] == ["engine"]
+
+
+def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_DECODE", "dies")
+    monkeypatch.setenv("FAKE_PREFILL", "never")
+    started = time.monotonic()
+    cluster = Cluster("m", commands=fake, log_dir=tmp_path / "logs")
+    with pytest.raises(PdRadixError) as caught:
+        cluster.start()
+    assert time.monotonic() - started < 8
+    first, *rest = str(caught.value).splitlines()
+    assert first == "decode-0 exited with code 3: ValueError: the page size must be a power of two"
+    assert str(tmp_path / "logs" / "decode-0.log") in rest[0] and "Traceback" in rest[1]
+    assert not cluster.alive()
+
+
+def test_time_limit_names_who_is_not_ready(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_PREFILL", "never")
+    with pytest.raises(PdRadixError, match=r"not ready after 1 s: prefill-0 is starting.*--timeout"):
+        Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=1).start()
+
+
+def test_refused_request_is_not_repeated_until_the_time_limit(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_ROUTER", "refuses")
+    with pytest.raises(PdRadixError, match="HTTP 400.*no such model"):
+        Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=60).start()
+
+
+def test_process_that_ignores_sigterm_is_killed(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_DECODE", "stubborn")
+    cluster = Cluster("m", commands=fake, log_dir=tmp_path)
+    cluster.start()
+    started = time.monotonic()
+    cluster.stop(grace_s=0.5)
+    assert time.monotonic() - started < 4
+
+
+# -- the command
+
+
+def start_up(fake, tmp_path, *arguments):
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(fake), "--model-path", str(tmp_path / "model"),
+         "--json", str(tmp_path / "up.json"), "--log-dir", str(tmp_path / "logs"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_everything(fake, tmp_path, signum):
+    process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--flag")
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    document = json.loads((tmp_path / "up.json").read_text())
+    assert document["owner_pid"] == process.pid and http(document["router_url"] + "/readiness")[0] == 200
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    lines = out.splitlines()
+    assert len(lines) == 5 and lines[-1] == f"ready: {document['router_url']}"
+    for line, entry in zip(lines, document["processes"], strict=False):
+        assert line.startswith(entry["name"]) and entry["url"] in line and f"pid {entry['pid']}" in line
+        assert entry["log"] in line
+    assert "prefill-1: starting" in err and "stopped; logs are in" in err
+    assert not (tmp_path / "up.json").exists()
+
+
+def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_PREFILL", "never")
+    process = start_up(fake, tmp_path)
+    wait_for(lambda: len(fakes(os.environ["FAKE_MARK"])) >= 5, "not started")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "ended while starting" in err
+
+
+def test_killed_owner_leaves_no_orphans(fake, tmp_path):
+    process = start_up(fake, tmp_path)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not fakes(os.environ["FAKE_MARK"]), "orphans")
+
+
+def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_DECODE", "dies-later")
+    process = start_up(fake, tmp_path)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    document = json.loads((tmp_path / "up.json").read_text())
+    http(document["decode_urls"][0] + "/die", {})
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "decode-0 exited with code 1: MemoryError: no more" in err
