@@ -53,7 +53,7 @@ class Receiver:
 
     carries_prefix = True
     require_staging = False
-    metadata_landed = None
+    metadata_room = None
     fenced = False
 
     def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True):

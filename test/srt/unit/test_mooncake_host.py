@@ -63,3 +63,76 @@ def test_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
     assert mooncake_host.trouble(cpu=False) is None
     mooncake_host.check(cpu=True)
+
+
+class Host:
+    """A machine on which commands do what they are told to: what pip and apt-get were asked for, and what is missing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, package: bool, libraries: list[str], user: int) -> None:
+        self.package, self.libraries, self.commands = package, libraries, []
+        self.fails: str | None = None
+        monkeypatch.setattr(mooncake_host, "installed", lambda: self.package)
+        monkeypatch.setattr(mooncake_host, "missing_libraries", lambda error: list(self.libraries))
+        monkeypatch.setattr(mooncake_host, "trouble", lambda cpu: ("trouble", "way out") if self.broken() else None)
+        monkeypatch.setattr(mooncake_host.subprocess, "run", self.run)
+        monkeypatch.setattr(mooncake_host.shutil, "which", lambda name: name)
+        monkeypatch.setattr(mooncake_host.os, "geteuid", lambda: user)
+
+    def broken(self) -> bool:
+        return not self.package or bool(self.libraries)
+
+    def run(self, command: list[str], **options):
+        self.commands.append(command)
+        if self.fails and self.fails in command:
+            return type("Done", (), {"returncode": 1})
+        if "pip" in command:
+            self.package = True
+        elif "install" in command:
+            self.libraries = []
+        return type("Done", (), {"returncode": 0})
+
+
+LIBRARIES = ["libibverbs.so.1", "libodd.so.9", "libnuma.so.1"]
+
+
+def test_root_gets_package_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, False, LIBRARIES, user=0)
+    assert mooncake_host.install(True, ["-c", "c.txt"]) is None
+    pip, update, install = host.commands
+    assert pip[1:] == ["-m", "pip", "install", "-c", "c.txt", "mooncake-transfer-engine-non-cuda"]
+    assert update[0] == install[0] == "apt-get" and update[-1] == "update"
+    # Only what is known to be a package: not the library of another name.
+    assert install[-2:] == ["libibverbs1", "libnuma1"]
+
+
+def test_with_cuda_it_is_the_other_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, False, [], user=0)
+    assert mooncake_host.install(False) is None
+    assert [command[-1] for command in host.commands] == ["mooncake-transfer-engine"]
+
+
+def test_without_root_libraries_stay_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, True, LIBRARIES, user=1000)
+    assert mooncake_host.install(True) == ("trouble", "way out")
+    assert host.commands == []
+
+
+@pytest.mark.parametrize(("fails", "calls"), [("pip", 3), ("update", 2), ("install", 3)])
+def test_a_failed_command_leaves_its_trouble(monkeypatch: pytest.MonkeyPatch, fails: str, calls: int) -> None:
+    host = Host(monkeypatch, False, LIBRARIES, user=0)
+    host.fails = fails
+    assert mooncake_host.install(True) == ("trouble", "way out")
+    assert len(host.commands) == calls
+
+
+def test_nothing_to_do_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, True, [], user=0)
+    assert mooncake_host.install(True) is None and host.commands == []
+
+
+def test_program_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    host = Host(monkeypatch, True, LIBRARIES, user=0)
+    assert mooncake_host.main([]) == 1 and host.commands == []
+    assert "cannot be used here: trouble. Way out: way out." in capsys.readouterr().err
+    assert mooncake_host.main(["--install", "--constraints", "c.txt"]) == 0
+    assert "can be used here" in capsys.readouterr().out

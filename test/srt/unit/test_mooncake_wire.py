@@ -409,11 +409,11 @@ def test_tensor_parallel_sizes(monkeypatch, prefill_tp, decode_tp, mla, page_siz
 
 def test_success_waits_for_the_metadata(world: World) -> None:
     request = world.request(1, 8, 4).bootstrap()
-    landed = []
-    request.receivers[0].metadata_landed = lambda: bool(landed)
+    landed = [0]
+    request.receivers[0].metadata_room = lambda: landed[0]
     request.send().wait_senders(KVPoll.Success)
     request.wait_receivers(KVPoll.Transferring)
-    landed.append(True)
+    landed[0] = 1
     request.finish()
 
 

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.nixl.conn import (
     NixlKVSender,
     TransferStatus,
 )
+from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
@@ -673,6 +674,30 @@ def test_a_failure_on_one_prefill_rank_is_answered_by_all(monkeypatch):
         until(receiver.writers_done, "every prefill rank has said that it writes no more")
     for rank in world.prefill:
         assert BAD not in rank.manager.transfer_infos and BAD not in rank.manager.live_rooms
+
+
+def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_ended(world):
+    """The engine has let go of the request, and no other comes whose poll could look after it."""
+    world.wire.held = True
+    request = world.request(BAD).bootstrap()
+    for receiver in request.receivers:
+        receiver.fenced = True
+    request.send()
+    prefill = world.prefill[0]
+    scheduler = SchedulerDisaggregationPrefillMixin()
+    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=prefill.manager)
+    scheduler.disagg_prefill_inflight_queue = []
+    step = scheduler.process_disagg_prefill_inflight_queue
+
+    # As when another prefill rank failed.
+    with pytest.raises(RuntimeError):
+        request.senders[0].failure_exception()
+    step()
+    assert not prefill.told("_fail_")
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    step()
+    assert prefill.told(f"{BAD}_fail_") and not prefill.manager.unsettled
 
 
 # ---- foreign messages ----

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from decode_world import Receiver, World, aborted, kv_of
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, TransferInfo, TransferStatus
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
@@ -32,6 +33,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import decode_radix_cache, radix_cache
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 ROWS = [*range(1, 21), 26, 27]
 
@@ -577,10 +579,15 @@ def pair() -> Iterator[Pair]:
 class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
+    kv_mgr = SimpleNamespace(record_failure=lambda room, reason: None)
+    once_metadata_landed = CommonKVReceiver.once_metadata_landed
+
+    @property
+    def bootstrap_room(self) -> int | None:
+        return self.req.bootstrap_room
+
     def poll(self) -> int:
-        if self.state == KVPoll.Success and self.metadata_landed is not None and not self.metadata_landed():
-            return KVPoll.Transferring
-        return self.state
+        return self.once_metadata_landed(self.state)
 
 
 class Rank:
@@ -680,11 +687,16 @@ def fails_on_one(rank: int, phase: str) -> list[tuple]:
     def quiet() -> None:
         one.kv_receiver.quiet = True
 
+    def foreign_metadata() -> None:
+        me.world.complete(one)
+        if rank == 1:
+            me.world.meta.bootstrap_room[one.kv_receiver.aux_index, 0] = 99
+
     if phase == "handshake":
         plan[3] = [fail]
     else:
         plan[1].append(lambda: me.world.handshake(one))
-        plan[3] = [fail]
+        plan[3] = [fail if phase == "transfer" else foreign_metadata]
         plan[6 + 2 * rank] = [quiet]
     decisions = me.run(plan)
     assert aborted(one.req) and not me.world.transfer.quarantine
@@ -790,7 +802,7 @@ def test_trap_16_ranks_with_queues_of_different_length_wait_for_each_other(pair,
     assert decisions[0][0] == [], "the step in which they differ is left out"
 
 
-@pytest.mark.parametrize("phase", ["handshake", "transfer"])
+@pytest.mark.parametrize("phase", ["handshake", "transfer", "metadata"])
 def test_trap_16_a_request_that_one_rank_loses_is_lost_on_all(pair, phase):
     """What one rank alone knows makes the queues differ for good if the others do not act upon it."""
     assert_same(pair.run(fails_on_one, phase))
@@ -807,13 +819,25 @@ def test_trap_17_a_request_is_committed_when_its_metadata_is_on_all_ranks(pair, 
 
 def test_trap_17_no_rank_reports_success_before_the_metadata():
     """The same, of the real receiver."""
-    receiver, landed = bare_receiver(), []
-    receiver.metadata_landed = lambda: bool(landed)
+    receiver, landed = bare_receiver(), [0]
+    receiver.metadata_room = lambda: landed[0]
     receiver.send_metadata(np.array([1], np.int32), 0, None, decode_prefix_len=0)
     heard(receiver.kv_mgr.transfer_statuses[7], "p", kv=True, aux=True)
     assert receiver.poll() == receiver.poll() == KVPoll.Transferring
-    landed.append(True)
+    landed[0] = 7
     assert receiver.poll() == receiver.poll() == KVPoll.Success
+
+
+def test_metadata_of_another_room_fails_the_request():
+    """Left by the late writer of a request that decode had to give up on: an error, and no wait for the time-out."""
+    receiver, reasons = bare_receiver(), {}
+    receiver.kv_mgr.record_failure = reasons.__setitem__
+    receiver.metadata_room = lambda: 99
+    receiver.send_metadata(np.array([1], np.int32), 0, None, decode_prefix_len=0)
+    heard(receiver.kv_mgr.transfer_statuses[7], "p", kv=True, aux=True)
+    assert receiver.poll() == KVPoll.Failed
+    assert "room 99" in reasons[7]
+    assert receiver.writers_done(), "all that was to come for this room has come"
 
 
 @pytest.mark.parametrize("behind", [1, 4, -3])
@@ -914,6 +938,30 @@ def test_trap_27_a_promised_prefix_is_there_when_the_delta_lands(page_size):
 
 
 # ---- the list ----
+
+
+def test_a_second_live_request_of_one_room_is_refused():
+    """As ``n`` > 1 sends them: in the engine one ends the other's books, and then the scheduler."""
+    world = World()
+    first = world.arrive(tokens(1, 9))
+    second = Req("second", "", tokens(1, 9), SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=1)
+
+    def refused() -> bool:
+        world.queue.add(second)
+        return world.streamed[-1:] == [second] and "n must be 1" in second.finished_reason.message
+
+    assert refused(), "while the first waits for memory"
+    world.handshake(first)
+    world.step()
+    assert refused(), "while its KV is in transfer"
+    first.kv_receiver.abort()
+    world.step()
+    assert world.transfer.quarantine == [first]
+    assert refused(), "while its KV may still be written"
+    assert [dr.req for dr in world.queue.queue] == []
+    first.kv_receiver.quiet = True
+    world.step()
+    world.check()
 
 
 def test_every_row_has_its_test():

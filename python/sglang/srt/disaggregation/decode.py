@@ -62,6 +62,27 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         assert isinstance(self.tree_cache, DecodeRadixCache)
         return self.tree_cache
 
+    def add(self, req: Req, is_retracted: bool = False) -> None:
+        """Adds that of two live requests of one room, which parallel sampling (``n`` > 1) makes, the second is refused.
+
+        A room is what KV, metadata and notifications are told apart by. The engine lets the two mix; one ends the books
+        of the other, and the scheduler with them.
+        """
+        if self.has_radix and not is_retracted and not is_warmup(req) and self._is_live(req.bootstrap_room):
+            message = (
+                f"bootstrap_room {req.bootstrap_room} of request {req.rid} belongs to a request that is still being "
+                "served. With PD disaggregation each request needs a room of its own, and n must be 1."
+            )
+            logger.error(message)
+            prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+            self.scheduler.stream_output([req], req.return_logprob)
+            return
+        super().add(req, is_retracted)
+
+    def _is_live(self, room: int) -> bool:
+        moving = (*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine)
+        return any(dr.req.bootstrap_room == room and not is_warmup(dr.req) for dr in moving)
+
     # ---- one step of the queue ----
 
     def pop_preallocated(self, rids_to_check: list[str] | None = None):
@@ -347,7 +368,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             # A room left by the buffer's last user would read as corruption; 0 reads as not there yet.
             room = self.metadata_buffers.bootstrap_room[index]
             room.zero_()
-            receiver.metadata_landed = lambda: room[0].item() != 0
+            receiver.metadata_room = lambda: int(room[0])
             receiver.fenced = True
         if getattr(receiver, "peer_takes_prefix", False):
             receiver.send_metadata(page_indices, index, None, decode_prefix_len=req.decode_prefix_len)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from sglang.srt.disaggregation import prefill as engine
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -37,6 +37,13 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
     """Sends the part of a chunk that lies beyond decode's prefix."""
+
+    def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
+        """Adds to this part of every step, idle ones too, what a transfer backend cannot leave to a request's poll."""
+        manager = self.disagg_prefill_bootstrap_queue.kv_manager
+        if isinstance(manager, CommonKVManager):
+            manager.settle()
+        return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.

@@ -112,6 +112,9 @@ class CommonKVManager(engine.CommonKVManager):
             self.live_rooms.discard(room)
             _remember(self.ended_rooms, room, reason)
 
+    def settle(self) -> None:
+        """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll."""
+
     def count_transfer(self, peer: str, sent_pages: int, saved_pages: int) -> None:
         """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them."""
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
@@ -200,9 +203,8 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
     # Whether this backend's send_metadata takes decode_prefix_len.
     carries_prefix = False
-    # Whether the request's metadata is in its buffer; backends report success only then, or ranks that see the
-    # notification before the data would commit in different steps.
-    metadata_landed: Callable[[], bool] | None = None
+    # The room in the request's metadata buffer, 0 while nothing has been written since its admission.
+    metadata_room: Callable[[], int] | None = None
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
     fenced = False
     cancelled_at = 0.0
@@ -213,6 +215,22 @@ class CommonKVReceiver(engine.CommonKVReceiver):
     def peer_takes_prefix(self) -> bool:
         """Whether a prefix may be named to this request's prefill."""
         return self.carries_prefix and self.kv_mgr.prefix_peers.get(self.bootstrap_addr, False)
+
+    def once_metadata_landed(self, state: KVPoll) -> KVPoll:
+        """``state``, but success only when the request's own metadata is in its buffer.
+
+        Ranks that see the notification before the data would otherwise commit in different steps; and what another
+        request's late writer left in the buffer must fail the request on all ranks, not only where it landed.
+        """
+        if state != KVPoll.Success or self.metadata_room is None:
+            return state
+        room = self.metadata_room()
+        if room == self.bootstrap_room:
+            return state
+        if room == 0:
+            return KVPoll.Transferring
+        self.kv_mgr.record_failure(self.bootstrap_room, f"its metadata buffer holds that of room {room}")
+        return KVPoll.Failed
 
     def cancel(self) -> None:
         """End this request and tell prefill to write no more for it. Backends with a message for that override it."""

@@ -476,10 +476,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def poll(self) -> KVPoll:
         """Adds to the engine's poll that success waits for the metadata."""
-        state = super().poll()
-        if state == KVPoll.Success and self.metadata_landed is not None and not self.metadata_landed():
-            return KVPoll.Transferring
-        return state
+        return self.once_metadata_landed(super().poll())
 
     def clear(self) -> None:
         """Puts off the engine's while prefill may still write to the pages of a failed request."""

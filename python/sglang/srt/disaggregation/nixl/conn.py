@@ -383,7 +383,6 @@ class NixlKVSender(engine.NixlKVSender):
 
         A failed request is reported only when none of its writes is under way: its pages are freed after that.
         """
-        self.kv_mgr.settle()
         states = self._states()
         if "ERR" in states and not self._failed():
             self.fail("NIXL reports an error of the transfer")
@@ -482,9 +481,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
         elif self.conclude_state is not None:
             self._close_books()
-        if state == KVPoll.Success and self.metadata_landed is not None and not self.metadata_landed():
-            return KVPoll.Transferring
-        return state
+        return self.once_metadata_landed(state)
 
     def _close_books(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
