@@ -17,12 +17,14 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.pd-radix-setup
+MOONCAKE_STAMP := $(VENV)/.pd-radix-mooncake
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint clean
 
 help:
-	@echo 'make setup   build $(VENV) with the engine, this package and the tools (about 12 GB, minutes; once)'
+	@echo 'make setup   build $(VENV) with the engine, this package and the tools (about 12 GB, minutes; once);'
+	@echo '             as root on Debian or Ubuntu also the system libraries of Mooncake, with apt-get'
 	@echo 'make demo    the same chat with the decode prefix cache off and on, and what it saves (under 3 minutes)'
 	@echo '               MODEL=Qwen/Qwen3-0.6B   another model than the small made one, on a machine with a GPU'
 	@echo '               BACKEND=mooncake        another KV transfer backend'
@@ -34,7 +36,7 @@ help:
 	@echo 'make clean   remove what these commands made, except $(VENV)'
 	@echo 'PYTHON=...   the Python (3.10 to 3.12) to build $(VENV) from'
 
-setup: $(STAMP)
+setup: $(STAMP) $(MOONCAKE_STAMP)
 
 # Left half done (no network, Ctrl-C), it has no stamp and the next call carries on.
 $(STAMP): pyproject.toml constraints.txt python/sglang_pd_radix.pth
@@ -42,6 +44,11 @@ $(STAMP): pyproject.toml constraints.txt python/sglang_pd_radix.pth
 	'$(PYTHON)' -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
+
+# Mooncake is optional: where it cannot be installed (no root for its Debian libraries), its tests are skipped and say
+# why, and the next call tries again.
+$(MOONCAKE_STAMP): $(STAMP) python/sglang_pd_radix/mooncake_host.py
+	@if $(BIN)/python -m sglang_pd_radix.mooncake_host --install --constraints constraints.txt; then touch $@; fi
 
 demo: setup
 	$(BIN)/pd-radix demo --work-dir build/demo --backend $(BACKEND) \

@@ -1,13 +1,23 @@
-"""Whether this host can run Mooncake's transfer engine, and exactly what it lacks where it cannot."""
+"""Whether this host can run Mooncake's transfer engine, and exactly what it lacks where it cannot.
+
+Run as a program (``python -m sglang_pd_radix.mooncake_host --install``, which ``make setup`` does) it installs what is
+missing, as far as its user may.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from sglang_pd_radix import cpu_host
 
 # Libraries that the wheels of Mooncake's engine expect of the system, and their packages in Debian and Ubuntu.
 DEBIAN_PACKAGES = {
@@ -75,3 +85,57 @@ def check(cpu: bool) -> None:
             f"--disaggregation-transfer-backend mooncake (the default) cannot be used here: {found[0]}. "
             f"Way out: {found[1]}; or give --disaggregation-transfer-backend nixl to prefill and decode."
         )
+
+
+# ---- installing ----
+
+# Seconds for one call of pip or apt-get.
+INSTALL_TIMEOUT = 600
+
+
+def install(cpu: bool, pip_options: Sequence[str] = ()) -> tuple[str, str] | None:
+    """Install the package with pip and, as root on Debian or Ubuntu, the system libraries it lacks.
+
+    pip_options: put before the package's name, such as ``-c constraints.txt``. Returns what is still wrong, as
+    `trouble` does; what failed is for the caller to show, and Mooncake is left out then.
+    """
+    if not installed():
+        _run([sys.executable, "-m", "pip", "install", *pip_options, CPU_PACKAGE if cpu else PACKAGE])
+        importlib.invalidate_caches()
+    packages = [DEBIAN_PACKAGES[name] for name in missing_libraries("") if name in DEBIAN_PACKAGES]
+    if packages and os.geteuid() == 0 and shutil.which("apt-get"):
+        # Another apt-get may be at work: wait for its lock rather than fail.
+        apt_get = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120"]
+        if _run([*apt_get, "update"]):
+            _run([*apt_get, "install", "-y", "--no-install-recommends", *packages])
+    return trouble(cpu)
+
+
+def _run(command: list[str]) -> bool:
+    print("+", " ".join(command), flush=True)
+    try:
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        return subprocess.run(command, env=environment, timeout=INSTALL_TIMEOUT).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{command[0]}: {error}", file=sys.stderr)
+        return False
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Say whether Mooncake can be used here; with ``--install``, try to make it so. Returns 0 if it can, else 1."""
+    parser = argparse.ArgumentParser(description="Whether Mooncake's transfer engine can be used on this host.")
+    parser.add_argument("--install", action="store_true", help="install what is missing")
+    parser.add_argument("--constraints", metavar="FILE", help="versions for pip, as its option -c")
+    options = parser.parse_args(args)
+    cpu = cpu_host.active()
+    pip_options = ["-c", options.constraints] if options.constraints else []
+    found = install(cpu, pip_options) if options.install else trouble(cpu)
+    if found:
+        print(f"Mooncake cannot be used here: {found[0]}. Way out: {found[1]}.", file=sys.stderr)
+        return 1
+    print("Mooncake can be used here.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,9 @@ until a test of another cluster comes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from pd import ask, base_prompt, conversations, hit_lengths
 
@@ -10,6 +13,34 @@ from sglang_pd_radix.cluster import Cluster
 from sglang_pd_radix.make_model import ModelShape, make_model
 
 COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requests", "16"]
+
+
+BACKENDS = ["nixl", "mooncake"]
+# Over Mooncake, `make test` leaves these out (PYTEST_ARGS='-m thorough' runs them): they prove what decode and prefill
+# decide, which no backend takes part in, and at these page sizes they have passed over NIXL.
+THOROUGH = {
+    ("test_oracle.py", "mooncake", 1),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if (item.path.name, params.get("backend"), params.get("page")) in THOROUGH:
+            item.add_marker("thorough")
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request):
+    """The KV transfer backend of all workers of a test. All tests of one come before those of the next."""
+    if request.param == "mooncake":
+        # In a process of its own: the library stays in the one that has loaded it.
+        command = [sys.executable, "-m", "sglang_pd_radix.mooncake_host"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        if found.returncode:
+            pytest.skip(found.stderr.strip())
+    return request.param
 
 
 class Clusters:

@@ -23,10 +23,10 @@ def page(request):
 
 
 @pytest.fixture(scope="module")
-def cluster(clusters, model, truth, page):
+def cluster(clusters, model, truth, backend, page):
     """One prefill; decode 0 has the flag, decode 1 does not."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
-    return clusters.get(model, decode=2, decode_args=[[FLAG], []], common_args=args)
+    return clusters.get(model, decode=2, decode_args=[[FLAG], []], common_args=args, backend=backend)
 
 
 @pytest.fixture

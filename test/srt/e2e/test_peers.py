@@ -13,7 +13,7 @@ WARNING = "does not understand a decode prefix"
 
 
 @pytest.fixture(scope="module")
-def cluster(clusters, model, truth):
+def cluster(clusters, model, truth, backend):
     """Prefill and decode 0 have the patch set, prefill and decode 1 are the bare engine; decode 0 has the flag."""
     bare = {"SGLANG_PD_RADIX": "0", "PYTHONPATH": str(Path(__file__).parent / "bare_engine")}
     return clusters.get(
@@ -23,6 +23,7 @@ def cluster(clusters, model, truth):
         decode_args=[[FLAG], []],
         prefill_env=[{}, bare],
         decode_env=[{}, bare],
+        backend=backend,
         common_args=["--page-size", "16", "--chunked-prefill-size", "64"],
     )
 

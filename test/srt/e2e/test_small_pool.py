@@ -9,13 +9,14 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def cluster(clusters, model, truth):
+def cluster(clusters, model, truth, backend):
     """Decode 0 has the flag, decode 1 not; both hold 1024 tokens, which is about three of the six long answers."""
     small = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16"]
     return clusters.get(
         model,
         decode=2,
         decode_args=[[*small, FLAG], small],
+        backend=backend,
         common_args=["--page-size", "16", "--chunked-prefill-size", "64"],
     )
 

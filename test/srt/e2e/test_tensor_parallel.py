@@ -7,11 +7,31 @@ from pd import FLAG, Pair, base_prompt, conversations
 
 pytestmark = pytest.mark.timeout(600)
 
-ARGS = ["--page-size", "16", "--chunked-prefill-size", "64"]
 TP2 = ["--tp-size", "2"]
 
 
-def check(pair, truth):
+@pytest.fixture(scope="module", params=["qwen3", "mla"])
+def cluster_and_truth(request, clusters, backend):
+    """Prefill 0 and decode 0 have one rank, prefill 1 and decode 1 have two."""
+    names = ("model", "truth") if request.param == "qwen3" else ("mla_model", "mla_truth")
+    model, truth = (request.getfixturevalue(name) for name in names)
+    cluster = clusters.get(
+        model,
+        prefill=2,
+        decode=2,
+        prefill_args=[[], TP2],
+        decode_args=[[FLAG], [FLAG, *TP2]],
+        common_args=["--page-size", "16", "--chunked-prefill-size", "64"],
+        backend=backend,
+    )
+    return cluster, truth
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (2, 1), (1, 2)])
+def test_tensor_parallel_sizes(cluster_and_truth, prefill_tp, decode_tp):
+    """With MLA and two prefill ranks for one of decode, one sends and the other is a dummy (trap 7)."""
+    cluster, truth = cluster_and_truth
+    pair = Pair(cluster, prefill_tp - 1, decode_tp - 1)
     pair.flush()
     assert conversations(pair) == truth["conversations"]
     # Again, now with everything in the tree: a full hit on every rank.
@@ -21,24 +41,3 @@ def check(pair, truth):
     assert again["output_ids"] == truth["base", 16]
     assert again["meta_info"]["cached_tokens_details"]["transferred"] == 0
     pair.check_idle()
-
-
-@pytest.mark.parametrize("decode_tp", [1, 2])
-def test_from_two_prefill_ranks(clusters, model, truth, decode_tp):
-    cluster = clusters.get(model, decode=2, prefill_args=TP2, decode_args=[[FLAG], [FLAG, *TP2]], common_args=ARGS)
-    check(Pair(cluster, decode=decode_tp - 1), truth)
-
-
-def test_from_one_prefill_rank_to_two(clusters, model, truth):
-    check(Pair(clusters.get(model, decode_args=[FLAG, *TP2], common_args=ARGS)), truth)
-
-
-@pytest.mark.parametrize("decode_tp", [1, 2])
-def test_mla_from_two_prefill_ranks(clusters, mla_model, mla_truth, decode_tp):
-    """With MLA and fewer decode ranks, one prefill rank sends and the others are dummies (trap 7)."""
-    cluster = clusters.get(mla_model, decode=2, prefill_args=TP2, decode_args=[[FLAG], [FLAG, *TP2]], common_args=ARGS)
-    check(Pair(cluster, decode=decode_tp - 1), mla_truth)
-
-
-def test_mla_from_one_prefill_rank(clusters, mla_model, mla_truth):
-    check(Pair(clusters.get(mla_model, decode_args=[FLAG, *TP2], common_args=ARGS)), mla_truth)

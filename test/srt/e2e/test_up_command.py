@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pd_radix.make_model import make_model
-
 PROMPT = [{"role": "user", "content": "What is a good name for a small river?"}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "qwen3")
+@pytest.fixture(autouse=True)
+def alone(clusters):
+    """These tests start servers of their own."""
+    clusters.stop()
 
 
 def start_up(model, tmp_path, *arguments):
@@ -55,14 +54,14 @@ def processes_of(log_dir):
     return found
 
 
-def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, tmp_path):
-    process = start_up(model, tmp_path, "--", "--page-size", "16")
+def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
+    process = start_up(model, tmp_path, "--backend", backend, "--", "--page-size", "16")
     try:
         while not (tmp_path / "up.json").exists():
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.2)
         document = json.loads((tmp_path / "up.json").read_text())
-        assert document["model"] == str(model) and document["backend"] == "nixl"
+        assert document["model"] == str(model) and document["backend"] == backend
         roles = {entry["role"]: entry for entry in document["processes"]}
         assert set(roles) == {"prefill", "decode", "router"} and len(document["processes"]) == 3
         for role, disaggregation_mode in (("prefill", "prefill"), ("decode", "decode")):

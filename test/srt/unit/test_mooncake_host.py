@@ -66,7 +66,7 @@ def test_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Host:
-    """A machine on which commands do what they are told to: what pip and apt-get were asked for, and what is missing."""
+    """A machine: what it lacks, and what pip and apt-get were asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, package: bool, libraries: list[str], user: int) -> None:
         self.package, self.libraries, self.commands = package, libraries, []
