@@ -24,7 +24,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -348,6 +348,9 @@ class Cluster:
     ``on_progress`` is told of every step. ``on_wait`` is called every 0.1 s while waiting, and start-up ends with what
     it raises. ``executable`` is the interpreter of the servers; ``commands`` replaces the arguments with which it runs
     a role ("prefill", "decode", "router", "engine"), which tests use.
+
+    ``routers`` starts one router per entry in the place of the single one: name to (indices of the decode workers that
+    it routes to, further options for it). All route to every prefill worker. ``router_urls`` has their addresses.
     """
 
     def __init__(
@@ -375,6 +378,7 @@ class Cluster:
         on_wait: Callable[[], None] | None = None,
         executable: str = sys.executable,
         commands: Mapping[str, Sequence[str]] | None = None,
+        routers: Mapping[str, tuple[Sequence[int], Sequence[str]]] | None = None,
     ) -> None:
         if prefill < 1 or decode < 1:
             raise PdRadixError(f"{prefill} prefill and {decode} decode workers: at least one of each is needed")
@@ -398,6 +402,12 @@ class Cluster:
         self._on_progress, self._on_wait = on_progress, on_wait
         self._executable = executable
         self._commands = commands or {}
+        self._routers = dict(routers or {})
+        for name, (indices, _) in self._routers.items():
+            if not indices or not all(0 <= index < decode for index in indices):
+                raise PdRadixError(
+                    f"routers: {name} routes to {list(indices)}, and decode workers are 0 to {decode - 1}"
+                )
         self._family = _Family()
         self._started_at = 0.0
         self._stopping = threading.Event()
@@ -419,6 +429,11 @@ class Cluster:
     def router_url(self) -> str:
         """Where requests go: the router, or the engine itself if aggregated."""
         return self._role("engine" if self.aggregated else "router")[0].url
+
+    @property
+    def router_urls(self) -> dict[str, str]:
+        """Address of every router, by its name in ``routers`` ("router" for the single one)."""
+        return {process.name.removeprefix("router-"): process.url for process in self._role("router")}
 
     @property
     def prefill_urls(self) -> list[str]:
@@ -457,8 +472,9 @@ class Cluster:
         """Lay out every process: ports, devices, commands. Nothing runs yet."""
         cpu = cpu_host.active()
         workers = 1 if self.aggregated else self._prefill + self._decode
-        # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two for the router.
-        ports = iter(free_ports(2 * workers + (0 if self.aggregated else self._prefill + 2)))
+        # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router.
+        routers = 0 if self.aggregated else max(1, len(self._routers))
+        ports = iter(free_ports(2 * workers + 2 * routers + (0 if self.aggregated else self._prefill)))
         env = cpu_env(workers, self.backend) if cpu else {}
         env = {name: value for name, value in env.items() if name not in self._env}
         roles: list[tuple[str, int, list[str], Mapping[str, str]]]
@@ -487,11 +503,19 @@ class Cluster:
             process = self._engine(role, index, port, args, extra, {**env, **own_env})
             process.bootstrap_port, process.wave = bootstrap, wave
             processes.append(process)
-        if not self.aggregated:
-            processes.append(self._router(processes, self._port or next(ports), next(ports)))
+        workers_of = list(processes)
+        if not self.aggregated and not self._routers:
+            processes.append(self._router("router", workers_of, (), self._port or next(ports), next(ports)))
+        for i, (name, (indices, more)) in enumerate(() if self.aggregated else self._routers.items()):
+            chosen = {f"decode-{index}" for index in indices}
+            behind = [worker for worker in workers_of if worker.role == "prefill" or worker.name in chosen]
+            port = self._port if self._port and i == 0 else next(ports)
+            processes.append(self._router(f"router-{name}", behind, more, port, next(ports)))
         return processes
 
-    def _router(self, workers: Sequence[Process], port: int, metrics_port: int) -> Process:
+    def _router(
+        self, name: str, workers: Sequence[Process], more: Sequence[str], port: int, metrics_port: int
+    ) -> Process:
         command = [self._executable, *self._commands.get("router", ("-m", "sglang_router.launch_router"))]
         command += ["--pd-disaggregation", "--host", self._host, "--port", str(port)]
         for worker in workers:
@@ -506,15 +530,15 @@ class Cluster:
             ("--prometheus-port", str(metrics_port)),
             ("--prometheus-host", HOST),
         ):
-            if not has_option(self._router_args, option):
+            if not has_option([*self._router_args, *more], option):
                 command += [option, value]
         if self._policy:
             command += ["--policy", self._policy]
-        command += self._router_args
+        command += [*self._router_args, *more]
         url = f"http://{_connectable(self._host)}:{port}"
         # The router asks less and less often for workers that do not answer, so it is quicker to start it after them.
         wave = 1 + max(worker.wave for worker in workers)
-        return Process("router", "router", url, self.log_dir / "router.log", command, dict(self._env), wave=wave)
+        return Process("router", name, url, self.log_dir / f"{name}.log", command, dict(self._env), wave=wave)
 
     # -- life
 
@@ -551,7 +575,25 @@ class Cluster:
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End every process and wait until all are gone. May be called twice, and after a failed start."""
         self._stopping.set()
+        self.resume()  # a paused process does not hear that it shall end
         self._family.stop(self.processes, grace_s)
+
+    def pause(self, names: Collection[str]) -> None:
+        """Stop the processes of these servers where they are (SIGSTOP): they keep their memory and use no CPU.
+
+        An idle engine polls its queues without a break, which on a small machine slows down whoever is at work.
+        """
+        self._signal(names, signal.SIGSTOP)
+
+    def resume(self, names: Collection[str] | None = None) -> None:
+        """Let paused servers go on; all of them by default."""
+        self._signal(names, signal.SIGCONT)
+
+    def _signal(self, names: Collection[str] | None, signum: signal.Signals) -> None:
+        for process in self.processes:
+            if process.popen and process.returncode() is None and (names is None or process.name in names):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
 
     def dead(self) -> Process | None:
         """The first process that has ended, if any has."""
@@ -641,11 +683,19 @@ class Cluster:
     def _wait_served(self) -> None:
         """Send short requests until one has gone all the way through, then forget what they left in the caches."""
         self._report(None, "sending a request through")
+        for url in self.router_urls.values() or [self.router_url]:
+            self._wait_served_by(url)
+        for worker in self.processes:
+            if worker.role != "router":
+                http(worker.url + "/flush_cache", {}, timeout=10)
+        self._report(None, "serving")
+
+    def _wait_served_by(self, url: str) -> None:
         body = {"text": "ready", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}}
         answers: list[tuple[int, bytes]] = []
 
         def ask() -> None:
-            answers.append(http(self.router_url + "/generate", body, max(1.0, self._left())))
+            answers.append(http(url + "/generate", body, max(1.0, self._left())))
 
         def trouble() -> str:
             if not answers:
@@ -664,10 +714,6 @@ class Cluster:
                 raise PdRadixError(f"{trouble()}. Logs are in {self.log_dir}")
             if answers[-1][0] != 200:
                 time.sleep(0.2)
-        for worker in self.processes:
-            if worker.role != "router":
-                http(worker.url + "/flush_cache", {}, timeout=10)
-        self._report(None, "serving")
 
 
 def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[list[str], int]]:
