@@ -1,0 +1,11 @@
+"""``pd-radix bench``: PD deployments with the decode prefix cache off and on, measured against each other.
+
+workload.py   what is asked: prompts as token ids, answer lengths, who waits for whom
+least.py      what any cache would have to send and hold for it, from the workload alone
+load.py       asks it: the engine's `sglang.bench_serving`, in a process of its own
+deploy.py     the servers that are compared
+measure.py    one run: ask, watch, and take the figures
+stats.py      percentiles, spreads and ratios
+report.py     JSON, Markdown and HTML
+command.py    the options, and the order in which things are run
+"""

@@ -1,0 +1,385 @@
+"""The command: its options, the order of the runs, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix import __version__
+from sglang_pd_radix.cluster import Progress as Step
+from sglang_pd_radix.cluster import has_option, option_value
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.make_model import make_model
+from sglang_pd_radix.up import RADIX_ALIAS, RADIX_FLAG, check_model
+
+from . import report
+from .deploy import Deployment, Shape, engine_options
+from .measure import LoadGenerator, Run, run_once
+from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
+
+RUNS, QUICK_RUNS = 5, 2
+# A quick run shows every workload but the one that takes a deployment of its own.
+QUICK_KEYS = ("a", "b", "c", "d", "e", "f")
+QUICK: dict[str, dict[str, Any]] = {
+    "a": {"requests": 60},
+    "b": {"prefixes": 20, "per_group": 4, "requests": 80, "concurrency": 32},
+    "c": {"clients": 4, "turns": 4},
+    "d": {"herds": 2, "size": 8},
+    "e": {"requests": 32, "concurrency": 8},
+    "f": {"requests": 30},
+}
+PAGE_SIZE = 16
+
+_EPILOG = """
+Workloads:
+  a   shared prefixes, decode short of memory       d   a herd of requests with the same new prefix
+  b   many small groups, long answers               e   no sharing: the overhead
+  c   multi-turn chat                               f   a trace (fm: over several decode workers)
+
+  pd-radix bench --quick
+  pd-radix bench --only a --set a.concurrency=128 --set a.pool=65536 --out report
+  pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
+  pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
+
+Engine options for all workers follow after --.
+Exit code: 0 all answers are the same with the cache off and on and the KV pools are sound, 1 otherwise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix bench``."""
+    parser.description = (
+        "Measure PD serving with the decode prefix cache off and on: same prefill worker, same requests, in turns."
+    )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="small sizes and 2 runs of each side: minutes in all")
+    parser.add_argument("--only", metavar="KEYS", help=f"workloads, comma-separated, of {', '.join(KINDS)}")
+    parser.add_argument("--runs", type=int, metavar="N", help=f"runs of each side (default: {RUNS})")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.SIZE=VALUE", help="another size; --sizes lists them"
+    )
+    parser.add_argument("--sizes", action="store_true", help="print every workload's sizes and end")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f and fm")
+    parser.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
+    parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl", help="KV transfer (default: nixl)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
+    parser.add_argument(
+        "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-report"), metavar="DIR", help="the report (default: bench-report)"
+    )
+    parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
+
+
+def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
+    """The sizes of the workloads to run, by their key. Raises PdRadixError."""
+    keys = args.only.split(",") if args.only else list(QUICK_KEYS if args.quick else KINDS)
+    sizes = {}
+    for key in keys:
+        if key not in KINDS:
+            raise PdRadixError(f"--only {args.only}: {key or 'an empty name'} is not one of {', '.join(KINDS)}")
+        sizes[key] = KINDS[key]()
+        for name, value in (QUICK.get(key, {}) if args.quick else {}).items():
+            setattr(sizes[key], name, value)
+        traced = sizes[key]
+        if args.trace and isinstance(traced, Trace):
+            traced.file = str(args.trace)
+    if args.trace and not any(isinstance(entry, Trace) for entry in sizes.values()):
+        raise PdRadixError("--trace is for the workloads f and fm: add one of them to --only")
+    apply_settings(sizes, args.set)
+    return sizes
+
+
+def shape_of(sizes: Sizes) -> Shape:
+    """The deployment that a workload needs."""
+    policies = tuple(getattr(sizes, "policies", "cache_aware").split(","))
+    return Shape(sizes.pool, sizes.reserve, getattr(sizes, "decode", 1), policies)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and write the report. Returns the exit code."""
+    runs = args.runs if args.runs is not None else QUICK_RUNS if args.quick else RUNS
+    if runs < 1:
+        raise PdRadixError(f"--runs {runs}: must be at least 1")
+    if args.sample_every < 0.1:
+        raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds")
+    sizes = chosen_sizes(args)
+    if args.sizes:
+        for key, entry in sizes.items():
+            print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
+        return 0
+    if os.environ.get("SGLANG_PD_RADIX") == "0":
+        raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
+    if has_option(args.engine_options, RADIX_FLAG, RADIX_ALIAS):
+        raise PdRadixError(f"{RADIX_FLAG} is what the benchmark switches: remove it from the engine options")
+    model = check_model(args.model) if args.model else None
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PdRadixError(f"--out {args.out}: {error.strerror or error}") from error
+    page_size = int(option_value(args.engine_options, "--page-size") or PAGE_SIZE)
+    options = engine_options(args.engine_options, page_size, made_model=not args.model)
+    started = time.monotonic()
+    document: dict[str, Any] = {"workloads": []}
+    with tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch, _Show(len(sizes)) as show:
+        if model is None:
+            show.now("making the model")
+            model = str(make_model(Path(scratch) / "model"))
+        load = LoadGenerator(model, args.out / "logs" / "load.log")
+        try:
+            _all(args, sizes, runs, model, options, page_size, load, document, show)
+        except BaseException:
+            if document["workloads"]:  # what is complete is worth keeping
+                _finish(document, args, runs, started)
+            raise
+        finally:
+            load.close()
+    files = _finish(document, args, runs, started)
+    _print(document, files)
+    return 1 if any(entry["problems"] for entry in document["workloads"]) else 0
+
+
+def _all(
+    args: argparse.Namespace,
+    sizes: dict[str, Sizes],
+    runs: int,
+    model: str,
+    options: Sequence[str],
+    page_size: int,
+    load: LoadGenerator,
+    document: dict[str, Any],
+    show: _Show,
+) -> None:
+    shapes: dict[Shape, list[str]] = {}
+    for key, entry in sizes.items():
+        shapes.setdefault(shape_of(entry), []).append(key)
+    for number, (shape, keys) in enumerate(shapes.items()):
+
+        def progress(step: Step) -> None:
+            show.now(f"starting: {step}")
+
+        logs = args.out / "logs" / f"deployment-{number}"
+        began = time.monotonic()
+        with Deployment(model, shape, options, args.backend, logs, progress) as deployment:
+            show.now("waiting for the load generator")
+            load.wait_ready()
+            info = deployment.info(deployment.variants[0])
+            document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
+            document["setting"] |= {"page_size": page_size, "model": args.model or "pd-radix make-model"}
+            show.done(
+                f"1 prefill and {2 * shape.decode} decode workers serve after {time.monotonic() - began:.0f} s "
+                f"(pool of each decode worker: {shape.pool} tokens)"
+            )
+            # Neither the tokens that special meanings are likely for (the first), nor the last.
+            tokens = Tokens(range(load.vocabulary // 4, load.vocabulary * 3 // 4), args.seed)
+            for key in keys:
+                workload = sizes[key].make(key, tokens)
+                if workload.longest > shape.pool:
+                    raise PdRadixError(
+                        f"workload {key} has a request of {workload.longest} tokens, and decode's pool holds "
+                        f"{shape.pool}: --set {key}.pool="
+                    )
+                measured = _measure(deployment, load, workload, runs, page_size, args.sample_every, show)
+                measured["shape"] = vars(shape)
+                if document["setting"]["dtype"].endswith("float32") and any(
+                    r["different_answers"] for r in measured["runs"]
+                ):
+                    measured["problems"].insert(0, f"answers are not all identical: {report.identity(measured)} are")
+                document["workloads"].append(measured)
+
+
+def _measure(
+    deployment: Deployment,
+    load: LoadGenerator,
+    workload: Workload,
+    runs: int,
+    page_size: int,
+    every_s: float,
+    show: _Show,
+) -> dict[str, Any]:
+    """All runs of one workload, variants in turn."""
+    found: list[Run] = []
+    names = [variant.name for variant in deployment.variants]
+    show.begin(f"({workload.key}) {workload.title}", runs * len(names) * workload.requests)
+    for number in range(1, runs + 1):
+        for variant in deployment.variants:
+            label = f"({workload.key}) run {number} of {runs}, {variant.name}"
+            already = len(found) * workload.requests
+
+            def progress(done: int, of: int, label: str = label, already: int = already) -> None:
+                show.step(label, already + done, f"{done}/{of}")
+
+            show.step(label, already, "warming up")
+            result = run_once(deployment, load, workload, variant, number, page_size, every_s, progress)
+            found.append(result)
+            f = result.figures
+            show.done(
+                f"{label}: {f['requests_per_s']:.2f} req/s, TTFT p50 {1e3 * f['ttft_p50_s']:.0f} ms, "
+                f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms, {f['sent_bytes'] / 2**20:.1f} MiB sent, "
+                f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused on decode"
+            )
+    show.end()
+    different = report.compare_answers([r.texts for r in found])
+    sides = {variant.name: variant.radix for variant in deployment.variants}
+    entry: dict[str, Any] = {
+        "key": workload.key,
+        "title": workload.title,
+        "sizes": workload.sizes,
+        "requests": workload.requests,
+        "chat": workload.chat,
+        "notes": list(workload.notes),
+        "page_size": page_size,
+        "variants": names,
+        "problems": sorted({f"{r.variant}, run {r.number}: {p}" for r in found for p in r.problems}),
+        "runs": [
+            {
+                "variant": r.variant,
+                "radix": sides[r.variant],
+                "number": r.number,
+                "figures": r.figures,
+                "rounds": r.rounds,
+                "series": r.series,
+                "ttft_s": [round(t, 5) for t in r.ttft_s],
+                "itl_quantiles_s": [round(t, 6) for t in r.itl_quantiles_s],
+                "answers_sha256": r.digest,
+                "different_answers": count,
+            }
+            for r, count in zip(found, different, strict=True)
+        ],
+    }
+    report.finish(entry)
+    return entry
+
+
+def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, started: float) -> list[Path]:
+    def version(*names: str) -> str:
+        for name in names:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(name)
+        return ""
+
+    backend = ("nixl",) if args.backend == "nixl" else ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    document["setting"] |= {
+        "command": shlex.join(["pd-radix", *_shown(sys.argv[1:])]),
+        "date": datetime.date.today().isoformat(),
+        "runs": runs,
+        "machine": f"{len(os.sched_getaffinity(0))} cores {platform.machine()}, {memory:.0f} GiB",
+        "backend": args.backend,
+        "backend_version": version(*backend),
+        "sglang": version("sglang"),
+        "sglang_pd_radix": __version__,
+        "torch": version("torch"),
+        "router": version("sglang-router"),
+        "python": platform.python_version(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    return report.write(document, args.out)
+
+
+def _shown(arguments: Sequence[str]) -> Iterator[str]:
+    """The command line as a report may show it: of a path, only its last part."""
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("/"):
+            yield Path(argument).name
+        elif equals and value.startswith("/"):
+            yield f"{name}={Path(value).name}"
+        else:
+            yield argument
+
+
+def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    heading, rows = report.headline(document)
+    table = Table(title=Text(report.describe(document)), title_justify="left", box=box.SIMPLE)
+    for i, name in enumerate(heading):
+        table.add_column(name, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for entry in document["workloads"]:
+        for problem in entry["problems"]:
+            console.print(Text(f"FAILED: ({entry['key']}) {problem}", style="bold red"), soft_wrap=True)
+    for path in files:
+        if path.suffix != ".svg":
+            console.print(Text(str(path)), soft_wrap=True)
+
+
+class _Show:
+    """Progress on stderr: on a terminal bars, elsewhere a line for each finished step."""
+
+    def __init__(self, workloads: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.text import Text
+
+        self._text = Text
+        self._console = Console(stderr=True, highlight=False)
+        self._started = time.monotonic()
+        self._bars = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[state]}"))
+            self._bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._all = self._bars.add_task("workloads", total=workloads, state=f"0/{workloads}")
+            self._one = self._bars.add_task("", total=None, state="")
+        self._workloads, self._ended = workloads, 0
+
+    def __enter__(self) -> _Show:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def now(self, text: str) -> None:
+        """What is being done."""
+        if self._bars:
+            self._bars.update(self._one, description=text[: self._console.width - 40], total=None, state="")
+        else:
+            self._line(f"  {text}")
+
+    def begin(self, title: str, total: int) -> None:
+        """A workload of ``total`` requests in all its runs."""
+        self._line(title)
+        if self._bars:
+            self._bars.update(self._one, description=title, total=total, completed=0, state="")
+
+    def step(self, label: str, completed: int, state: str) -> None:
+        if self._bars:
+            self._bars.update(self._one, description=label, completed=completed, state=state)
+
+    def end(self) -> None:
+        self._ended += 1
+        if self._bars:
+            self._bars.update(self._all, completed=self._ended, state=f"{self._ended}/{self._workloads}")
+
+    def done(self, text: str) -> None:
+        """What has been done."""
+        self._line(f"  {text}")
+
+    def _line(self, text: str) -> None:
+        stamp = f"[{time.monotonic() - self._started:5.0f} s] "
+        self._console.print(self._text(stamp + text), soft_wrap=True)

@@ -1,0 +1,185 @@
+"""The servers that a benchmark compares: one prefill worker, and behind it decode workers without and with the cache.
+
+Both sides have the same prefill worker, so that only decode differs; its own cache is emptied before every run. Each
+side has its own router. The decode workers of the side that is not being measured are paused (SIGSTOP): an idle engine
+polls without a break, which would slow down the other side where cores are few.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix import cpu_host
+from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option, http
+from sglang_pd_radix.demo import DECODE_COUNTERS, PREFILL_COUNTERS, parse_counters, pool_problems
+from sglang_pd_radix.errors import PdRadixError
+
+COUNTERS = {**DECODE_COUNTERS, "blocked": "sglang:decode_admissions_blocked_total"}
+# What a worker that shares a machine of this size can hold, and more requests than any workload here has.
+PREFILL_POOL = 49152
+RUNNING_REQUESTS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Decode workers on each side, pool of each (tokens), reserve per request (tokens), and the routers' policies."""
+
+    pool: int
+    reserve: int
+    decode: int = 1
+    policies: tuple[str, ...] = ("cache_aware",)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One side under one policy: what is measured against the others."""
+
+    name: str
+    radix: bool
+    policy: str
+    workers: tuple[int, ...]
+
+
+def variants(shape: Shape) -> list[Variant]:
+    """Off and on, for each policy; their decode workers are numbered off first."""
+    found = []
+    for policy in shape.policies:
+        for radix in (False, True):
+            workers = tuple(range(shape.decode * radix, shape.decode * (radix + 1)))
+            name = ("on" if radix else "off") + (f" {policy}" if len(shape.policies) > 1 else "")
+            found.append(Variant(name, radix, policy, workers))
+    return found
+
+
+@dataclass
+class Deployment:
+    """Start it with ``with``; `use` before each run."""
+
+    model: str
+    shape: Shape
+    options: Sequence[str]
+    backend: str
+    log_dir: Path
+    on_progress: Callable[[Progress], None] | None = None
+    prefill_pool: int = PREFILL_POOL
+    variants: list[Variant] = field(init=False)
+    cluster: Cluster = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.variants = variants(shape)
+        decode = ["--max-total-tokens", str(shape.pool), "--num-reserved-decode-tokens", str(shape.reserve)]
+        self.cluster = Cluster(
+            self.model,
+            decode=2 * shape.decode,
+            common_args=self.options,
+            prefill_args=["--max-total-tokens", str(self.prefill_pool)],
+            decode_args=[[*decode, *([RADIX_FLAG] * (i >= shape.decode))] for i in range(2 * shape.decode)],
+            # The router is to ask nobody who is paused.
+            routers={_router(v): (v.workers, ["--policy", v.policy, "--disable-health-check"]) for v in self.variants},
+            backend=self.backend,
+            log_dir=self.log_dir,
+            on_progress=self.on_progress,
+        )
+
+    def __enter__(self) -> Deployment:
+        self.cluster.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.stop()
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        return self.cluster.prefill_urls
+
+    def decode_urls(self, variant: Variant) -> list[str]:
+        return [self.cluster.decode_urls[i] for i in variant.workers]
+
+    def url(self, variant: Variant) -> str:
+        """Where requests for this variant go."""
+        return self.cluster.router_urls[_router(variant)]
+
+    def worker_urls(self, variant: Variant) -> list[str]:
+        return [*self.prefill_urls, *self.decode_urls(variant)]
+
+    def use(self, variant: Variant) -> None:
+        """Pause every other decode worker and router, and empty all caches of this variant's workers."""
+        awake = {f"decode-{i}" for i in variant.workers} | {f"router-{_router(variant)}"}
+        others = {p.name for p in self.cluster.processes if p.role != "prefill"} - awake
+        self.cluster.resume(awake)
+        self.cluster.pause(others)
+        for url in self.worker_urls(variant):
+            deadline = time.monotonic() + 20
+            while http(url + "/flush_cache", {}, timeout=20)[0] != 200:  # refused until the last request is gone
+                self.cluster.check()
+                if time.monotonic() > deadline:
+                    raise PdRadixError(f"{url}/flush_cache keeps failing: its log is in {self.log_dir}")
+                time.sleep(0.1)
+
+    def info(self, variant: Variant) -> dict[str, Any]:
+        """What the first decode worker of this variant says of itself."""
+        return get_json(self.decode_urls(variant)[0] + "/get_server_info")
+
+    def counters(self, variant: Variant) -> dict[str, int]:
+        """The counters of prefill and of this variant's decode workers, summed."""
+        sums: dict[str, int] = {}
+        for urls, names in ((self.prefill_urls, PREFILL_COUNTERS), (self.decode_urls(variant), COUNTERS)):
+            for url in urls:
+                status, content = http(url + "/metrics", timeout=30)
+                found = parse_counters(content.decode(errors="replace"), names) if status == 200 else {}
+                for name in names:
+                    if name not in found and name != "blocked":  # that one appears when it first counts
+                        raise PdRadixError(
+                            f"{url}/metrics does not have {names[name]} (HTTP {status}): see if `pd-radix doctor` "
+                            "finds the patch set active"
+                        )
+                    sums[name] = sums.get(name, 0) + int(found.get(name, 0))
+        return sums
+
+    def problems(self, variant: Variant) -> list[str]:
+        """What the pools of this variant's workers hold that they should not, once they are idle."""
+        wrong = []
+        names = {process.url: process.name for process in self.cluster.processes}
+        for url in self.worker_urls(variant):
+            deadline = time.monotonic() + 10
+            while True:
+                pools = [state["kv_pool"] for state in get_json(url + "/get_server_info")["internal_states"]]
+                if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+            for pool in pools:
+                wrong += pool_problems(names[url], pool)
+        return wrong
+
+
+def _router(variant: Variant) -> str:
+    return variant.name.replace(" ", "-")
+
+
+def get_json(url: str) -> dict[str, Any]:
+    """GET ``url``. Raises PdRadixError if it does not answer with 200."""
+    import json
+
+    status, content = http(url, timeout=30)
+    if status != 200:
+        raise PdRadixError(f"{url} answered HTTP {status}: {content.decode(errors='replace')[:200]}")
+    return json.loads(content)
+
+
+def engine_options(given: Sequence[str], page_size: int, made_model: bool) -> list[str]:
+    """The options of all workers: what the benchmark needs, unless the user's say otherwise."""
+    options = [*given]
+    if not has_option(given, "--enable-metrics"):
+        options += ["--enable-metrics"]
+    if not has_option(given, "--page-size"):
+        options += ["--page-size", str(page_size)]
+    if not has_option(given, "--max-running-requests"):
+        options += ["--max-running-requests", str(RUNNING_REQUESTS)]
+    if made_model and not cpu_host.active() and not has_option(given, "--dtype"):
+        options += ["--dtype", "bfloat16"]  # the engine's kernels for GPUs have no float32
+    return options

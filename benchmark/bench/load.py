@@ -1,0 +1,150 @@
+"""The load generator: the engine's `sglang.bench_serving`, kept in one process for all runs of a benchmark.
+
+What is ours: the prompts come as token ids over a pipe, not from one of its data sets; each request's own start,
+latency and inter-token times are handed back as it measured them; and a trace is sent by its `get_request` with
+``use_trace_timestamps``, which its command line has for its own trace format only.
+
+One JSON object per line. In: ``{"url", "model", "concurrency", "seed", "requests": [{"ids", "answer", "arrival_s"}]}``.
+Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...], "duration_s": ...}`` or ``{"error": "..."}``. What
+bench_serving prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+
+def main(model: str) -> int:
+    """Serve jobs from the standard input until it closes."""
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def tell(message: dict[str, Any]) -> None:
+        pipe.write(json.dumps(message) + "\n")
+        pipe.flush()
+
+    import sglang.bench_serving as engine
+    from sglang.benchmark.datasets import DATASET_MAPPING, DatasetRow
+    from sglang.benchmark.utils import get_tokenizer
+
+    tokenizer = get_tokenizer(model)
+    job: dict[str, Any] = {}
+    outputs: list[Any] = []
+    places: dict[int, int] = {}
+
+    class Given:
+        """The requests of the job, as one of bench_serving's data sets."""
+
+        @classmethod
+        def from_args(cls, args: argparse.Namespace) -> Given:
+            return cls()
+
+        def load(self, tokenizer: Any, model_id: str | None = None) -> list[Any]:
+            rows = []
+            for i, request in enumerate(job["requests"]):
+                due = request.get("arrival_s")
+                ids = request["ids"]
+                places[id(ids)] = i
+                rows.append(DatasetRow(ids, len(ids), request["answer"], timestamp=None if due is None else 1000 * due))
+            return rows
+
+    DATASET_MAPPING["pd-radix"] = Given  # type: ignore[assignment]
+    ask = engine.ASYNC_REQUEST_FUNCS["sglang"]
+    send = engine.get_request
+    done = 0
+
+    async def asked(request_func_input: Any, pbar: Any = None) -> Any:
+        nonlocal done
+        output = await ask(request_func_input, pbar)
+        outputs[places[id(request_func_input.prompt)]] = output
+        done += 1
+        tell({"done": done})
+        return output
+
+    engine.ASYNC_REQUEST_FUNCS["sglang"] = asked
+    tell({"ready": True, "vocabulary": len(tokenizer)})
+    for line in sys.stdin:
+        job = json.loads(line)
+        requests = job["requests"]
+        outputs[:] = [None] * len(requests)
+        places.clear()
+        done = 0
+        timed = any(request.get("arrival_s") is not None for request in requests)
+        engine.get_request = functools.partial(send, use_trace_timestamps=True) if timed else send
+        try:
+            result = engine.run_benchmark(_arguments(job, model))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
+            tell({"error": f"{type(error).__name__}: {error}"})
+            continue
+        told = []
+        for output in outputs:
+            text = output.generated_text
+            told.append(
+                {
+                    "text": text,
+                    "ids": tokenizer.encode(text, add_special_tokens=False) if job.get("encode") else None,
+                    "tokens": output.output_len,
+                    "start_s": output.start_time,
+                    "ttft_s": output.ttft,
+                    "latency_s": output.latency,
+                    "itl_s": output.itl,
+                    "error": None if output.success else (output.error or "no answer").strip().splitlines()[-1],
+                }
+            )
+        tell({"outputs": told, "duration_s": result["duration"]})
+    return 0
+
+
+def _arguments(job: dict[str, Any], model: str) -> argparse.Namespace:
+    """What bench_serving's own parser would make of
+
+    ``--backend sglang --base-url URL --model MODEL --max-concurrency N --warmup-requests 0 --disable-tqdm``
+    """
+    return argparse.Namespace(
+        backend="sglang",
+        base_url=job["url"],
+        host="127.0.0.1",
+        port=None,
+        ready_check_timeout_sec=0,
+        dataset_name="pd-radix",
+        dataset_path="",
+        model=model,
+        served_model_name=None,
+        tokenizer=None,
+        num_prompts=len(job["requests"]),
+        request_rate=float("inf"),
+        max_concurrency=job.get("concurrency"),
+        seed=job.get("seed", 1),
+        warmup_requests=0,
+        disable_tqdm=True,
+        disable_stream=False,
+        disable_ignore_eos=False,
+        extra_request_body=None,
+        apply_chat_template=False,
+        tokenize_prompt=False,
+        return_logprob=False,
+        return_routed_experts=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        lora_name=None,
+        lora_request_distribution=None,
+        lora_zipf_alpha=1.5,
+        profile=False,
+        pd_separated=True,
+        flush_cache=False,
+        plot_throughput=False,
+        header=None,
+        tag=None,
+        output_file=os.devnull,
+        output_details=False,
+        sharegpt_output_len=None,
+        random_input_len=None,
+        random_output_len=None,
+        random_range_ratio=None,
+    )

@@ -1,0 +1,370 @@
+"""One run: a workload on one variant, what the clients saw, and what the workers counted and held meanwhile."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.cluster import http, log_tail
+from sglang_pd_radix.demo import PREFILL_COUNTERS, parse_counters
+from sglang_pd_radix.errors import PdRadixError
+
+from .deploy import Deployment, Variant
+from .least import Keeper, PageIndex, pages_of, tokens_to_hold
+from .stats import percentile, quantiles
+from .workload import Request, Workload
+
+Progress = Callable[[int, int], None]
+
+
+# ---------------------------------------------------------------------------------------------------- load generator
+
+
+class LoadGenerator:
+    """The process of `load.py`. It takes some seconds to import the engine, which can pass beside other work."""
+
+    def __init__(self, model: str, log: Path) -> None:
+        self._log_path = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log.open("wb")
+        command = [sys.executable, "-m", "sglang_pd_radix.bench", model]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.vocabulary = 0
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def _next(self, check: Callable[[], None] | None = None) -> dict[str, Any]:
+        while True:
+            try:
+                line = self._lines.get(timeout=0.5)
+            except queue.Empty:
+                if check:
+                    check()
+                continue
+            if not line:
+                tail = "\n".join(f"  | {text}" for text in log_tail(self._log_path, 15))
+                raise PdRadixError(f"the load generator ended. The end of its log, {self._log_path}:\n{tail}")
+            return json.loads(line)
+
+    def wait_ready(self) -> None:
+        if not self.vocabulary:
+            self.vocabulary = self._next()["vocabulary"]
+
+    def run(self, job: dict[str, Any], progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
+        """Ask what ``job`` says (see `load.py`). Raises PdRadixError if it cannot."""
+        self.wait_ready()
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+        while True:
+            message = self._next(check)
+            if "done" in message:
+                progress(message["done"])
+            elif "error" in message:
+                raise PdRadixError(f"the load generator failed: {message['error']}. Its log is {self._log_path}")
+            else:
+                return message
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            assert self._process.stdin
+            self._process.stdin.close()
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._log.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- watching
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the workers say at one moment: requests and tokens of the decode workers, bytes that prefill has sent."""
+
+    at_s: float
+    running: int
+    waiting: int
+    used_tokens: int
+    sent_bytes: int
+
+
+class Watch(threading.Thread):
+    """Takes a `Sample` every ``every_s`` seconds between `start` and `stop`."""
+
+    def __init__(self, deployment: Deployment, variant: Variant, every_s: float) -> None:
+        super().__init__(daemon=True)
+        self._decode = deployment.decode_urls(variant)
+        self._prefill = deployment.prefill_urls
+        self._every_s = every_s
+        self._end = threading.Event()
+        self.samples: list[Sample] = []
+
+    def run(self) -> None:
+        while not self._end.is_set():
+            started = time.perf_counter()
+            sample = self._take()
+            if sample:
+                self.samples.append(sample)
+            self._end.wait(max(0.05, self._every_s - (time.perf_counter() - started)))
+
+    def _take(self) -> Sample | None:
+        running = waiting = used = sent = 0
+        before = time.perf_counter()
+        for url in self._decode:
+            status, content = http(url + "/v1/loads?include=core", timeout=20)
+            if status != 200:
+                return None
+            for load in json.loads(content)["loads"]:
+                running += load["num_running_reqs"]
+                waiting += load["num_waiting_reqs"]
+                used += load["num_used_tokens"]
+        at = (before + time.perf_counter()) / 2
+        for url in self._prefill:
+            status, content = http(url + "/metrics", timeout=20)
+            names = {"sent_bytes": PREFILL_COUNTERS["sent_bytes"]}
+            sent += int(parse_counters(content.decode(errors="replace"), names).get("sent_bytes", 0))
+        return Sample(at, running, waiting, used, sent)
+
+    def stop(self) -> list[Sample]:
+        self._end.set()
+        self.join()
+        return self.samples
+
+
+# ------------------------------------------------------------------------------------------------------------ one run
+
+
+@dataclass
+class Asked:
+    """A request that was answered: its prompt as it was sent, and what the client saw (seconds)."""
+
+    prompt: Sequence[int]
+    answer_tokens: int
+    text: str
+    start_s: float
+    ttft_s: float
+    latency_s: float
+    itl_s: list[float]
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per output token after the first."""
+        return (self.latency_s - self.ttft_s) / max(1, self.answer_tokens - 1)
+
+    def token_times(self) -> list[float]:
+        return list(itertools.accumulate(self.itl_s, initial=self.start_s + self.ttft_s))
+
+
+@dataclass
+class Run:
+    """One run. ``figures`` are those of the tables; ``texts`` the answers in order."""
+
+    variant: str
+    number: int
+    figures: dict[str, float]
+    rounds: list[dict[str, float]]
+    series: list[dict[str, float]]
+    ttft_s: list[float]
+    itl_quantiles_s: list[float]
+    texts: list[str] = field(repr=False)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Of all answers, in order."""
+        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:16]
+
+
+def run_once(
+    deployment: Deployment,
+    load: LoadGenerator,
+    workload: Workload,
+    variant: Variant,
+    number: int,
+    page_size: int,
+    every_s: float = 0.5,
+    progress: Progress = lambda done, of: None,
+) -> Run:
+    """Empty the caches, warm up, ask, and take the figures. Raises PdRadixError if a request fails."""
+    deployment.use(variant)
+    url, check = deployment.url(variant), deployment.cluster.check
+    index = PageIndex(page_size)
+    keeper = Keeper(index)
+    if workload.warm:
+        _ask(load, url, workload.warm, [r.ids for r in workload.warm], workload.concurrency, False, check)
+        for request in workload.warm:
+            keeper.send(request.ids)
+    histories: dict[int, list[int]] = {}
+    asked: list[Asked] = []
+    rounds: list[dict[str, float]] = []
+    before = first = deployment.counters(variant)
+    watch = Watch(deployment, variant, every_s)
+    watch.start()
+    try:
+        for requests in workload.rounds:
+            prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
+            already = len(asked)
+
+            def told(done: int, already: int = already) -> None:
+                progress(already + done, workload.requests)
+
+            outputs = _ask(load, url, requests, prompts, workload.concurrency, workload.chat, check, told)
+            least = sum(keeper.send(prompt) for prompt in prompts)
+            if workload.chat:
+                for request, prompt, output in zip(requests, prompts, outputs, strict=True):
+                    keeper.answered(prompt, output["ids"])
+                    histories[request.group] = [*prompt, *output["ids"]]
+            answers = [
+                Asked(p, o["tokens"], o["text"], o["start_s"], o["ttft_s"], o["latency_s"], o["itl_s"])
+                for p, o in zip(prompts, outputs, strict=True)
+            ]
+            asked += answers
+            after = deployment.counters(variant)
+            began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
+            rounds.append(
+                {
+                    "duration_s": ended - began,
+                    "least_pages": least,
+                    "prompt_pages": pages_of(prompts, page_size),
+                    "asked_tokens": sum(map(len, prompts)),
+                    "ttft_p50_s": percentile([a.ttft_s for a in answers], 50),
+                    **{name: after[name] - before[name] for name in after},
+                }
+            )
+            before = after
+    finally:
+        samples = watch.stop()
+    figures = figures_of(asked, rounds, samples, index, first["sent_bytes"])
+    began = min(a.start_s for a in asked)
+    series = [
+        {
+            "s": round(s.at_s - began, 2),
+            "running": s.running,
+            "waiting": s.waiting,
+            "used_tokens": s.used_tokens,
+            "sent_bytes": s.sent_bytes - first["sent_bytes"],
+        }
+        for s in samples
+    ]
+    return Run(
+        variant.name,
+        number,
+        figures,
+        rounds,
+        series,
+        [a.ttft_s for a in asked],
+        quantiles([gap for a in asked for gap in a.itl_s], 200),
+        [a.text for a in asked],
+        deployment.problems(variant),
+    )
+
+
+def _ask(
+    load: LoadGenerator,
+    url: str,
+    requests: Sequence[Request],
+    prompts: Sequence[Sequence[int]],
+    concurrency: int | None,
+    encode: bool,
+    check: Callable[[], None],
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[dict[str, Any]]:
+    body = [
+        {"ids": list(prompt), "answer": request.answer, "arrival_s": request.arrival_s}
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
+    outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, progress, check)[
+        "outputs"
+    ]
+    for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
+        if output["error"]:
+            check()  # a worker that died says more than the request it took along
+            raise PdRadixError(f"request {i} of {len(requests)} failed: {output['error']}")
+        if output["tokens"] != request.answer:
+            raise PdRadixError(
+                f"request {i} of {len(requests)} got {output['tokens']} tokens of {request.answer}: it was cut off"
+            )
+    return outputs
+
+
+def figures_of(
+    asked: Sequence[Asked],
+    rounds: Sequence[dict[str, float]],
+    samples: Sequence[Sample],
+    index: PageIndex,
+    sent_before: int,
+) -> dict[str, float]:
+    """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts."""
+    duration = sum(r["duration_s"] for r in rounds)
+    ttft = [a.ttft_s for a in asked]
+    itl = [gap for a in asked for gap in a.itl_s]
+    tpot = [a.tpot_s for a in asked if a.answer_tokens > 1]
+
+    def total(name: str) -> float:
+        return sum(r[name] for r in rounds)
+
+    held, least_held = resident(asked, samples, index)
+    return {
+        "duration_s": duration,
+        "requests_per_s": len(asked) / duration,
+        "output_tokens_per_s": sum(a.answer_tokens for a in asked) / duration,
+        "ttft_p50_s": percentile(ttft, 50),
+        "ttft_p99_s": percentile(ttft, 99),
+        "itl_p50_s": percentile(itl, 50),
+        "itl_p99_s": percentile(itl, 99),
+        "itl_mean_s": sum(itl) / len(itl) if itl else float("nan"),
+        "tpot_p50_s": percentile(tpot, 50),
+        "tpot_p99_s": percentile(tpot, 99),
+        "sent_bytes": total("sent_bytes"),
+        "prompt_pages": total("prompt_pages"),
+        "least_pages": total("least_pages"),
+        "prompt_tokens": total("prompt_tokens"),
+        "reused_tokens": total("reused_tokens"),
+        "blocked": total("blocked"),
+        # By the clients' clock: how many answers were under way between their first and last token, on average.
+        "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
+        "running_max": max((s.running for s in samples), default=0),
+        "used_tokens_max": max((s.used_tokens for s in samples), default=0),
+        "held_over_least": held / least_held if least_held else float("nan"),
+    }
+
+
+def resident(asked: Sequence[Asked], samples: Sequence[Sample], index: PageIndex) -> tuple[float, float]:
+    """Tokens that requests held on decode, and the fewest that could do, each summed over the samples.
+
+    Only moments count at which an answer was under way. The fewest: `tokens_to_hold` of the requests that had their
+    first token and not yet their last, by the clients' clock.
+    """
+    pages = [index.pages(a.prompt) for a in asked]
+    times = [a.token_times() for a in asked]
+    held = fewest = 0.0
+    for sample in samples:
+        active = [
+            (pages[i], len(a.prompt), bisect.bisect_right(times[i], sample.at_s))
+            for i, a in enumerate(asked)
+            if times[i][0] <= sample.at_s < a.start_s + a.latency_s
+        ]
+        if active:
+            held += sample.used_tokens
+            fewest += tokens_to_hold(active, index.page_size)
+    return held, fewest

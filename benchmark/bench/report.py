@@ -1,0 +1,365 @@
+"""The report: one document for machines (JSON) and what is made of it for people (Markdown, HTML, pictures)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .chart import Line, bar_chart, line_chart, stand_alone
+from .stats import Spread, paired_ratio, percentile
+
+Document = dict[str, Any]
+COLORS = {"off": "#d97706", "on": "#2563eb", "least": "#6b7280"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row of the tables: its key among a run's figures, what it is called, and how it is written."""
+
+    key: str
+    name: str
+    unit: float = 1.0
+    digits: int = 2
+
+
+FIGURES = (
+    Figure("requests_per_s", "requests/s"),
+    Figure("output_tokens_per_s", "output tokens/s", digits=1),
+    Figure("ttft_p50_s", "TTFT p50, ms", 1e-3, 0),
+    Figure("ttft_p99_s", "TTFT p99, ms", 1e-3, 0),
+    Figure("itl_p50_s", "ITL p50, ms", 1e-3, 1),
+    Figure("itl_p99_s", "ITL p99, ms", 1e-3, 1),
+    Figure("itl_mean_s", "ITL mean, ms", 1e-3, 1),
+    Figure("tpot_p50_s", "TPOT p50, ms", 1e-3, 1),
+    Figure("tpot_p99_s", "TPOT p99, ms", 1e-3, 1),
+    Figure("sent_bytes", "KV sent, MiB", 2**20, 1),
+    Figure("sent_over_least", "KV sent / least possible", digits=3),
+    Figure("held_over_least", "decode tokens held / least possible"),
+    Figure("answering_mean", "requests being answered, mean", digits=1),
+    Figure("running_max", "requests running on decode, most seen", digits=0),
+)
+# What the table over all workloads shows.
+HEADLINE = ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes", "answering_mean")
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def finish(entry: Document) -> None:
+    """Add to a workload's ``runs`` what takes all of them: bytes of a page, least bytes, ratios, identity.
+
+    With the cache off every page of every prompt is sent, so its runs say how many bytes a page has, for any model,
+    data type and TP degree.
+    """
+    runs = entry["runs"]
+    off = [run for run in runs if not run["radix"]]
+    page_bytes = off[0]["figures"]["sent_bytes"] / off[0]["figures"]["prompt_pages"] if off else math.nan
+    entry["page_bytes"] = page_bytes
+    for run in runs:
+        figures = run["figures"]
+        least = figures["least_pages"] * page_bytes
+        figures["least_bytes"] = least
+        figures["sent_over_least"] = figures["sent_bytes"] / least if least else math.nan
+    entry["summary"] = {
+        name: {
+            f.key: vars(Spread.of([run["figures"][f.key] for run in runs if run["variant"] == name])) for f in FIGURES
+        }
+        for name in entry["variants"]
+    }
+    entry["ratios"] = {}
+    for off_name, on_name in pairs(entry):
+        entry["ratios"][on_name] = {f.key: vars(ratio(entry, off_name, on_name, f.key)) for f in FIGURES}
+
+
+def pairs(entry: Document) -> list[tuple[str, str]]:
+    """Names of the variants to compare: off and on, for each of the router's policies."""
+    return [(name, "on" + name[3:]) for name in entry["variants"] if name.startswith("off")]
+
+
+def ratio(entry: Document, off: str, on: str, key: str) -> Spread:
+    """On over off of one figure, pair by pair of neighbouring runs."""
+    values = {name: [run["figures"][key] for run in entry["runs"] if run["variant"] == name] for name in (off, on)}
+    return paired_ratio(values[on], values[off])
+
+
+def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
+    """How many answers of each run differ from those of the first."""
+    return [sum(a != b for a, b in zip(texts[0], run, strict=True)) for run in texts]
+
+
+# ---------------------------------------------------------------------------------------------------------- Markdown
+
+
+def number(value: float, figure: Figure) -> str:
+    return "–" if math.isnan(value) else f"{value / figure.unit:.{figure.digits}f}"
+
+
+def cell(spread: Document, figure: Figure) -> str:
+    """``median (least–greatest)``."""
+    if not spread["runs"]:
+        return "–"
+    if spread["runs"] == 1 or spread["low"] == spread["high"]:
+        return number(spread["median"], figure)
+    return f"{number(spread['median'], figure)} ({number(spread['low'], figure)}–{number(spread['high'], figure)})"
+
+
+def ratio_cell(spread: Document) -> str:
+    if not spread["runs"]:
+        return "–"
+    if spread["runs"] == 1 or f"{spread['low']:.3f}" == f"{spread['high']:.3f}":
+        return f"{spread['median']:.3f}"
+    return f"{spread['median']:.3f} ({spread['low']:.3f}–{spread['high']:.3f})"
+
+
+def table(entry: Document) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of one workload's table."""
+    heading, rows = [""], [[figure.name] for figure in FIGURES]
+    for off, on in pairs(entry):
+        heading += [off, on, "on / off"]
+        for row, figure in zip(rows, FIGURES, strict=True):
+            row += [cell(entry["summary"][name][figure.key], figure) for name in (off, on)]
+            row.append(ratio_cell(entry["ratios"][on][figure.key]))
+    return heading, rows
+
+
+def headline(document: Document) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the table over all workloads: on over off."""
+    shown = [figure for figure in FIGURES if figure.key in HEADLINE]
+    heading = ["workload", *(f"{figure.name.partition(',')[0]}, on / off" for figure in shown)]
+    heading += ["KV sent / least possible, on", "answers identical"]
+    rows = []
+    for entry in document["workloads"]:
+        for _, on in pairs(entry):
+            label = f"({entry['key']}) {entry['title']}" + (f", {on[3:]}" if len(on) > 2 else "")
+            row = [label, *(f"{entry['ratios'][on][figure.key]['median']:.3g}" for figure in shown)]
+            row.append(f"{entry['summary'][on]['sent_over_least']['median']:.3f}")
+            rows.append([*row, identity(entry)])
+    return heading, rows
+
+
+def identity(entry: Document) -> str:
+    different = sum(run["different_answers"] for run in entry["runs"])
+    asked = entry["requests"] * len(entry["runs"])
+    return f"all {asked}" if not different else f"{asked - different} of {asked}"
+
+
+def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of a chat's table by turn: medians over the runs."""
+    heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "least possible"]
+    rows = []
+    off, on = pairs(entry)[0]
+    for turn in range(len(entry["runs"][0]["rounds"])):
+        of = {name: [run["rounds"][turn] for run in entry["runs"] if run["variant"] == name] for name in (off, on)}
+        prompt = Spread.of([r["prompt_tokens"] for r in of[on]]).median
+        reused = Spread.of([r["reused_tokens"] for r in of[on]]).median
+        row = [str(turn + 1), f"{prompt:.0f}", f"{reused:.0f} ({reused / prompt:.0%})"]
+        row += [f"{Spread.of([r['sent_bytes'] for r in of[name]]).median / 2**20:.1f}" for name in (off, on)]
+        row.append(f"{of[on][0]['least_pages'] * entry['page_bytes'] / 2**20:.1f}")
+        rows.append(row)
+    return heading, rows
+
+
+def _markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def describe(document: Document) -> str:
+    """One line on where and with what the figures were made."""
+    s = document["setting"]
+    versions = {"SGLang": "sglang", "sglang-pd-radix": "sglang_pd_radix", "torch": "torch", "router": "router"}
+    parts = [s["date"], s["machine"], *(f"{name} {s[key]}" for name, key in versions.items())]
+    parts += [f"{s['backend']} {s['backend_version']}".strip(), f"Python {s['python']}"]
+    return ", ".join([*parts, f"{s['model']} in {s['dtype']} on {s['device']}", f"pages of {s['page_size']} tokens"])
+
+
+def sizes_line(entry: Document) -> str:
+    sizes = ", ".join(f"{name} {value}" for name, value in entry["sizes"].items() if value != "")
+    return f"{entry['requests']} requests a run; {sizes}"
+
+
+def markdown(document: Document) -> str:
+    """The report as Markdown."""
+    parts = ["# pd-radix bench", describe(document), f"    {document['setting']['command']}"]
+    runs = document["setting"]["runs"]
+    parts.append(
+        f"Runs of both sides took turns, {runs} of each. Cells: median (least–greatest) over the runs; on / off is "
+        "taken of neighbouring runs. The least possible is computed from the workload alone."
+    )
+    parts.append(_markdown_table(*headline(document)))
+    for entry in document["workloads"]:
+        parts.append(f"## ({entry['key']}) {entry['title']}")
+        parts.append(sizes_line(entry))
+        parts.append(_markdown_table(*table(entry)))
+        if entry["chat"]:
+            parts.append(_markdown_table(*turns_table(entry)))
+        parts.append(f"Answers identical in all runs: {identity(entry)}.")
+        parts += [f"**{problem}**" for problem in entry["problems"]]
+        parts += list(entry["notes"])
+    return "\n\n".join(parts) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- pictures
+
+
+def _look(name: str) -> tuple[str, str]:
+    """Color and dash of a variant: the side gives the color, a second policy a dash."""
+    side, _, policy = name.partition(" ")
+    return COLORS[side], "5 3" if policy and policy != "cache_aware" else ""
+
+
+def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
+    return [(percentile(values, p), p / 100) for p in (*range(0, 100), 99.5, 100)] if values else []
+
+
+def charts(entry: Document) -> dict[str, str]:
+    """The pictures of one workload: name to SVG."""
+    names = entry["variants"]
+    runs = {name: [run for run in entry["runs"] if run["variant"] == name] for name in names}
+    many = max(map(len, runs.values()))
+    faint = 1.0 if many == 1 else 0.45
+
+    def line(name: str, points: list[tuple[float, float]], opacity: float = 1.0) -> Line:
+        color, dash = _look(name)
+        return Line(name, color, points, opacity, dash)
+
+    ttft = [line(n, _cumulative([1e3 * t for run in runs[n] for t in run["ttft_s"]])) for n in names]
+    itl = []
+    for name in names:
+        columns = list(zip(*(run["itl_quantiles_s"] for run in runs[name]), strict=True))
+        steps = max(1, len(columns) - 1)
+        itl.append(line(name, [(1e3 * sum(c) / len(c), i / steps) for i, c in enumerate(columns)]))
+
+    def over_time(key: str, unit: float = 1.0) -> list[Line]:
+        return [
+            line(name, [(s["s"], s[key] / unit) for s in run["series"] if s["s"] >= 0], faint)
+            for name in names
+            for run in runs[name]
+        ]
+
+    pool = entry["sizes"]["pool"] * entry["sizes"].get("decode", 1)
+    least = entry["runs"][0]["figures"]["least_bytes"] / 2**20
+    found = {
+        "ttft": line_chart("Time to first token", "ms", "part of requests", ttft, log_x=True, top=1.0),
+        "itl": line_chart("Inter-token latency", "ms", "part of tokens", itl, log_x=True, top=1.0),
+        "bytes": line_chart(
+            "KV sent", "seconds", "MiB", over_time("sent_bytes", 2**20), mark=(least, "least possible")
+        ),
+        "running": line_chart("Requests running on decode", "seconds", "requests", over_time("running")),
+        "tokens": line_chart(
+            "KV held by requests on decode", "seconds", "tokens", over_time("used_tokens"), mark=(pool, "pool")
+        ),
+    }
+    if entry["chat"]:
+        turns = [str(i + 1) for i in range(len(entry["runs"][0]["rounds"]))]
+        off, on = pairs(entry)[0]
+
+        def of(name: str, key: str) -> list[float]:
+            return [Spread.of([run["rounds"][i][key] for run in runs[name]]).median for i in range(len(turns))]
+
+        page, prompts, fewest = entry["page_bytes"], of(on, "prompt_tokens"), of(on, "least_pages")
+        size = entry["page_size"]
+        found["turns"] = bar_chart(
+            "KV sent per turn",
+            "turn",
+            "MiB",
+            turns,
+            [
+                ("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
+                ("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
+                ("least possible", COLORS["least"], [v * page / 2**20 for v in fewest]),
+            ],
+        )
+        found["reuse"] = bar_chart(
+            "Part of the prompt that decode reuses",
+            "turn",
+            "%",
+            turns,
+            [
+                ("off", COLORS["off"], [0.0 for _ in turns]),
+                ("on", COLORS["on"], [100 * r / p for r, p in zip(of(on, "reused_tokens"), prompts, strict=True)]),
+                (
+                    "most possible",
+                    COLORS["least"],
+                    [
+                        100 * (pages - f) * size / p
+                        for f, p, pages in zip(fewest, prompts, of(on, "prompt_pages"), strict=True)
+                    ],
+                ),
+            ],
+        )
+    return {name: svg for name, svg in found.items() if svg}
+
+
+# -------------------------------------------------------------------------------------------------------------- HTML
+
+_PAGE_STYLE = """
+:root{color-scheme:light dark;--line:#8884;--card:#8881}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2rem auto;padding:0 1rem}
+h1{margin-bottom:.2em}h2{margin-top:2.5em;border-bottom:1px solid var(--line)}
+table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums;display:block;overflow-x:auto}
+th,td{padding:.25em .7em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}
+pre{background:var(--card);padding:.7em;overflow-x:auto}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(380px,1fr));gap:1em}
+.charts svg{background:var(--card);border-radius:6px;width:100%}
+.bad{color:#dc2626;font-weight:600}.dim{opacity:.75}
+"""
+
+
+def _html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heading)
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html(document: Document) -> str:
+    """The report as one HTML page that needs nothing else."""
+    setting = document["setting"]
+    parts = [
+        f"<p class=dim>{escape(describe(document))}</p>",
+        f"<pre>{escape(setting['command'])}</pre>",
+        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. Runs of both sides "
+        f"took turns, {setting['runs']} of each. Cells: median (least–greatest) over the runs; on / off is taken of "
+        "neighbouring runs. The least possible is computed from the workload alone.</p>",
+        _html_table(*headline(document)),
+    ]
+    for entry in document["workloads"]:
+        parts.append(f"<h2>({escape(entry['key'])}) {escape(entry['title'])}</h2>")
+        parts.append(f"<p class=dim>{escape(sizes_line(entry))}</p>")
+        parts += [f"<p class=bad>{escape(problem)}</p>" for problem in entry["problems"]]
+        parts.append(_html_table(*table(entry)))
+        if entry["chat"]:
+            parts.append(_html_table(*turns_table(entry)))
+        parts.append(f"<p>Answers identical in all runs: {identity(entry)}.</p>")
+        parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
+        parts.append(f"<div class=charts>{''.join(charts(entry).values())}</div>")
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>pd-radix bench</title><style>{_PAGE_STYLE}</style><h1>pd-radix bench</h1>{''.join(parts)}</html>\n"
+    )
+
+
+def write(document: Document, out: Path) -> list[Path]:
+    """Write report.json, report.md, report.html and the pictures into ``out``. Returns their paths."""
+    files = {
+        "report.json": json.dumps(document, indent=1) + "\n",
+        "report.md": markdown(document),
+        "report.html": html(document),
+    }
+    for entry in document["workloads"]:
+        files |= {f"charts/{entry['key']}-{name}.svg": stand_alone(svg) for name, svg in charts(entry).items()}
+    try:
+        (out / "charts").mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PdRadixError(f"cannot write the report to {out}: {error.strerror or error}") from error
+    return [out / name for name in files]

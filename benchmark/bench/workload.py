@@ -1,0 +1,353 @@
+"""What a benchmark asks: prompts as token ids, answer lengths, and what is asked before what.
+
+Everything follows from the sizes and the seed, so the same options make the same requests on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. ``ids``: its prompt, in a chat only what its client adds to the history. Lengths in tokens.
+
+    ``group``: which prefix, client or herd it belongs to. ``arrival_s``: when it is sent, seconds from the start of its
+    round; None: as soon as the concurrency allows.
+    """
+
+    ids: tuple[int, ...]
+    answer: int
+    group: int = 0
+    arrival_s: float | None = None
+
+
+@dataclass
+class Workload:
+    """Rounds of requests: a round begins when every answer of the one before is complete.
+
+    ``warm`` is asked first and not measured. In a ``chat``, round n holds turn n of every client, one request each in
+    the order of clients, and each prompt begins with the previous prompt and answer of its client.
+    """
+
+    key: str
+    title: str
+    sizes: dict[str, Any]
+    rounds: list[list[Request]]
+    warm: list[Request] = field(default_factory=list)
+    concurrency: int | None = None
+    chat: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        return sum(map(len, self.rounds))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        if not self.chat:
+            return max(len(r.ids) + r.answer for rnd in [*self.rounds, self.warm] for r in rnd)
+        return max(sum(len(r.ids) + r.answer for r in turns) for turns in zip(*self.rounds, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+#
+# A class per workload: its fields are the options `--set KEY.FIELD=VALUE`, its `make` builds the requests. ``pool`` is
+# the KV pool of each decode worker in tokens, ``reserve`` what the engine keeps free per request for its answer
+# (--num-reserved-decode-tokens).
+
+
+class Tokens:
+    """Random tokens out of ``ids``: `take` gives the same ones for the same name, whatever was taken before."""
+
+    def __init__(self, ids: range, seed: int) -> None:
+        self._ids, self._seed = ids, seed
+
+    def take(self, name: str, count: int) -> tuple[int, ...]:
+        # Python's own generator seeded by a string: the same stream on every version and machine.
+        return tuple(random.Random(f"{self._seed}/{name}").choices(self._ids, k=count))
+
+    def order(self, name: str) -> random.Random:
+        return random.Random(f"{self._seed}/order/{name}")
+
+
+@dataclass
+class Sizes:
+    """What all workloads have."""
+
+    pool: int = 32768
+    reserve: int = 64
+
+    def check(self, key: str) -> None:
+        """Raise PdRadixError naming the first size that makes no workload."""
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip") else 1
+            if isinstance(value, (int, float)) and value < least:
+                raise PdRadixError(f"--set {key}.{f.name}={value}: must be at least {least}")
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        raise NotImplementedError
+
+
+@dataclass
+class SharedPrefix(Sizes):
+    """``prefixes`` prefixes of ``shared`` tokens, ``requests`` requests over them in random order, each with its own
+    ``suffix``; ``concurrency`` at a time. Warmed up by one request per prefix."""
+
+    prefixes: int = 20
+    shared: int = 512
+    suffix: int = 48
+    answer: int = 64
+    requests: int = 200
+    concurrency: int = 64
+
+    title = "shared prefixes"
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        prefix = [tokens.take(f"{key}/prefix/{g}", self.shared) for g in range(self.prefixes)]
+        groups = [i % self.prefixes for i in range(self.requests)]
+        tokens.order(key).shuffle(groups)
+        asked = [
+            Request(prefix[g] + tokens.take(f"{key}/suffix/{i}", self.suffix), self.answer, g)
+            for i, g in enumerate(groups)
+        ]
+        warm = [Request(prefix[g] + tokens.take(f"{key}/warm/{g}", self.suffix), 2, g) for g in range(self.prefixes)]
+        share = self.shared / (self.shared + self.suffix)
+        title = f"{self.title}: {self.prefixes} prefixes, {share:.0%} of each prompt shared"
+        return Workload(key, title, dataclasses.asdict(self), [asked], warm, self.concurrency)
+
+
+@dataclass
+class Groups(SharedPrefix):
+    """``prefixes`` groups of ``per_group`` prompts, 7 tokens shared for each one of its own, and long answers."""
+
+    prefixes: int = 80
+    per_group: int = 8
+    shared: int = 224
+    suffix: int = 32
+    answer: int = 32
+    requests: int = 640
+    concurrency: int = 64
+
+    title = "groups"
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        if self.requests != self.prefixes * self.per_group:
+            self.requests = self.prefixes * self.per_group
+
+
+@dataclass
+class Chat(Sizes):
+    """``clients`` conversations of ``turns`` turns: a first message of ``document`` tokens, then ``question`` each."""
+
+    clients: int = 8
+    turns: int = 6
+    document: int = 400
+    question: int = 40
+    answer: int = 32
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        rounds = [
+            [
+                Request(tokens.take(f"{key}/{c}/{t}", self.question if t else self.document), self.answer, c)
+                for c in range(self.clients)
+            ]
+            for t in range(self.turns)
+        ]
+        title = f"chat: {self.clients} clients, {self.turns} turns, growing history"
+        return Workload(key, title, dataclasses.asdict(self), rounds, concurrency=self.clients, chat=True)
+
+
+@dataclass
+class Herd(Sizes):
+    """``herds`` times ``size`` requests at once with the same prefix of ``shared`` tokens, which nobody has seen."""
+
+    herds: int = 4
+    size: int = 16
+    shared: int = 512
+    suffix: int = 32
+    answer: int = 16
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        rounds = []
+        for herd in range(self.herds):
+            prefix = tokens.take(f"{key}/{herd}", self.shared)
+            rounds.append(
+                [
+                    Request(prefix + tokens.take(f"{key}/{herd}/{i}", self.suffix), self.answer, herd)
+                    for i in range(self.size)
+                ]
+            )
+        title = f"cold herd: {self.size} requests at once with the same new prefix, {self.herds} times"
+        return Workload(key, title, dataclasses.asdict(self), rounds)
+
+
+@dataclass
+class Distinct(Sizes):
+    """``requests`` prompts of ``prompt`` tokens that have nothing in common, ``concurrency`` at a time."""
+
+    requests: int = 120
+    prompt: int = 384
+    answer: int = 32
+    concurrency: int = 16
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        asked = [Request(tokens.take(f"{key}/{i}", self.prompt), self.answer, i) for i in range(self.requests)]
+        title = "no sharing: every prompt is new"
+        return Workload(key, title, dataclasses.asdict(self), [asked], concurrency=self.concurrency)
+
+
+# Tokens that one entry of ``hash_ids`` stands for in the traces that Mooncake published.
+TRACE_BLOCK = 512
+
+
+@dataclass
+class Trace(Sizes):
+    """``requests`` requests of a Mooncake-format trace from line ``skip`` on, all lengths divided by ``shrink``, sent
+    at ``speed`` times the pace of the trace (0: all at once, ``concurrency`` at a time). Without ``file``: a made trace
+    of conversations in the same format."""
+
+    file: str = ""
+    skip: int = 0
+    requests: int = 120
+    shrink: int = 16
+    speed: float = 1.0
+    concurrency: int = 32
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        records = read_trace(Path(self.file), self.skip + self.requests) if self.file else made_trace(self.requests)
+        records = records[self.skip if self.file else 0 :]
+        if not records:
+            raise PdRadixError(f"--set {key}.skip={self.skip}: {self.file} has no line after it")
+        block = max(1, TRACE_BLOCK // self.shrink)
+        first = records[0]["timestamp"]
+
+        @functools.cache
+        def tokens_of(block_id: int) -> tuple[int, ...]:
+            return tokens.take(f"trace/{block_id}", block)
+
+        asked = []
+        for record in records:
+            length = max(1, round(record["input_length"] / self.shrink))
+            ids = tuple(token for b in record["hash_ids"] for token in tokens_of(b))
+            if len(ids) < length:  # rounding: the last block of the trace is shorter than a block, ours may be too
+                ids += tokens.take(f"trace/rest/{record['hash_ids'][-1]}", length - len(ids))
+            answer = max(2, round(record["output_length"] / self.shrink))
+            due = (record["timestamp"] - first) / 1000 / self.speed if self.speed else None
+            asked.append(Request(ids[:length], answer, record["hash_ids"][0], due))
+        name = Path(self.file).stem if self.file else "a made trace"
+        title = f"trace: {len(asked)} requests of {name}, lengths / {self.shrink}" + (
+            f", {self.speed:g} x its pace" if self.speed else ""
+        )
+        concurrency = None if self.speed else self.concurrency
+        return Workload(key, title, dataclasses.asdict(self), [asked], concurrency=concurrency)
+
+
+@dataclass
+class TraceOverMany(Trace):
+    """The same with ``decode`` decode workers on each side, under each of the router's ``policies``."""
+
+    decode: int = 2
+    policies: str = "cache_aware,round_robin"
+
+
+def read_trace(path: Path, most: int) -> list[dict[str, Any]]:
+    """The first ``most`` records of a Mooncake-format trace, in order of time. Raises PdRadixError naming the line.
+
+    A record: ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one per 512 tokens).
+    """
+    records: list[dict[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if len(records) == most:
+                    break
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                    lengths = [record[name] for name in ("timestamp", "input_length", "output_length")]
+                    good = all(isinstance(v, (int, float)) and v >= 0 for v in lengths) and bool(record["hash_ids"])
+                except (ValueError, KeyError, TypeError):
+                    good = False
+                if not good:
+                    raise PdRadixError(
+                        f"{path}, line {number}: not a record with timestamp, input_length, output_length and hash_ids"
+                    )
+                records.append(record)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PdRadixError(f"cannot read the trace {path}: {getattr(error, 'strerror', None) or error}") from None
+    return sorted(records, key=lambda record: record["timestamp"])
+
+
+def made_trace(count: int) -> list[dict[str, Any]]:
+    """``count`` records in the format of `read_trace`: conversations under one of a few system prompts, 10 a second.
+
+    A stand-in for a machine that has no trace; its shape (one block that all share, histories that grow by a few
+    blocks per turn, answers of some hundred tokens) is that of a chat service, its numbers are nobody's.
+    """
+    pick = random.Random("made trace")
+    fresh = iter(range(1, 10**9))
+    open_chats: list[list[int]] = []
+    records: list[dict[str, Any]] = []
+    for i in range(count):
+        if open_chats and pick.random() < 0.6:
+            chat = open_chats.pop(pick.randrange(len(open_chats)))
+        else:
+            chat = [0, *(next(fresh) for _ in range(pick.randint(4, 16)))]
+        chat = chat + [next(fresh) for _ in range(pick.randint(1, 3))]
+        length = TRACE_BLOCK * (len(chat) - 1) + pick.randint(1, TRACE_BLOCK)
+        records.append(
+            {
+                "timestamp": 100 * i,
+                "input_length": length,
+                "output_length": pick.randint(128, 640),
+                "hash_ids": list(chat),
+            }
+        )
+        # The last block may have been filled in part only: what follows on it is another block.
+        open_chats.append(chat[:-1])
+    return records
+
+
+#: Every workload by its key.
+KINDS: dict[str, Callable[[], Sizes]] = {
+    "a": SharedPrefix,
+    "b": Groups,
+    "c": Chat,
+    "d": Herd,
+    "e": Distinct,
+    "f": Trace,
+    "fm": TraceOverMany,
+}
+
+
+def apply_settings(sizes: dict[str, Sizes], settings: Sequence[str]) -> None:
+    """Change ``sizes`` by ``KEY.FIELD=VALUE`` strings. Raises PdRadixError that says what there is."""
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        key, dot, field_name = name.partition(".")
+        if not equals or not dot or key not in sizes:
+            raise PdRadixError(f"--set {setting}: write KEY.SIZE=VALUE, with KEY one of {', '.join(sizes)}")
+        known = {f.name: f for f in dataclasses.fields(sizes[key])}
+        if field_name not in known:
+            raise PdRadixError(f"--set {setting}: {key} has the sizes {', '.join(known)}")
+        kind = type(getattr(sizes[key], field_name))
+        try:
+            setattr(sizes[key], field_name, kind(value))
+        except ValueError:
+            raise PdRadixError(f"--set {setting}: {field_name} takes {kind.__name__}") from None
+    for key, entry in sizes.items():
+        entry.check(key)

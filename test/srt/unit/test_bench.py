@@ -1,0 +1,387 @@
+"""`pd-radix bench`: the workloads, the least possible, the figures and the report. No server is started here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_pd_radix import bench, cli
+from sglang_pd_radix.errors import PdRadixError
+
+workload = bench.package("workload")
+least = bench.package("least")
+stats = bench.package("stats")
+chart = bench.package("chart")
+deploy = bench.package("deploy")
+measure = bench.package("measure")
+report = bench.package("report")
+command = bench.package("command")
+
+TOKENS = workload.Tokens(range(400, 1900), 0)
+PAGE = 4
+
+
+def make(key: str, **sizes):
+    entry = dataclasses.replace(workload.KINDS[key](), **sizes)
+    entry.check(key)
+    return entry.make(key, TOKENS)
+
+
+# ---- workloads ----
+
+
+@pytest.mark.parametrize("key", workload.KINDS)
+def test_a_workload_is_the_same_every_time_and_other_with_another_seed(key):
+    sizes = workload.KINDS[key]()
+    again = workload.Tokens(range(400, 1900), 0)
+    other = workload.Tokens(range(400, 1900), 1)
+    assert sizes.make(key, TOKENS).rounds == sizes.make(key, again).rounds
+    assert sizes.make(key, TOKENS).rounds != sizes.make(key, other).rounds
+
+
+def test_shared_prefixes_share_what_they_say():
+    made = make("a", prefixes=3, shared=20, suffix=2, requests=9)
+    (asked,) = made.rounds
+    assert sorted(r.group for r in asked) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for r in asked:
+        assert len(r.ids) == 22
+        assert all((r.ids[:20] == other.ids[:20]) == (r.group == other.group) for other in asked)
+    assert len({r.ids for r in asked}) == 9
+    assert [w.ids[:20] for w in made.warm] == [next(r.ids[:20] for r in asked if r.group == g) for g in range(3)]
+    assert not {w.ids for w in made.warm} & {r.ids for r in asked}
+
+
+def test_groups_are_as_many_as_they_say():
+    made = make("b", prefixes=5, per_group=3)
+    assert made.requests == 15
+    assert made.sizes["shared"] == 7 * made.sizes["suffix"]
+
+
+def test_the_longest_request():
+    assert make("e", prompt=30, answer=5).longest == 35
+    assert make("c", clients=2, turns=3, document=10, question=4, answer=2).longest == 10 + 4 + 4 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    "setting, said",
+    [
+        ("a.shared", "KEY.SIZE=VALUE"),
+        ("x.shared=1", "KEY.SIZE=VALUE"),
+        ("a.sharde=1", "a has the sizes pool"),
+        ("a.shared=many", "takes int"),
+        ("a.answer=1", "--set a.answer=1: must be at least 2"),
+        ("a.requests=0", "--set a.requests=0: must be at least 1"),
+    ],
+)
+def test_a_size_that_makes_no_sense_is_refused(setting, said):
+    with pytest.raises(PdRadixError, match=re.escape(said)):
+        workload.apply_settings({"a": workload.SharedPrefix()}, [setting])
+
+
+# ---- traces ----
+
+
+def write_trace(path: Path, *records) -> Path:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n")
+    return path
+
+
+def record(at, length, answer, *blocks):
+    return {"timestamp": at, "input_length": length, "output_length": answer, "hash_ids": list(blocks)}
+
+
+def test_a_trace_keeps_lengths_blocks_and_times(tmp_path):
+    path = write_trace(
+        tmp_path / "t.jsonl",
+        record(1000, 1024, 64, 7, 8),
+        record(3000, 700, 32, 7, 9),
+        record(2000, 1536, 1, 7, 8, 10),
+    )
+    (asked,) = make("f", file=str(path), shrink=8, speed=2.0, requests=3).rounds
+    assert [len(r.ids) for r in asked] == [128, 192, 88]
+    assert [r.answer for r in asked] == [8, 2, 4]
+    assert [r.arrival_s for r in asked] == [0, 0.5, 1.0]
+    first, second, third = (r.ids for r in asked)
+    assert second[:128] == first and third[:64] == first[:64]
+    assert third[64:] != first[64:88]
+
+
+def test_a_trace_without_times_is_sent_as_fast_as_the_concurrency_allows(tmp_path):
+    path = write_trace(tmp_path / "t.jsonl", record(0, 600, 9, 1, 2), record(9, 600, 9, 1, 2))
+    made = make("f", file=str(path), speed=0.0, concurrency=5)
+    assert made.concurrency == 5
+    assert [r.arrival_s for r in made.rounds[0]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"timestamp": 1}', "[]", json.dumps(record(0, 1, 1)), json.dumps(record(-1, 1, 1, 1)), '"x"']
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = write_trace(tmp_path / "t.jsonl", record(0, 600, 9, 1, 2), line)
+    with pytest.raises(PdRadixError, match=r"t\.jsonl, line 2: not a record"):
+        make("f", file=str(path))
+
+
+def test_a_trace_that_is_not_there(tmp_path):
+    with pytest.raises(PdRadixError, match="cannot read the trace .*none.jsonl: No such file"):
+        make("f", file=str(tmp_path / "none.jsonl"))
+
+
+def test_the_made_trace_reads_like_a_real_one(tmp_path):
+    records = workload.made_trace(50)
+    path = write_trace(tmp_path / "made.jsonl", *records)
+    assert workload.read_trace(path, 50) == records
+    for r in records:
+        assert len(r["hash_ids"]) == math.ceil(r["input_length"] / workload.TRACE_BLOCK)
+    assert len({r["hash_ids"][1] for r in records}) < 50  # some go on
+
+
+# ---- the least possible ----
+
+
+def test_a_page_is_known_by_what_is_before_it():
+    index = least.PageIndex(PAGE)
+    a, b = index.pages([1, 2, 3, 4, 5, 6, 7, 8, 9]), index.pages([9, 9, 9, 9, 5, 6, 7, 8])
+    assert len(a) == 2 and len(b) == 2
+    assert not set(a) & set(b)
+    assert index.pages([1, 2, 3, 4, 5, 6, 7, 8]) == a
+
+
+def test_least_to_send_counts_a_shared_page_once_and_a_partial_page_each_time():
+    keeper = least.Keeper(least.PageIndex(PAGE))
+    assert keeper.send([1, 2, 3, 4, 5, 6]) == 2
+    assert keeper.send([1, 2, 3, 4, 5, 6]) == 1  # the rest of two tokens cannot be shared
+    assert keeper.send([1, 2, 3, 4, 5, 6, 7, 8]) == 1
+    assert keeper.send([1, 2, 3, 4, 5, 6, 7, 8]) == 0  # a full hit
+
+
+def test_an_answer_is_kept_but_for_its_last_token():
+    keeper = least.Keeper(least.PageIndex(PAGE))
+    keeper.send([1, 2, 3])
+    keeper.answered([1, 2, 3], [4, 5])
+    assert keeper.send([1, 2, 3, 4, 5]) == 1  # holds 1 2 3 4
+    keeper = least.Keeper(least.PageIndex(PAGE))
+    keeper.send([1, 2, 3])
+    keeper.answered([1, 2, 3], [4])
+    assert keeper.send([1, 2, 3, 4, 5]) == 2  # holds 1 2 3, and not 4
+
+
+def test_the_least_of_a_chat_is_that_of_the_demo():
+    """`demo.least_pages` has it as a formula over sizes, for conversations with nothing in common."""
+    from sglang_pd_radix.demo import least_pages
+
+    rnd = random.Random(5)
+    keeper, total, sizes = least.Keeper(least.PageIndex(16)), 0, []
+    histories = [[1000 * c] for c in range(3)]
+    for _ in range(4):
+        turn = []
+        for c, history in enumerate(histories):
+            history += [1000 * c + rnd.randrange(1000) for _ in range(rnd.randrange(1, 70))]
+            answer = [1000 * c + rnd.randrange(1000) for _ in range(rnd.randrange(2, 40))]
+            total += keeper.send(history)
+            keeper.answered(history, answer)
+            turn.append((len(history), len(answer)))
+            history += answer
+        sizes.append(turn)
+    assert total == least_pages(sizes, 16)
+
+
+def test_tokens_to_hold_is_the_union():
+    index = least.PageIndex(PAGE)
+    one, two = index.pages([1, 2, 3, 4, 5, 6]), index.pages([1, 2, 3, 4, 7, 8, 9, 10])
+    assert least.tokens_to_hold([(one, 6, 3)], PAGE) == 9
+    assert least.tokens_to_hold([(one, 6, 3), (two, 8, 1)], PAGE) == 4 + (2 + 3) + (4 + 1)
+    assert least.tokens_to_hold([], PAGE) == 0
+
+
+# ---- statistics ----
+
+
+def test_percentiles_are_those_of_numpy():
+    rnd = random.Random(1)
+    values = [rnd.expovariate(1) for _ in range(37)]
+    for percent in (0, 1, 50, 90, 99, 100):
+        assert stats.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert stats.quantiles(values, 4) == pytest.approx(np.quantile(values, [0, 0.25, 0.5, 0.75, 1]))
+    assert math.isnan(stats.percentile([], 50)) and stats.quantiles([]) == []
+
+
+def test_ratios_are_of_neighbours():
+    assert stats.paired_ratio([2, 9, 4], [1, 3, 1]) == stats.Spread(3, 2, 4, 3)
+    assert stats.paired_ratio([1, math.nan], [0, 1]).runs == 0
+    assert stats.Spread.of([3, math.nan, 1]) == stats.Spread(2, 1, 3, 2)
+
+
+# ---- figures ----
+
+
+def asked(prompt, start, ttft, gaps):
+    return measure.Asked(prompt, len(gaps) + 1, "x", start, ttft, ttft + sum(gaps), list(gaps))
+
+
+def test_figures_of_a_run_by_hand():
+    index = least.PageIndex(PAGE)
+    requests = [asked([1, 2, 3, 4, 5], 0.0, 1.0, [1.0, 1.0]), asked([1, 2, 3, 4, 6], 0.0, 3.0, [2.0])]
+    rounds = [
+        {
+            "duration_s": 5.0,
+            "sent_bytes": 300,
+            "prompt_pages": 4,
+            "least_pages": 3,
+            "prompt_tokens": 10,
+            "reused_tokens": 4,
+            "blocked": 1,
+        }
+    ]
+    samples = [
+        measure.Sample(0.5, 0, 2, 5, 0),  # nobody is being answered yet
+        measure.Sample(2.5, 1, 1, 12, 100),  # the first, with 2 tokens: 4 + 1 + 2
+        measure.Sample(4.0, 1, 0, 12, 300),  # the second, with 1 token: 4 + 1 + 1
+    ]
+    figures = measure.figures_of(requests, rounds, samples, index, 0)
+    assert figures["requests_per_s"] == 2 / 5
+    assert figures["output_tokens_per_s"] == 5 / 5
+    assert figures["ttft_p50_s"] == 2.0
+    assert figures["itl_mean_s"] == pytest.approx(4 / 3)
+    assert figures["tpot_p50_s"] == 1.5
+    assert figures["answering_mean"] == (2 + 2) / 5
+    assert figures["held_over_least"] == pytest.approx(24 / 13)
+    assert figures["running_max"] == 1
+
+
+def run_entry(variant, number, requests_per_s, sent):
+    figures = {f.key: 1.0 for f in report.FIGURES}
+    figures |= {"requests_per_s": requests_per_s, "sent_bytes": sent, "prompt_pages": 10, "least_pages": 4}
+    rounds = [
+        {"prompt_tokens": 30, "reused_tokens": 16, "sent_bytes": sent / 2, "least_pages": 2, "prompt_pages": 5}
+        for _ in range(2)
+    ]
+    series = [{"s": s, "running": s, "waiting": 0, "used_tokens": 10 * s, "sent_bytes": s} for s in range(3)]
+    return {
+        "variant": variant,
+        "radix": variant.startswith("on"),
+        "number": number,
+        "figures": figures,
+        "rounds": rounds,
+        "series": series,
+        "ttft_s": [0.1, 0.2, 0.4],
+        "itl_quantiles_s": [0.01, 0.02, 0.03],
+        "answers_sha256": "0",
+        "different_answers": 0,
+    }
+
+
+def a_document(chat=False, **changes):
+    runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 3, 400), run_entry("off", 2, 4, 1000)]
+    runs.append(run_entry("on", 2, 8, 440))
+    entry = {
+        "key": "a",
+        "title": "x < y & z",
+        "sizes": {"pool": 64},
+        "requests": 3,
+        "chat": chat,
+        "notes": [],
+        "page_size": 16,
+        "variants": ["off", "on"],
+        "problems": [],
+        "runs": runs,
+        **changes,
+    }
+    report.finish(entry)
+    names = ("date", "machine", "sglang", "sglang_pd_radix", "torch", "router", "backend", "backend_version")
+    setting = {name: name for name in (*names, "python", "model", "dtype", "device", "command")}
+    return {"setting": {**setting, "page_size": 16, "runs": 2}, "workloads": [entry]}
+
+
+def test_bytes_of_a_page_come_from_the_runs_without_cache():
+    (entry,) = a_document()["workloads"]
+    assert entry["page_bytes"] == 100
+    assert [run["figures"]["sent_over_least"] for run in entry["runs"]] == [2.5, 1.0, 2.5, 1.1]
+    assert entry["ratios"]["on"]["requests_per_s"] == {"median": 1.75, "low": 1.5, "high": 2.0, "runs": 2}
+    assert entry["summary"]["off"]["requests_per_s"] == {"median": 3, "low": 2, "high": 4, "runs": 2}
+
+
+def test_answers_that_differ_are_counted():
+    assert report.compare_answers([["a", "b"], ["a", "b"], ["a", "c"]]) == [0, 0, 1]
+    entry = a_document()["workloads"][0]
+    assert report.identity(entry) == "all 12"
+    entry["runs"][3]["different_answers"] = 2
+    assert report.identity(entry) == "10 of 12"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
+    document = a_document(chat)
+    files = report.write(document, tmp_path)
+    assert {f.name for f in files} >= {"report.json", "report.md", "report.html", "a-ttft.svg", "a-itl.svg"}
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(document))
+    page = (tmp_path / "report.html").read_text()
+    assert "x &lt; y &amp; z" in page and "x < y" not in page
+    assert not re.search(r"""(src|href)=|url\(|@import""", page)
+    assert page.count("<svg ") == (7 if chat else 5)
+    for svg in (f for f in files if f.suffix == ".svg"):
+        ElementTree.fromstring(svg.read_text())
+    text = (tmp_path / "report.md").read_text()
+    assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) |" in text
+    widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert set(widths) <= {5, 7, 9}
+
+
+def test_every_policy_is_compared_with_itself():
+    names = ["off cache_aware", "on cache_aware", "off round_robin", "on round_robin"]
+    assert report.pairs({"variants": names}) == [tuple(names[:2]), tuple(names[2:])]
+    shape = deploy.Shape(100, 10, 2, ("cache_aware", "round_robin"))
+    made = deploy.variants(shape)
+    assert [v.name for v in made] == names
+    assert [v.workers for v in made] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [v.name for v in deploy.variants(deploy.Shape(100, 10))] == ["off", "on"]
+
+
+def test_ticks_are_round():
+    assert chart.ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert chart.ticks(0, 0.7) == [0, 0.2, 0.4, 0.6]
+    assert chart.ticks(3, 3) == [3]
+    assert chart.log_ticks(3, 60) == [5, 10, 20, 50]
+
+
+# ---- command ----
+
+
+def test_the_command_says_what_it_can_measure(capsys):
+    assert cli.main(["bench", "--sizes"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == list(workload.KINDS)
+    assert cli.main(["bench", "--quick", "--sizes", "--only", "a", "--set", "a.requests=7"]) == 0
+    assert "requests=7 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--only", "a,z"], "z is not one of a, b, c, d, e, f, fm"),
+        (["--only", "a,"], "an empty name is not one of"),
+        (["--runs", "0"], "--runs 0: must be at least 1"),
+        (["--sample-every", "0"], "--sample-every 0: must be at least 0.1"),
+        (["--only", "a", "--trace", "x"], "--trace is for the workloads f and fm"),
+        (["--model", "/none"], "no model at /none"),
+        (["--", "--disaggregation-decode-enable-radix-cache"], "is what the benchmark switches"),
+    ],
+)
+def test_bad_options_get_one_clear_line(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    assert cli.main(["bench", "--out", str(tmp_path), *options]) == 1
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+def test_a_report_names_no_place_on_this_machine():
+    shown = list(command._shown(["bench", "--trace", "/data/x/t.jsonl", "--out=/tmp/r", "--set", "a.pool=9"]))
+    assert shown == ["bench", "--trace", "t.jsonl", "--out=r", "--set", "a.pool=9"]
