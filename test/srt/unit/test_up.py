@@ -322,6 +322,37 @@ def test_aggregated_is_one_engine_without_router(fake, tmp_path):
         assert [p.role for p in cluster.processes] == ["engine"]
 
 
+def test_each_router_has_its_own_decode_workers(fake, tmp_path):
+    routers = {"off": ([0], []), "on": ([1], ["--policy", "random"])}
+    with Cluster("m", decode=2, commands=fake, log_dir=tmp_path, routers=routers) as cluster:
+        assert list(cluster.router_urls) == ["off", "on"] and cluster.router_url == cluster.router_urls["off"]
+        for i, url in enumerate(cluster.router_urls.values()):
+            args = json.loads(http(url + "/generate", {})[1])["args"]
+            assert cluster.prefill_urls[0] in args
+            assert cluster.decode_urls[i] in args and cluster.decode_urls[1 - i] not in args
+        assert args[-2:] == ["--policy", "random"]
+    with pytest.raises(PdRadixError, match=r"routers: off routes to \[2\], and decode workers are 0 to 1"):
+        Cluster("m", decode=2, routers={"off": ([2], [])})
+
+
+def test_paused_servers_do_nothing_until_they_are_resumed_and_end_with_the_rest(fake, tmp_path):
+    def states(process):
+        group = cluster_module.process_group.members(process.pid)
+        return {(Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] for pid in group}
+
+    with Cluster("m", decode=2, commands=fake, log_dir=tmp_path) as cluster:
+        idle, busy = (p for p in cluster.processes if p.role == "decode")
+        cluster.pause(["decode-0"])
+        wait_for(lambda: states(idle) == {"T"}, "not paused")
+        assert "T" not in states(busy) and cluster.alive()
+        assert http(busy.url + "/health")[0] == 200
+        cluster.resume()
+        wait_for(lambda: "T" not in states(idle), "not resumed")
+        assert http(idle.url + "/health")[0] == 200
+        cluster.pause(["decode-0"])
+    assert not cluster.alive()
+
+
 def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DECODE", "dies")
     monkeypatch.setenv("FAKE_PREFILL", "never")
