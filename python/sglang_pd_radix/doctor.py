@@ -35,7 +35,11 @@ if backend in answer["plugins"]:
 """,
     "mooncake": """
 from sglang_pd_radix import cpu_host, mooncake_host
-answer = {"installed": mooncake_host.installed(), "trouble": mooncake_host.trouble(cpu_host.active())}
+answer = {
+    "installed": mooncake_host.installed(),
+    "trouble": mooncake_host.trouble(cpu_host.active()),
+    "transport": mooncake_host.transport(),
+}
 """,
     "router": """
 import importlib.metadata
@@ -272,7 +276,7 @@ def _mooncake(answer: dict[str, Any]) -> Check:
         if answer["installed"]:
             return Check("mooncake", "warn", f"installed, but {what}", way_out)
         return Check("mooncake", "ok", f"not installed (optional: {way_out})")
-    return Check("mooncake", "ok", "loads; where the machine's RDMA devices are not to be used, set MC_FORCE_TCP=1")
+    return Check("mooncake", "ok", "loads; transfers over {}; to change that: {}".format(*answer["transport"]))
 
 
 def _router(answer: dict[str, Any]) -> Check:

@@ -87,6 +87,29 @@ def check(cpu: bool) -> None:
         )
 
 
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def transport(devices: str | None = None) -> tuple[str, str]:
+    """What Mooncake transfers over on this host, as far as can be told from outside, and how to change that.
+
+    devices: of --disaggregation-ib-device. Where there is no RDMA device, Mooncake takes TCP without a word.
+    """
+    if os.environ.get("MC_FORCE_TCP"):
+        return "TCP (MC_FORCE_TCP is set)", "unset MC_FORCE_TCP where there are RDMA devices"
+    try:
+        found = sorted(path.name for path in RDMA_DEVICES.iterdir())
+    except OSError:
+        found = []
+    if not found:
+        return (
+            "TCP (no RDMA device here)",
+            "for RDMA install the devices' driver; in a container pass /dev/infiniband in",
+        )
+    use = f"RDMA ({devices or ', '.join(found)})"
+    return use, f"name working devices of {', '.join(found)} with --disaggregation-ib-device, or set MC_FORCE_TCP=1"
+
+
 # ---- installing ----
 
 # Seconds for one call of pip or apt-get.

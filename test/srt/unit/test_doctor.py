@@ -88,6 +88,8 @@ def test_cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
         "pip install mooncake"
         in doctor._mooncake({"installed": False, "trouble": ("x", "pip install mooncake")}).detail
     )
+    loads = doctor._mooncake({"installed": True, "trouble": None, "transport": ("TCP", "install a driver")})
+    assert loads.status == "ok" and "over TCP" in loads.detail and "install a driver" in loads.detail
 
 
 @pytest.mark.usefixtures("clean")
