@@ -99,12 +99,16 @@ class LoadGenerator:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the workers say at one moment: requests and tokens of the decode workers, bytes that prefill has sent."""
+    """What the workers say at one moment: requests and tokens of the decode workers, bytes that prefill has sent.
+
+    ``used_tokens`` are those that requests hold, ``kept_tokens`` those that only the cache holds.
+    """
 
     at_s: float
     running: int
     waiting: int
     used_tokens: int
+    kept_tokens: int
     sent_bytes: int
 
 
@@ -128,22 +132,27 @@ class Watch(threading.Thread):
             self._end.wait(max(0.05, self._every_s - (time.perf_counter() - started)))
 
     def _take(self) -> Sample | None:
-        running = waiting = used = sent = 0
+        running = waiting = used = kept = sent = 0
         before = time.perf_counter()
         for url in self._decode:
-            status, content = http(url + "/v1/loads?include=core", timeout=20)
-            if status != 200:
+            # Not /v1/loads, which has all of it: with --enable-metrics it fails under the FastAPI that goes with this
+            # engine (its metrics look for the path of a route that has none).
+            loads, info = http(url + "/get_load", timeout=20), http(url + "/get_server_info", timeout=20)
+            if loads[0] != 200 or info[0] != 200:
                 return None
-            for load in json.loads(content)["loads"]:
-                running += load["num_running_reqs"]
+            for load in json.loads(loads[1]):
+                running += load["num_reqs"] - load["num_waiting_reqs"]
                 waiting += load["num_waiting_reqs"]
-                used += load["num_used_tokens"]
+            for state in json.loads(info[1])["internal_states"]:
+                pool = state["kv_pool"]
+                used += pool["size"] - pool["available"] - pool["evictable"]
+                kept += pool["evictable"]
         at = (before + time.perf_counter()) / 2
         for url in self._prefill:
             status, content = http(url + "/metrics", timeout=20)
             names = {"sent_bytes": PREFILL_COUNTERS["sent_bytes"]}
             sent += int(parse_counters(content.decode(errors="replace"), names).get("sent_bytes", 0))
-        return Sample(at, running, waiting, used, sent)
+        return Sample(at, running, waiting, used, kept, sent)
 
     def stop(self) -> list[Sample]:
         self._end.set()
@@ -262,6 +271,7 @@ def run_once(
             "running": s.running,
             "waiting": s.waiting,
             "used_tokens": s.used_tokens,
+            "kept_tokens": s.kept_tokens,
             "sent_bytes": s.sent_bytes - first["sent_bytes"],
         }
         for s in samples

@@ -103,7 +103,8 @@ class Sizes:
 @dataclass
 class SharedPrefix(Sizes):
     """``prefixes`` prefixes of ``shared`` tokens, ``requests`` requests over them in random order, each with its own
-    ``suffix``; ``concurrency`` at a time. Warmed up by one request per prefix."""
+    ``suffix`` and an answer of half to one and a half ``answer``; ``concurrency`` at a time. Warmed up by one request
+    per prefix."""
 
     prefixes: int = 20
     shared: int = 512
@@ -118,8 +119,14 @@ class SharedPrefix(Sizes):
         prefix = [tokens.take(f"{key}/prefix/{g}", self.shared) for g in range(self.prefixes)]
         groups = [i % self.prefixes for i in range(self.requests)]
         tokens.order(key).shuffle(groups)
+        # Answers of one length would end together, and the next requests come as a crowd, wave after wave.
+        length = tokens.order(f"{key}/answer")
         asked = [
-            Request(prefix[g] + tokens.take(f"{key}/suffix/{i}", self.suffix), self.answer, g)
+            Request(
+                prefix[g] + tokens.take(f"{key}/suffix/{i}", self.suffix),
+                max(2, length.randint(self.answer // 2, self.answer + self.answer // 2)),
+                g,
+            )
             for i, g in enumerate(groups)
         ]
         warm = [Request(prefix[g] + tokens.take(f"{key}/warm/{g}", self.suffix), 2, g) for g in range(self.prefixes)]

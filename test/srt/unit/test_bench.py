@@ -242,9 +242,9 @@ def test_figures_of_a_run_by_hand():
         }
     ]
     samples = [
-        measure.Sample(0.5, 0, 2, 5, 0),  # nobody is being answered yet
-        measure.Sample(2.5, 1, 1, 12, 100),  # the first, with 2 tokens: 4 + 1 + 2
-        measure.Sample(4.0, 1, 0, 12, 300),  # the second, with 1 token: 4 + 1 + 1
+        measure.Sample(0.5, 0, 2, 5, 0, 0),  # nobody is being answered yet
+        measure.Sample(2.5, 1, 1, 12, 9, 100),  # the first, with 2 tokens: 4 + 1 + 2
+        measure.Sample(4.0, 1, 0, 12, 9, 300),  # the second, with 1 token: 4 + 1 + 1
     ]
     figures = measure.figures_of(requests, rounds, samples, index, 0)
     assert figures["requests_per_s"] == 2 / 5
