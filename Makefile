@@ -12,7 +12,8 @@ BACKEND ?= nixl
 JSON ?=
 ARGS ?=
 # make test
-TESTS ?= test/srt
+# The quick ones first.
+TESTS ?= test/srt/unit test/srt/e2e
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin

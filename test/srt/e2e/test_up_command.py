@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)
+
 PROMPT = [{"role": "user", "content": "What is a good name for a small river?"}]
 
 
@@ -89,7 +91,7 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
 
 def test_refused_option_is_shown_with_its_reason(model, tmp_path):
     process = start_up(model, tmp_path, "--decode-args", "--load-balance-method nonsense")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 1
     message = err[err.index("pd-radix: decode-0 exited with code") :]
     assert "nonsense" in message.splitlines()[0] and "decode-0.log" in message
