@@ -336,9 +336,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         parts, node = self.radix.lock_found(plan.found)
         shortfall = plan.delta - allocator.available_size()
         if shortfall > 0:
-            self.radix.evict_shortfall(shortfall)
+            self.radix.evict_shortfall(shortfall, self.radix.ahead)
         # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
-        delta = allocator.alloc(plan.delta)
+        delta = allocator.alloc_long_runs(plan.delta)
         slots = self.req_to_token_pool.alloc([req])
         assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
         fill_len, prefix_len = len(token_ids), plan.found.length

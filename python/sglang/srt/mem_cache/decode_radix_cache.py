@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,14 @@ class PrefixPeek(NamedTuple):
     path: list[TreeNode]
     in_last: int
 
+
+# LEAD TO THE MOONCAKE ENGINEER (remove this line when read): issue 3 point 1, DESIGN and trap 11 say "evict exactly the
+# shortfall": evicting ahead may not stay, nor may test_trap_11 be loosened. Keep runs long by the order of the free list
+# and by choosing where delta and decode steps allocate (and, if needed, in what order pages are freed); report what that
+# alone gives, and the cost of alloc_long_runs per admission at 1K (the budget is tight: benchmark/admission.py).
+# One part in this many of the pool is evicted beyond a shortfall, but no more leaves than this: a step must not stall.
+EVICT_AHEAD = 32
+MAX_LEAVES_AHEAD = 64
 
 NOTHING = PrefixPeek(0, 0, [], 0)
 
@@ -73,6 +82,11 @@ class DecodeRadixCache(RadixCache):
         if hasattr(cache, "metrics_collector"):
             new.metrics_collector = cache.metrics_collector
         return new
+
+    def __init__(self, params: CacheInitParams):
+        """Adds the order of the free list: see ``mem_cache/allocator.py``."""
+        super().__init__(params)
+        self.token_to_kv_pool_allocator.long_runs_last = True
 
     def reset(self) -> None:
         super().reset()
@@ -192,22 +206,32 @@ class DecodeRadixCache(RadixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         super().cache_finished_req(req, is_insert=is_insert and self.takes(req))
 
-    def evict_shortfall(self, num_tokens: int) -> int:
+    def evict_shortfall(self, num_tokens: int, ahead: int = 0) -> int:
         """Evict ``num_tokens`` rounded up to pages, and no more: the last victim is split and keeps its head.
 
         The engine's ``evict`` takes whole leaves, which for one request can empty a cache of long prompts.
+        ahead: tokens to evict beyond these, as far as that takes few leaves.
         Returns the number of tokens freed; fewer than asked when the rest is locked.
         """
-        return self._evict(num_tokens, exact=True)
+        return self._evict(num_tokens, exact=True, ahead=ahead)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
         start = time.perf_counter()
-        freed = self._evict(params.num_tokens, exact=False)
+        freed = self._evict(params.num_tokens, exact=False, ahead=max(0, self.ahead - params.num_tokens))
         self.update_eviction_metrics(freed, start)
         return EvictResult(num_tokens_evicted=freed)
 
-    def _evict(self, num_tokens: int, exact: bool) -> int:
+    @cached_property
+    def ahead(self) -> int:
+        """Tokens to evict beyond a shortfall, whole pages: a small part of the pool.
+
+        With just what is missing, a request gets the pages of whatever leaves went for it, and a decode step cuts the
+        next long run up: soon every run is a page long. A stock of free pages has both long runs and short ones.
+        """
+        return self.token_to_kv_pool_allocator.size // EVICT_AHEAD // self.page_size * self.page_size
+
+    def _evict(self, num_tokens: int, exact: bool, ahead: int = 0) -> int:
         if self.eviction_policy == "mru":
             # The only policy by which a node in the list can move towards the front.
             self._victims, self._listed = [], set()
@@ -217,9 +241,16 @@ class DecodeRadixCache(RadixCache):
         batching = allocator.is_not_in_free_group
         if batching:
             allocator.free_group_begin()
-        freed = 0
-        while freed < num_tokens and (node := self._next_victim()) is not None:
-            keep = (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size
+        freed, spare = 0, MAX_LEAVES_AHEAD
+        while freed < num_tokens + ahead:
+            if freed >= num_tokens:
+                if not spare:
+                    break
+                spare -= 1
+            node = self._next_victim()
+            if node is None:
+                break
+            keep = (len(node.key) - (num_tokens + ahead - freed)) // self.page_size * self.page_size
             if exact and keep > 0:
                 head = self._split_node(node.key, node, keep)
                 head.last_access_time, head.creation_time = node.last_access_time, node.creation_time

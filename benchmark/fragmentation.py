@@ -1,0 +1,378 @@
+"""How long the runs of contiguous pages stay that prefill writes and decode receives.
+
+A transfer is issued per run of pages that are contiguous on both sides: one descriptor for each run, layer, and K or V.
+Drives the real admission code of a decode worker (queue, tree, allocator, tables) and the engine's radix cache and
+allocator of a prefill worker through thousands of requests of growing conversations, decode steps between them, and
+prints, as Markdown, the pages per run of the deltas: until the first eviction, and in windows from there to the end. No
+network and no model; what a request's KV is does not matter here, only where it is.
+
+    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order]
+
+"Runs on decode" are those of decode's pages alone; "runs on both" is what one layer's K takes in descriptors, since the
+pages of prefill, which has the engine's allocator, must be contiguous too. "us" is the thread's CPU time of the step
+that admits a request: match, lock, eviction, allocation and table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeReqToTokenPool, DecodeRequest
+from sglang.srt.disaggregation.utils import (
+    DisaggregationMode,
+    MetadataBuffers,
+    ReqToMetadataIdxAllocator,
+    TransferBackend,
+    kv_to_page_indices,
+)
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import (
+    alloc_paged_token_slots_decode,
+    alloc_token_slots,
+    evict_from_tree_cache,
+    release_kv_cache,
+)
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+# Tokens of each worker's pool; conversations that are open at a time, which together are about twice as much; requests
+# that decode serves at a time; scheduler steps from admission to the end of the transfer.
+POOL = 524_288
+CONVERSATIONS = 400
+RUNNING = 64
+TRANSFER_STEPS = 4
+SYSTEM_PROMPTS = 8
+
+
+def make_allocator(page: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+    # The values of KV slots are never touched here, so the buffer need not be as large as the pool.
+    kv = MHATokenToKVPool(page, page, torch.float32, 1, 1, 1, "cpu", False)
+    if page == 1:
+        return TokenToKVPoolAllocator(POOL, torch.float32, "cpu", kv, need_sort=True)
+    return PagedTokenToKVPoolAllocator(POOL, page, torch.float32, "cpu", kv, need_sort=True)
+
+
+class Conversation:
+    """One user: a system prompt that others have too, a document, then turns until it is long."""
+
+    def __init__(self, rng: random.Random, system_prompts: list[list[int]]):
+        self.rng = rng
+        self.left = rng.randint(2, 9)
+        self.history = [*rng.choice(system_prompts), *self._tokens(1200)]
+
+    def _tokens(self, median: int) -> list[int]:
+        count = min(8 * median, max(4, int(self.rng.lognormvariate(0, 0.8) * median)))
+        return [self.rng.randrange(1000, 151_000) for _ in range(count)]
+
+    def prompt(self) -> list[int]:
+        """The next turn."""
+        self.left -= 1
+        self.history = self.history + self._tokens(80)
+        return self.history
+
+    def answer(self) -> list[int]:
+        """What is answered to it."""
+        return self._tokens(140)
+
+
+class Prefill:
+    """The engine's pool and tree of a prefill worker."""
+
+    def __init__(self, page: int):
+        self.page = page
+        self.allocator = make_allocator(page)
+        self.tree = RadixCache(
+            CacheInitParams(
+                disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.allocator, page_size=page
+            )
+        )
+
+    def compute(self, prompt: list[int]) -> np.ndarray:
+        """Compute a prompt; returns its pages in order."""
+        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt, None)))
+        held = len(found.device_indices)
+        self.tree.inc_lock_ref(found.last_device_node)
+        new = -(-(len(prompt) - held) // self.page) * self.page
+        evict_from_tree_cache(self.tree, new)
+        slots = self.allocator.alloc(new)
+        assert slots is not None
+        slots = torch.cat([found.device_indices, slots])
+        aligned = len(prompt) // self.page * self.page
+        self.tree.insert(InsertParams(key=RadixKey(prompt[:aligned], None), value=slots[:aligned].clone()))
+        self.tree.dec_lock_ref(found.last_device_node)
+        if aligned < len(prompt):
+            self.allocator.free(slots[aligned:])
+        return kv_to_page_indices(slots[: len(prompt)].numpy(), self.page)
+
+
+class Peer:
+    """A prefill that has shaken hands."""
+
+    peer_takes_prefix = True
+    require_staging = False
+
+    def poll(self) -> int:
+        return KVPoll.WaitingForInput
+
+    def send_metadata(self, page_indices, aux_index, state_indices, decode_prefix_len=None) -> None:
+        self.pages, self.prefix_len = page_indices, decode_prefix_len
+
+
+class Queue(DecodePreallocQueue):
+    """The real queue without a network."""
+
+    def _init_kv_manager(self):
+        return None
+
+
+class Tree(DecodeRadixCache):
+    """Decode's tree, which here knows whether anything has been evicted."""
+
+    evicted = False
+
+    def _evict(self, *args, **kwargs) -> int:
+        self.evicted = True
+        return super()._evict(*args, **kwargs)
+
+
+class Decode:
+    """One decode worker. With ``engine_order`` it allocates and evicts as the engine does."""
+
+    def __init__(self, page: int, engine_order: bool = False):
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.page = page
+        args = SimpleNamespace(
+            page_size=page,
+            speculative_algorithm=None,
+            enable_metrics=False,
+            served_model_name="benchmark",
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="nixl",
+        )
+        set_global_server_args_for_scheduler(args)
+        self.allocator = make_allocator(page)
+        self.pool = DecodeReqToTokenPool(2 * RUNNING, 32_768, "cpu", False, pre_alloc_size=RUNNING)
+        self.tree = Tree(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.pool,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page,
+            )
+        )
+        if engine_order:
+            self.allocator.long_runs_last = False
+            self.allocator.alloc_long_runs = self.allocator.alloc
+            self.tree.ahead = 0
+        self.running: list[Req] = []
+        self.meta = ReqToMetadataIdxAllocator(4 * RUNNING)
+        self.moving: list[DecodeRequest] = []
+        scheduler = SimpleNamespace(
+            server_args=args,
+            tp_worker=SimpleNamespace(is_hybrid_swa=False),
+            running_batch=SimpleNamespace(reqs=self.running),
+            waiting_queue=[],
+            last_batch=None,
+            enable_metrics=False,
+            enable_hisparse=False,
+            dp_rank=None,
+        )
+        self.queue = Queue(
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            draft_token_to_kv_pool=None,
+            req_to_metadata_buffer_idx_allocator=self.meta,
+            metadata_buffers=MetadataBuffers(4 * RUNNING, hidden_size=16, hidden_states_dtype=torch.float32),
+            scheduler=scheduler,
+            transfer_queue=SimpleNamespace(queue=self.moving, quarantine=[], enable_staging=False),
+            tree_cache=self.tree,
+            gloo_group=dist.group.WORLD,
+            tp_rank=0,
+            tp_size=1,
+            dp_size=1,
+            gpu_id=0,
+            bootstrap_port=0,
+            max_total_num_tokens=POOL,
+            pp_rank=0,
+            num_reserved_decode_tokens=512,
+            transfer_backend=TransferBackend.NIXL,
+        )
+        self._ids = itertools.count(1)
+
+    def add(self, prompt: list[int], max_new: int) -> Req:
+        n = next(self._ids)
+        req = Req(
+            f"r{n}",
+            "",
+            prompt,
+            SamplingParams(max_new_tokens=max_new),
+            bootstrap_host="10.0.0.1",
+            bootstrap_port=1,
+            bootstrap_room=n,
+            disagg_mode=DisaggregationMode.DECODE,
+        )
+        decode_req = DecodeRequest(req, Peer(), waiting_for_input=True)
+        self.queue.queue.append(decode_req)
+        return req
+
+    def admit(self) -> list[DecodeRequest]:
+        admitted, failed = self.queue.pop_preallocated()
+        assert not failed
+        self.moving.extend(admitted)
+        return admitted
+
+    def commit(self, decode_req: DecodeRequest, token: int) -> None:
+        """All KV of the delta has arrived."""
+        self.moving.remove(decode_req)
+        self.meta.free(decode_req.metadata_buffer_index)
+        req = decode_req.req
+        req.output_ids.append(token)
+        req.init_next_round_input(self.tree)
+        self.tree.cache_unfinished_req(req)
+        self.running.append(req)
+
+    def step(self) -> None:
+        """Slots for the next token of every running request."""
+        if not self.running:
+            return
+        rows = torch.tensor([req.req_pool_idx for req in self.running])
+        lens = torch.tensor([req.kv_committed_len for req in self.running])
+        if self.page == 1:
+            slots = alloc_token_slots(self.tree, len(self.running))
+        else:
+            last = self.pool.req_to_token[rows, lens - 1].to(torch.int64)
+            slots = alloc_paged_token_slots_decode(self.tree, lens + 1, lens + 1, last, 1)
+        self.pool.write((rows, lens), slots.to(torch.int32))
+        for req in self.running:
+            req.kv_committed_len = req.kv_allocated_len = req.kv_committed_len + 1
+
+    def finish(self, req: Req) -> None:
+        self.running.remove(req)
+        release_kv_cache(req, self.tree)
+
+
+@dataclass
+class Window:
+    """What some hundred requests took."""
+
+    name: str
+    pages: int = 0
+    own_runs: int = 0
+    runs: int = 0
+    requests: int = 0
+    hit: int = 0
+    prompt: int = 0
+    times: list[float] = field(default_factory=list)
+
+    def row(self, first: Window) -> str:
+        """One line of the table; ``first`` is what its lengths are compared to."""
+        own, joint = self.pages / self.own_runs, self.pages / self.runs
+        return (
+            f"| {self.name} | {self.pages / self.requests:.1f} | {100 * self.hit / self.prompt:.0f}% "
+            f"| {self.own_runs / self.requests:.1f} | {own:.1f} | {own * first.own_runs / first.pages:.2f} "
+            f"| {self.runs / self.requests:.1f} | {joint:.1f} | {joint * first.runs / first.pages:.2f} "
+            f"| {statistics.median(self.times) * 1e6:.0f} |"
+        )
+
+
+def run(page: int, requests: int, size: int, engine_order: bool, seed: int = 0) -> Iterator[Window]:
+    """Serve ``requests`` requests; yields a window up to the first eviction, then one for every ``size`` requests."""
+    rng = random.Random(seed)
+    system_prompts = [[rng.randrange(1000, 151_000) for _ in range(512)] for _ in range(SYSTEM_PROMPTS)]
+    prefill, decode = Prefill(page), Decode(page, engine_order)
+    idle = [Conversation(rng, system_prompts) for _ in range(CONVERSATIONS)]
+    talking: dict[str, tuple[Conversation, np.ndarray, list[int]]] = {}
+    ends: dict[str, int] = {}
+    arriving: list[tuple[int, DecodeRequest]] = []
+    window = Window("before the first eviction")
+    new = True
+    now = served = started = 0
+    while served < requests:
+        now += 1
+        while len(talking) < RUNNING and started < requests:
+            talk = idle.pop(rng.randrange(len(idle)))
+            prompt, answer = talk.prompt(), talk.answer()
+            req = decode.add(prompt, len(answer))
+            talking[req.rid] = talk, prefill.compute(prompt), answer
+            started += 1
+        began = time.thread_time()
+        admitted = decode.admit()
+        taken = time.thread_time() - began
+        if new and decode.tree.evicted:
+            new = False
+            yield window
+            window = Window(f"{served + 1} to {(served // size + 1) * size}")
+        for decode_req in admitted:
+            arriving.append((now + TRANSFER_STEPS, decode_req))
+            peer, req = decode_req.kv_receiver, decode_req.req
+            source = talking[req.rid][1][peer.prefix_len // page :]
+            window.requests += 1
+            window.pages += len(peer.pages)
+            window.own_runs += len(group_concurrent_contiguous(peer.pages, peer.pages)[0])
+            window.runs += len(group_concurrent_contiguous(source, peer.pages)[0])
+            window.hit += peer.prefix_len
+            window.prompt += len(req.origin_input_ids)
+            window.times.append(taken / len(admitted))
+            served += 1
+            if served % size == 0 and not new:
+                yield window
+                window = Window(f"{served + 1} to {served + size}")
+        for due, decode_req in arriving[:]:
+            if due <= now:
+                arriving.remove((due, decode_req))
+                answer = talking[decode_req.req.rid][2]
+                decode.commit(decode_req, answer[0])
+                ends[decode_req.req.rid] = now + len(answer) - 1
+        decode.step()
+        for req in decode.running:
+            answer = talking[req.rid][2]
+            req.output_ids.append(answer[len(req.output_ids) % len(answer)])
+        for req in [req for req in decode.running if ends[req.rid] <= now]:
+            talk, _, _ = talking.pop(req.rid)
+            decode.finish(req)
+            talk.history = req.origin_input_ids + req.output_ids
+            idle.append(talk if talk.left and len(talk.history) < 30_000 else Conversation(rng, system_prompts))
+
+
+def main() -> int:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--requests", type=int, default=5000, metavar="N", help="default: 5000")
+    parser.add_argument("--page", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
+    parser.add_argument("--engine-order", action="store_true", help="allocate and evict as the engine does")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for page in args.page:
+        print(f"\nPages of {page} tokens, pool of {POOL:,} tokens\n")
+        print("| requests | pages | hit | runs on decode | pages per run | / first ", end="")
+        print("| runs on both | pages per run | / first | us |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        first = None
+        for window in run(page, args.requests, max(1, args.requests // 10), args.engine_order):
+            first = first or window
+            print(window.row(first), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Long runs of free pages go to what prefill writes, short ones to decode steps; and eviction ahead stays small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_world import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.decode_radix_cache import MAX_LEAVES_AHEAD
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+
+def runs(pages: list[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for page in pages:
+        if found and found[-1][-1] == page - 1:
+            found[-1].append(page)
+        else:
+            found.append([page])
+    return found
+
+
+@given(st.sets(st.integers(1, 60)).flatmap(lambda pages: st.permutations(sorted(pages))))
+@settings(max_examples=300, deadline=None)
+def test_order_by_run_length(pages: list[int]) -> None:
+    ordered = by_run_length(torch.tensor(pages, dtype=torch.int64)).tolist()
+    assert sorted(ordered) == sorted(pages)
+    # Two runs of the same length are never neighbours in number, so a run of the result is a run of the pool.
+    lengths = [len(run) for run in runs(ordered)]
+    assert lengths == sorted(lengths)
+    assert sorted(map(len, runs(sorted(pages)))) == lengths
+
+
+def make(page_size: int, num_pages: int):
+    if page_size == 1:
+        return TokenToKVPoolAllocator(num_pages, torch.float32, "cpu", None, need_sort=True)
+    return PagedTokenToKVPoolAllocator(num_pages * page_size, page_size, torch.float32, "cpu", None, need_sort=True)
+
+
+def slots_of(pages: list[int], page_size: int) -> torch.Tensor:
+    return torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_long_runs_for_the_delta_short_ones_for_decode_steps(page_size: int) -> None:
+    allocator = make(page_size, 20)
+    allocator.long_runs_last = True
+    taken = allocator.alloc(20 * page_size)
+    assert allocator.alloc_long_runs(page_size) is None
+    for pages in ([15, 14, 13, 12], [2], [5, 6], [9]):
+        allocator.free(slots_of(pages, page_size))
+    assert allocator.alloc_long_runs(3 * page_size).tolist() == slots_of([13, 14, 15], page_size).tolist()
+    assert allocator.alloc(page_size).tolist() == slots_of([2], page_size).tolist()
+    # What is freed meanwhile waits until the list is used up, as with the engine.
+    allocator.free(slots_of([16, 17, 18], page_size))
+    assert allocator.alloc_long_runs(page_size).tolist() == slots_of([12], page_size).tolist()
+    assert allocator.available_size() == 6 * page_size
+    assert allocator.alloc_long_runs(5 * page_size).tolist() == slots_of([5, 6, 16, 17, 18], page_size).tolist()
+    assert allocator.alloc_long_runs(2 * page_size) is None
+    assert allocator.alloc_long_runs(page_size).tolist() == slots_of([9], page_size).tolist()
+    assert allocator.available_size() == 0 and len(taken) == 20 * page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_without_the_tree_the_order_is_the_engines(page_size: int) -> None:
+    allocator = make(page_size, 10)
+    allocator.alloc(10 * page_size)
+    for pages in ([3, 4, 5], [9], [1]):
+        allocator.free(slots_of(pages, page_size))
+    assert allocator.alloc(4 * page_size).tolist() == slots_of([1, 3, 4, 5], page_size).tolist()
+
+
+def fill(world: World, leaves: int, length: int) -> None:
+    for n in range(leaves):
+        slots = world.allocator.alloc(length)
+        world.tree.insert(InsertParams(key=RadixKey([n + 1] * length, None), value=slots))
+
+
+def test_evicting_ahead_is_bounded_by_a_part_of_the_pool_and_by_leaves() -> None:
+    world = World(size=640, page_size=4)
+    assert world.tree.ahead == 20
+    fill(world, 4, 160)
+    assert world.tree.evict_shortfall(8, world.tree.ahead) == 28
+    assert world.tree.evict_shortfall(8) == 8
+    assert world.tree.evict_shortfall(30, world.tree.ahead) == 52
+    # A decode step's eviction frees at least as much, and whole leaves.
+    freed = world.tree.evict(EvictParams(num_tokens=4)).num_tokens_evicted
+    assert 20 <= freed == 160 - 28 - 8 - 52
+    assert world.tree.audit([]) == []
+
+    small = World(size=MAX_LEAVES_AHEAD * 400, page_size=4)
+    fill(small, MAX_LEAVES_AHEAD * 100, 4)
+    assert small.tree.ahead > 4 * MAX_LEAVES_AHEAD
+    assert small.tree.evict_shortfall(8, small.tree.ahead) == 8 + 4 * MAX_LEAVES_AHEAD
+
+
+def test_evicting_ahead_stops_at_what_is_locked() -> None:
+    world = World(size=640, page_size=4)
+    fill(world, 4, 160)
+    for leaf in list(world.tree.evictable_leaves)[:3]:
+        world.tree.inc_lock_ref(leaf)
+    assert world.tree.evict_shortfall(156, world.tree.ahead) == 160
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_admission_takes_whole_runs_from_a_fragmented_pool(page_size: int) -> None:
+    """Of the pool every other page is free, and one long run; a request gets the run, decode steps the single pages."""
+    size = 128 * page_size
+    world = World(size=size, page_size=page_size)
+    world.allocator.alloc(size)
+    singles = list(range(2, 60, 2))
+    world.allocator.free(slots_of(singles + list(range(80, 110)), page_size))
+    decode_req = world.arrive([7] * (20 * page_size))
+    world.handshake(decode_req)
+    world.step()
+    pages = decode_req.kv_receiver.page_indices
+    assert len(runs(pages)) == 1 and 80 <= pages[0] and pages[-1] < 110
+    assert int(world.allocator.alloc(page_size)[0]) // page_size in singles
