@@ -16,19 +16,6 @@ COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requ
 
 
 BACKENDS = ["nixl", "mooncake"]
-# Over Mooncake, `make test` leaves these out (PYTEST_ARGS='-m thorough' runs them): they prove what decode and prefill
-# decide, which no backend takes part in, and at these page sizes they have passed over NIXL.
-THOROUGH = {
-    ("test_oracle.py", "mooncake", 1),
-}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if (item.path.name, params.get("backend"), params.get("page")) in THOROUGH:
-            item.add_marker("thorough")
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
