@@ -159,23 +159,33 @@ class DecodeRadixCache(RadixCache):
     def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
         """Lock what `peek` found; the tree must not have changed in between.
 
-        It does to the tree what a match does (access times, a split where the match ends inside a node) without
-        comparing the tokens once more. The lock is always taken, at the root when nothing matched, so that every
-        release has its lock.
+        It does to the tree what a match and `inc_lock_ref` do (access times, a split where the match ends inside a node,
+        sizes) without comparing the tokens or counting them once more. The lock is always taken, at the root when
+        nothing matched, so that every release has its lock.
 
         Returns the KV indices, int64 of ``found.length`` slots in parts, and the locked node.
         """
         now = time.monotonic()
+        self.locks_taken += 1
         self.root_node.last_access_time = now
+        if not found.path:
+            return [], self.root_node
+        parts: list[torch.Tensor] = []
         for node in found.path:
             node.last_access_time = now
-        parts = [node.value for node in found.path]
-        node = found.path[-1] if found.path else self.root_node
-        if found.path and found.in_last < len(node.key):
-            node = self._split_node(node.key, node, found.in_last)
-            parts[-1] = node.value
-        self.inc_lock_ref(node)
-        return parts, node
+            parts.append(node.value)
+        last = found.path[-1]
+        if found.in_last < len(last.key):
+            last = self._split_node(last.key, last, found.in_last)
+            parts[-1] = last.value
+        for node in found.path[:-1]:
+            node.lock_ref += 1
+        last.lock_ref += 1
+        self.evictable_size_ -= found.evictable
+        self.protected_size_ += found.evictable
+        # No other node of the path can have been a leaf.
+        self._update_leaf_status(last)
+        return parts, last
 
     # ---- locks ----
 
