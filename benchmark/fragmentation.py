@@ -155,7 +155,7 @@ class Tree(DecodeRadixCache):
 
 
 class Decode:
-    """One decode worker. With ``engine_order`` it allocates and evicts as the engine does."""
+    """One decode worker. With ``engine_order`` it allocates as the engine does."""
 
     def __init__(self, page: int, engine_order: bool = False):
         if not dist.is_initialized():
@@ -183,7 +183,6 @@ class Decode:
         if engine_order:
             self.allocator.long_runs_last = False
             self.allocator.alloc_long_runs = self.allocator.alloc
-            self.tree.ahead = 0
         self.running: list[Req] = []
         self.meta = ReqToMetadataIdxAllocator(4 * RUNNING)
         self.moving: list[DecodeRequest] = []
@@ -359,7 +358,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="default: 5000")
     parser.add_argument("--page", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
-    parser.add_argument("--engine-order", action="store_true", help="allocate and evict as the engine does")
+    parser.add_argument("--engine-order", action="store_true", help="allocate as the engine does")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for page in args.page:

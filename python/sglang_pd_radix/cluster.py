@@ -595,6 +595,20 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signum)
 
+    def kill(self, name: str) -> None:
+        """End one server's processes at once (SIGKILL), as a crash or a lost machine would."""
+        process = next(process for process in self.processes if process.name == name)
+        process_group.kill(process.pid, tracker_s=0.0)
+        assert process.popen
+        process.popen.wait(timeout=10)
+
+    def restart(self, name: str) -> None:
+        """Start a server that has ended again, with the same command and ports, and wait until it is ready."""
+        process = next(process for process in self.processes if process.name == name)
+        process.ready_s, self._started_at = None, time.monotonic()
+        self._family.start(process)
+        self._wait_ready([process])
+
     def dead(self) -> Process | None:
         """The first process that has ended, if any has."""
         return next((process for process in self.processes if process.returncode() is not None), None)

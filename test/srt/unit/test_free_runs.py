@@ -1,4 +1,4 @@
-"""Long runs of free pages go to what prefill writes, short ones to decode steps; and eviction ahead stays small."""
+"""Long runs of free pages go to what prefill writes, short ones to decode steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.decode_radix_cache import MAX_LEAVES_AHEAD
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
 def runs(pages: list[int]) -> list[list[int]]:
@@ -71,38 +68,6 @@ def test_without_the_tree_the_order_is_the_engines(page_size: int) -> None:
     for pages in ([3, 4, 5], [9], [1]):
         allocator.free(slots_of(pages, page_size))
     assert allocator.alloc(4 * page_size).tolist() == slots_of([1, 3, 4, 5], page_size).tolist()
-
-
-def fill(world: World, leaves: int, length: int) -> None:
-    for n in range(leaves):
-        slots = world.allocator.alloc(length)
-        world.tree.insert(InsertParams(key=RadixKey([n + 1] * length, None), value=slots))
-
-
-def test_evicting_ahead_is_bounded_by_a_part_of_the_pool_and_by_leaves() -> None:
-    world = World(size=640, page_size=4)
-    assert world.tree.ahead == 20
-    fill(world, 4, 160)
-    assert world.tree.evict_shortfall(8, world.tree.ahead) == 28
-    assert world.tree.evict_shortfall(8) == 8
-    assert world.tree.evict_shortfall(30, world.tree.ahead) == 52
-    # A decode step's eviction frees at least as much, and whole leaves.
-    freed = world.tree.evict(EvictParams(num_tokens=4)).num_tokens_evicted
-    assert 20 <= freed == 160 - 28 - 8 - 52
-    assert world.tree.audit([]) == []
-
-    small = World(size=MAX_LEAVES_AHEAD * 400, page_size=4)
-    fill(small, MAX_LEAVES_AHEAD * 100, 4)
-    assert small.tree.ahead > 4 * MAX_LEAVES_AHEAD
-    assert small.tree.evict_shortfall(8, small.tree.ahead) == 8 + 4 * MAX_LEAVES_AHEAD
-
-
-def test_evicting_ahead_stops_at_what_is_locked() -> None:
-    world = World(size=640, page_size=4)
-    fill(world, 4, 160)
-    for leaf in list(world.tree.evictable_leaves)[:3]:
-        world.tree.inc_lock_ref(leaf)
-    assert world.tree.evict_shortfall(156, world.tree.ahead) == 160
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -38,6 +38,8 @@ SHARED_FIGURES = 5
 STATE_SIZE = SHARED_FIGURES + 2 * CANDIDATES
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
+# Never written to.
+NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 
@@ -49,6 +51,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Adds the cache's bookkeeping to the engine's queue."""
         super().__init__(*args, **kwargs)
         self.has_radix = isinstance(self.tree_cache, DecodeRadixCache)
+        self.num_ranks = dist.get_world_size(self.gloo_group)
         self.counters = KvTransferCounters.get(self.scheduler.server_args)
         # The request that did not fit, what it takes, and the tree's state when it was asked.
         self._blocked: tuple[str, AdmissionPlan, tuple[int, int]] | None = None
@@ -145,7 +148,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return []
         polls = [int(dr.kv_receiver.poll()) for dr in window]
         capable = [int(getattr(dr.kv_receiver, "peer_takes_prefix", False)) for dr in window]
-        if dist.get_world_size(self.gloo_group) == 1:
+        if self.num_ranks == 1:
             self._take_polls(window, polls)
             return [(dr, bool(able)) for dr, able in zip(window, capable, strict=True) if dr.waiting_for_input]
 
@@ -245,7 +248,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         candidates = [c for c in candidates if not isinstance(c[0].req.finished_reason, FINISH_ABORT)]
         if not candidates:
             return admitted
-        alone = dist.get_world_size(self.gloo_group) == 1
         retractable = self._retractable_tokens()
         reserve = self._reserve(retractable, count_retracted=True)
         for decode_req, may_match in candidates:
@@ -268,7 +270,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             reserve += self.num_reserved_decode_tokens
             self._request_kv(decode_req)
             admitted.append(decode_req)
-            if evicted and not alone:
+            if evicted and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
         return admitted
@@ -336,7 +338,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         parts, node = self.radix.lock_found(plan.found)
         shortfall = plan.delta - allocator.available_size()
         if shortfall > 0:
-            self.radix.evict_shortfall(shortfall, self.radix.ahead)
+            self.radix.evict_shortfall(shortfall)
         # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
         delta = allocator.alloc_long_runs(plan.delta)
         slots = self.req_to_token_pool.alloc([req])
@@ -346,7 +348,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
         # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
         # it neither reads slots at an offset nor counts the prefix as prefill's hit.
-        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
+        req.prefix_indices = NO_SLOTS
         req.decode_prefix_len = prefix_len
         if req.kv_generation is None:
             req.kv_generation = self.radix.generation

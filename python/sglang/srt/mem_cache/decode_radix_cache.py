@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,14 +36,6 @@ class PrefixPeek(NamedTuple):
     path: list[TreeNode]
     in_last: int
 
-
-# LEAD TO THE MOONCAKE ENGINEER (remove this line when read): issue 3 point 1, DESIGN and trap 11 say "evict exactly the
-# shortfall": evicting ahead may not stay, nor may test_trap_11 be loosened. Keep runs long by the order of the free list
-# and by choosing where delta and decode steps allocate (and, if needed, in what order pages are freed); report what that
-# alone gives, and the cost of alloc_long_runs per admission at 1K (the budget is tight: benchmark/admission.py).
-# One part in this many of the pool is evicted beyond a shortfall, but no more leaves than this: a step must not stall.
-EVICT_AHEAD = 32
-MAX_LEAVES_AHEAD = 64
 
 NOTHING = PrefixPeek(0, 0, [], 0)
 
@@ -159,9 +150,9 @@ class DecodeRadixCache(RadixCache):
     def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
         """Lock what `peek` found; the tree must not have changed in between.
 
-        It does to the tree what a match and `inc_lock_ref` do (access times, a split where the match ends inside a node,
-        sizes) without comparing the tokens or counting them once more. The lock is always taken, at the root when
-        nothing matched, so that every release has its lock.
+        It does to the tree what a match and `inc_lock_ref` do (access times, a split where the match ends inside a
+        node, sizes) without comparing the tokens or counting them once more. The lock is always taken, at the root
+        when nothing matched, so that every release has its lock.
 
         Returns the KV indices, int64 of ``found.length`` slots in parts, and the locked node.
         """
@@ -216,32 +207,22 @@ class DecodeRadixCache(RadixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         super().cache_finished_req(req, is_insert=is_insert and self.takes(req))
 
-    def evict_shortfall(self, num_tokens: int, ahead: int = 0) -> int:
+    def evict_shortfall(self, num_tokens: int) -> int:
         """Evict ``num_tokens`` rounded up to pages, and no more: the last victim is split and keeps its head.
 
         The engine's ``evict`` takes whole leaves, which for one request can empty a cache of long prompts.
-        ahead: tokens to evict beyond these, as far as that takes few leaves.
         Returns the number of tokens freed; fewer than asked when the rest is locked.
         """
-        return self._evict(num_tokens, exact=True, ahead=ahead)
+        return self._evict(num_tokens, exact=True)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
         start = time.perf_counter()
-        freed = self._evict(params.num_tokens, exact=False, ahead=max(0, self.ahead - params.num_tokens))
+        freed = self._evict(params.num_tokens, exact=False)
         self.update_eviction_metrics(freed, start)
         return EvictResult(num_tokens_evicted=freed)
 
-    @cached_property
-    def ahead(self) -> int:
-        """Tokens to evict beyond a shortfall, whole pages: a small part of the pool.
-
-        With just what is missing, a request gets the pages of whatever leaves went for it, and a decode step cuts the
-        next long run up: soon every run is a page long. A stock of free pages has both long runs and short ones.
-        """
-        return self.token_to_kv_pool_allocator.size // EVICT_AHEAD // self.page_size * self.page_size
-
-    def _evict(self, num_tokens: int, exact: bool, ahead: int = 0) -> int:
+    def _evict(self, num_tokens: int, exact: bool) -> int:
         if self.eviction_policy == "mru":
             # The only policy by which a node in the list can move towards the front.
             self._victims, self._listed = [], set()
@@ -251,16 +232,9 @@ class DecodeRadixCache(RadixCache):
         batching = allocator.is_not_in_free_group
         if batching:
             allocator.free_group_begin()
-        freed, spare = 0, MAX_LEAVES_AHEAD
-        while freed < num_tokens + ahead:
-            if freed >= num_tokens:
-                if not spare:
-                    break
-                spare -= 1
-            node = self._next_victim()
-            if node is None:
-                break
-            keep = (len(node.key) - (num_tokens + ahead - freed)) // self.page_size * self.page_size
+        freed = 0
+        while freed < num_tokens and (node := self._next_victim()) is not None:
+            keep = (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size
             if exact and keep > 0:
                 head = self._split_node(node.key, node, keep)
                 head.last_access_time, head.creation_time = node.last_access_time, node.creation_time

@@ -156,6 +156,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
+        # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
+        self.staging_told = False
         # Decode: prefill ranks that write no more, by room.
         self.quiet_ranks: dict[int, set[int]] = {}
         super().__init__(*args, **kwargs)
@@ -322,6 +324,15 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def _check_on_decode(self, frames: list[bytes]) -> bool:
         """Take metadata and the end of transfers; whether the engine may take this message (staging)."""
         kind = frames[0]
+        if kind == b"STAGING_REQ" and not self.enable_staging:
+            # One per chunk of every request; such a prefill then sends without.
+            if not self.staging_told:
+                logger.warning(
+                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not: its KV "
+                    "comes without them."
+                )
+            self.staging_told = True
+            return False
         if kind in (b"CHUNK_READY", b"STAGING_REQ"):
             self._check_staging(kind)
             return True
