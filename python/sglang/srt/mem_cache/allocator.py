@@ -5,6 +5,8 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from sglang.srt.mem_cache import allocator as engine
 
@@ -62,7 +64,12 @@ class _Runs:
         pages, self.free_pages = self.free_pages[rest:], self.free_pages[:rest]
         if self.page_size == 1:
             return pages
-        return (pages[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)).reshape(-1)
+        return torch.add(self._offsets, pages[:, None], alpha=self.page_size).reshape(-1)
+
+    @cached_property
+    def _offsets(self) -> torch.Tensor:
+        """Slots of a page, from its first."""
+        return torch.arange(self.page_size, device=self.device)
 
 
 class TokenToKVPoolAllocator(_Runs, engine.TokenToKVPoolAllocator):
