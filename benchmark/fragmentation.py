@@ -6,7 +6,7 @@ allocator of a prefill worker through thousands of requests of growing conversat
 prints, as Markdown, the pages per run of the deltas: until the first eviction, and in windows from there to the end. No
 network and no model; what a request's KV is does not matter here, only where it is.
 
-    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order]
+    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order | --stock PART]
 
 "Runs on decode" are those of decode's pages alone; "runs on both" is what one layer's K takes in descriptors, since the
 pages of prefill, which has the engine's allocator, must be contiguous too. "us" is the thread's CPU time of the step
@@ -155,9 +155,9 @@ class Tree(DecodeRadixCache):
 
 
 class Decode:
-    """One decode worker. With ``engine_order`` it allocates as the engine does."""
+    """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is a part of the pool."""
 
-    def __init__(self, page: int, engine_order: bool = False):
+    def __init__(self, page: int, engine_order: bool = False, stock: float = 0):
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.page = page
@@ -180,6 +180,7 @@ class Decode:
                 page_size=page,
             )
         )
+        self.tree.stock = int(stock * POOL) // page * page
         if engine_order:
             self.allocator.long_runs_last = False
             self.allocator.alloc_long_runs = self.allocator.alloc
@@ -294,11 +295,13 @@ class Window:
         )
 
 
-def run(page: int, requests: int, size: int, engine_order: bool, seed: int = 0) -> Iterator[Window]:
+def run(
+    page: int, requests: int, size: int, engine_order: bool = False, stock: float = 0, seed: int = 0
+) -> Iterator[Window]:
     """Serve ``requests`` requests; yields a window up to the first eviction, then one for every ``size`` requests."""
     rng = random.Random(seed)
     system_prompts = [[rng.randrange(1000, 151_000) for _ in range(512)] for _ in range(SYSTEM_PROMPTS)]
-    prefill, decode = Prefill(page), Decode(page, engine_order)
+    prefill, decode = Prefill(page), Decode(page, engine_order, stock)
     idle = [Conversation(rng, system_prompts) for _ in range(CONVERSATIONS)]
     talking: dict[str, tuple[Conversation, np.ndarray, list[int]]] = {}
     ends: dict[str, int] = {}
@@ -359,6 +362,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="default: 5000")
     parser.add_argument("--page", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
     parser.add_argument("--engine-order", action="store_true", help="allocate as the engine does")
+    parser.add_argument(
+        "--stock", type=float, default=0, metavar="PART", help="part of the pool to keep free (default: 0)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     for page in args.page:
@@ -367,7 +373,7 @@ def main() -> int:
         print("| runs on both | pages per run | / first | us |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         first = None
-        for window in run(page, args.requests, max(1, args.requests // 10), args.engine_order):
+        for window in run(page, args.requests, max(1, args.requests // 10), args.engine_order, args.stock):
             first = first or window
             print(window.row(first), flush=True)
     return 0

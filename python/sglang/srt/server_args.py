@@ -85,6 +85,10 @@ class ServerArgs(engine.ServerArgs):
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
             "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         }
+        # Not at the top: the tree needs the engine's modules, which need this one.
+        from sglang.srt.mem_cache.decode_radix_cache import stock_part
+
+        stock_part()
         for name, used in unverified.items():
             if used:
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")

@@ -8,6 +8,9 @@ from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.decode_radix_cache import STOCK, STOCK_LEAVES, stock_part
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
 def runs(pages: list[int]) -> list[list[int]]:
@@ -84,3 +87,55 @@ def test_admission_takes_whole_runs_from_a_fragmented_pool(page_size: int) -> No
     pages = decode_req.kv_receiver.page_indices
     assert len(runs(pages)) == 1 and 80 <= pages[0] and pages[-1] < 110
     assert int(world.allocator.alloc(page_size)[0]) // page_size in singles
+
+
+def fill(world: World, leaves: int, length: int) -> None:
+    for n in range(leaves):
+        slots = world.allocator.alloc(length)
+        world.tree.insert(InsertParams(key=RadixKey([n + 1] * length, None), value=slots))
+
+
+def test_by_default_no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STOCK, raising=False)
+    world = World(size=640, page_size=4)
+    fill(world, 4, 160)
+    world.step()
+    assert world.allocator.available_size() == 0 and world.tree.stock == 0
+
+
+def test_stock_is_refilled_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STOCK, "0.06")
+    world = World(size=640, page_size=4)
+    assert world.tree.stock == 36  # 38.4 tokens in whole pages
+    fill(world, 4, 160)
+    world.step()
+    assert world.allocator.available_size() == 36
+    assert world.tree.peek([1] * 160, None).length == 124, "the oldest leaf keeps its head"
+    world.step()
+    assert world.allocator.available_size() == 36
+    assert world.tree.audit([]) == []
+
+    small = World(size=STOCK_LEAVES * 400, page_size=4)
+    fill(small, STOCK_LEAVES * 100, 4)
+    small.step()
+    assert small.allocator.available_size() == 4 * STOCK_LEAVES < small.tree.stock
+    for _ in range(6):
+        small.step()
+    assert small.allocator.available_size() == small.tree.stock
+
+
+def test_stock_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STOCK, "0.5")
+    world = World(size=640, page_size=4)
+    fill(world, 4, 160)
+    for leaf in list(world.tree.evictable_leaves):
+        world.tree.inc_lock_ref(leaf)
+    world.step()
+    assert world.allocator.available_size() == 0
+
+
+@pytest.mark.parametrize("text", ["much", "-0.1", "0.6", "nan"])
+def test_a_stock_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(STOCK, text)
+    with pytest.raises(ValueError, match=f"{STOCK} is .*0.5"):
+        stock_part()

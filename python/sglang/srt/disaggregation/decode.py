@@ -95,6 +95,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """
         if not self.has_radix:
             return super().pop_preallocated(rids_to_check)
+        self.radix.refill_stock()
         self._resolve_pending_reqs()
         if self._nothing_new():
             return [], []

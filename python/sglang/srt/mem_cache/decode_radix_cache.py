@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import heapq
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup"]
+__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup", "stock_part"]
 
 
 class PrefixPeek(NamedTuple):
@@ -38,6 +39,22 @@ class PrefixPeek(NamedTuple):
 
 
 NOTHING = PrefixPeek(0, 0, [], 0)
+
+STOCK = "SGLANG_DISAGGREGATION_DECODE_FREE_STOCK"
+# Leaves that one step evicts for the stock: it must not be felt.
+STOCK_LEAVES = 16
+
+
+def stock_part() -> float:
+    """The part of the pool to keep free, from the environment; 0 if it says nothing. Raises ValueError."""
+    text = os.environ.get(STOCK, "").strip() or "0"
+    try:
+        part = float(text)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part <= 0.5:
+        raise ValueError(f"{STOCK} is {text!r}: give the part of the KV pool to keep free, from 0 (none) to 0.5.")
+    return part
 
 
 def is_warmup(req: Req) -> bool:
@@ -77,7 +94,10 @@ class DecodeRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams):
         """Adds the order of the free list: see ``mem_cache/allocator.py``."""
         super().__init__(params)
-        self.token_to_kv_pool_allocator.long_runs_last = True
+        allocator = self.token_to_kv_pool_allocator
+        allocator.long_runs_last = True
+        # Tokens to keep free, whole pages.
+        self.stock = int(stock_part() * allocator.size) // self.page_size * self.page_size
 
     def reset(self) -> None:
         super().reset()
@@ -222,7 +242,17 @@ class DecodeRadixCache(RadixCache):
         self.update_eviction_metrics(freed, start)
         return EvictResult(num_tokens_evicted=freed)
 
-    def _evict(self, num_tokens: int, exact: bool) -> int:
+    def refill_stock(self) -> None:
+        """Evict what the free list lacks to its stock, a few leaves at a time; by default there is no stock.
+
+        A pool without one hands each request the pages of whatever leaves just went for it, and each decode step cuts
+        the next long run up: with a stock there are long runs and short ones to choose from.
+        """
+        short = self.stock - self.token_to_kv_pool_allocator.available_size()
+        if short > 0:
+            self._evict(short, exact=True, max_leaves=STOCK_LEAVES)
+
+    def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None) -> int:
         if self.eviction_policy == "mru":
             # The only policy by which a node in the list can move towards the front.
             self._victims, self._listed = [], set()
@@ -232,8 +262,9 @@ class DecodeRadixCache(RadixCache):
         batching = allocator.is_not_in_free_group
         if batching:
             allocator.free_group_begin()
-        freed = 0
-        while freed < num_tokens and (node := self._next_victim()) is not None:
+        freed = leaves = 0
+        while freed < num_tokens and leaves != max_leaves and (node := self._next_victim()) is not None:
+            leaves += 1
             keep = (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size
             if exact and keep > 0:
                 head = self._split_node(node.key, node, keep)
