@@ -214,23 +214,25 @@ def run_once(
     every_s: float = 0.5,
     progress: Progress = lambda done, of: None,
 ) -> Run:
-    """Empty the caches, warm up, ask, and take the figures. Raises PdRadixError if a request fails."""
+    """Empty the caches, ask round by round, and take the figures. Raises PdRadixError if a request fails."""
     deployment.use(variant)
     url, check = deployment.url(variant), deployment.cluster.check
     index = PageIndex(page_size)
     keeper = Keeper(index)
-    if workload.warm:
-        _ask(load, url, workload.warm, [r.ids for r in workload.warm], workload.concurrency, False, check)
-        for request in workload.warm:
-            keeper.send(request.ids)
     histories: dict[int, list[int]] = {}
     asked: list[Asked] = []
     rounds: list[dict[str, float]] = []
+    warm_pages = 0
     before = first = deployment.counters(variant)
     watch = Watch(deployment, variant, every_s)
     watch.start()
     try:
-        for requests in workload.rounds:
+        for i, requests in enumerate(workload.rounds):
+            if workload.warm:
+                warm = workload.warm[i]
+                _ask(load, url, warm, [r.ids for r in warm], workload.concurrency, False, check)
+                warm_pages += sum(keeper.send(request.ids) for request in warm)
+                before = deployment.counters(variant)
             prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
             already = len(asked)
 
@@ -263,7 +265,8 @@ def run_once(
             before = after
     finally:
         samples = watch.stop()
-    figures = figures_of(asked, rounds, samples, index, first["sent_bytes"])
+    figures = figures_of(asked, rounds, samples, index)
+    figures["least_pages_with_warm_up"] = figures["least_pages"] + warm_pages
     began = min(a.start_s for a in asked)
     series = [
         {
@@ -322,7 +325,6 @@ def figures_of(
     rounds: Sequence[dict[str, float]],
     samples: Sequence[Sample],
     index: PageIndex,
-    sent_before: int,
 ) -> dict[str, float]:
     """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts."""
     duration = sum(r["duration_s"] for r in rounds)

@@ -35,15 +35,16 @@ class Request:
 class Workload:
     """Rounds of requests: a round begins when every answer of the one before is complete.
 
-    ``warm`` is asked first and not measured. In a ``chat``, round n holds turn n of every client, one request each in
-    the order of clients, and each prompt begins with the previous prompt and answer of its client.
+    ``warm`` has, for each round (or for none), what is asked before it and not measured. In a ``chat``, round n holds
+    turn n of every client, one request each in the order of clients, and each prompt begins with the previous prompt
+    and answer of its client.
     """
 
     key: str
     title: str
     sizes: dict[str, Any]
     rounds: list[list[Request]]
-    warm: list[Request] = field(default_factory=list)
+    warm: list[list[Request]] = field(default_factory=list)
     concurrency: int | None = None
     chat: bool = False
     notes: list[str] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest prompt with its answer."""
         if not self.chat:
-            return max(len(r.ids) + r.answer for rnd in [*self.rounds, self.warm] for r in rnd)
+            return max(len(r.ids) + r.answer for rnd in [*self.rounds, *self.warm] for r in rnd)
         return max(sum(len(r.ids) + r.answer for r in turns) for turns in zip(*self.rounds, strict=True))
 
 
@@ -102,44 +103,57 @@ class Sizes:
 
 @dataclass
 class SharedPrefix(Sizes):
-    """``prefixes`` prefixes of ``shared`` tokens, ``requests`` requests over them in random order, each with its own
-    ``suffix`` and an answer of half to one and a half ``answer``; ``concurrency`` at a time. Warmed up by one request
-    per prefix."""
+    """``prefixes`` prefixes of ``shared`` tokens, of which ``at_once`` are in use at a time: a round of requests over
+    them in random order, then the next ones. ``requests`` requests in all, each with a ``suffix`` of its own and an
+    answer of half to one and a half ``answer``, ``concurrency`` at a time. Before a round each of its prefixes is asked
+    for once, which is not measured."""
 
+    pool: int = 9600
+    reserve: int = 96
     prefixes: int = 20
-    shared: int = 512
-    suffix: int = 48
-    answer: int = 64
+    at_once: int = 4
+    shared: int = 1024
+    suffix: int = 96
+    answer: int = 96
     requests: int = 200
-    concurrency: int = 64
+    concurrency: int = 24
 
     title = "shared prefixes"
 
     def make(self, key: str, tokens: Tokens) -> Workload:
-        prefix = [tokens.take(f"{key}/prefix/{g}", self.shared) for g in range(self.prefixes)]
-        groups = [i % self.prefixes for i in range(self.requests)]
-        tokens.order(key).shuffle(groups)
         # Answers of one length would end together, and the next requests come as a crowd, wave after wave.
         length = tokens.order(f"{key}/answer")
-        asked = [
-            Request(
-                prefix[g] + tokens.take(f"{key}/suffix/{i}", self.suffix),
-                max(2, length.randint(self.answer // 2, self.answer + self.answer // 2)),
-                g,
+        rounds, warm = [], []
+        for first in range(0, self.prefixes, self.at_once):
+            used = range(first, min(self.prefixes, first + self.at_once))
+            prefix = {g: tokens.take(f"{key}/prefix/{g}", self.shared) for g in used}
+            numbers = [i for i in range(self.requests) if i % self.prefixes in used]
+            tokens.order(f"{key}/{first}").shuffle(numbers)
+            warm.append([Request(prefix[g] + tokens.take(f"{key}/warm/{g}", self.suffix), 2, g) for g in used])
+            rounds.append(
+                [
+                    Request(
+                        prefix[i % self.prefixes] + tokens.take(f"{key}/suffix/{i}", self.suffix),
+                        max(2, length.randint(self.answer // 2, self.answer + self.answer // 2)),
+                        i % self.prefixes,
+                    )
+                    for i in numbers
+                ]
             )
-            for i, g in enumerate(groups)
-        ]
-        warm = [Request(prefix[g] + tokens.take(f"{key}/warm/{g}", self.suffix), 2, g) for g in range(self.prefixes)]
         share = self.shared / (self.shared + self.suffix)
-        title = f"{self.title}: {self.prefixes} prefixes, {share:.0%} of each prompt shared"
-        return Workload(key, title, dataclasses.asdict(self), [asked], warm, self.concurrency)
+        together = f", {self.at_once} at a time" if self.at_once < self.prefixes else ""
+        title = f"{self.title}: {self.prefixes} prefixes{together}, {share:.0%} of each prompt shared"
+        return Workload(key, title, dataclasses.asdict(self), rounds, warm, self.concurrency)
 
 
 @dataclass
 class Groups(SharedPrefix):
     """``prefixes`` groups of ``per_group`` prompts, 7 tokens shared for each one of its own, and long answers."""
 
+    pool: int = 32768
+    reserve: int = 64
     prefixes: int = 80
+    at_once: int = 80
     per_group: int = 8
     shared: int = 224
     suffix: int = 32
@@ -150,9 +164,9 @@ class Groups(SharedPrefix):
     title = "groups"
 
     def check(self, key: str) -> None:
+        """Also derive what follows from the number of groups."""
         super().check(key)
-        if self.requests != self.prefixes * self.per_group:
-            self.requests = self.prefixes * self.per_group
+        self.requests, self.at_once = self.prefixes * self.per_group, self.prefixes
 
 
 @dataclass

@@ -48,15 +48,24 @@ def test_a_workload_is_the_same_every_time_and_other_with_another_seed(key):
 
 
 def test_shared_prefixes_share_what_they_say():
-    made = make("a", prefixes=3, shared=20, suffix=2, requests=9)
-    (asked,) = made.rounds
+    made = make("a", prefixes=3, at_once=3, shared=20, suffix=2, requests=9, answer=10)
+    (asked,), (warm,) = made.rounds, made.warm
     assert sorted(r.group for r in asked) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     for r in asked:
-        assert len(r.ids) == 22
+        assert len(r.ids) == 22 and 5 <= r.answer <= 15
         assert all((r.ids[:20] == other.ids[:20]) == (r.group == other.group) for other in asked)
     assert len({r.ids for r in asked}) == 9
-    assert [w.ids[:20] for w in made.warm] == [next(r.ids[:20] for r in asked if r.group == g) for g in range(3)]
-    assert not {w.ids for w in made.warm} & {r.ids for r in asked}
+    assert [w.ids[:20] for w in warm] == [next(r.ids[:20] for r in asked if r.group == g) for g in range(3)]
+    assert not {w.ids for w in warm} & {r.ids for r in asked}
+
+
+def test_shared_prefixes_come_some_at_a_time():
+    made = make("a", prefixes=5, at_once=2, shared=20, suffix=2, requests=20)
+    assert [{r.group for r in asked} for asked in made.rounds] == [{0, 1}, {2, 3}, {4}]
+    assert [[r.group for r in warm] for warm in made.warm] == [[0, 1], [2, 3], [4]]
+    assert made.requests == 20
+    together = make("a", prefixes=5, at_once=5, shared=20, suffix=2, requests=20)
+    assert {r.ids for r in together.rounds[0]} == {r.ids for asked in made.rounds for r in asked}
 
 
 def test_groups_are_as_many_as_they_say():
@@ -246,7 +255,7 @@ def test_figures_of_a_run_by_hand():
         measure.Sample(2.5, 1, 1, 12, 9, 100),  # the first, with 2 tokens: 4 + 1 + 2
         measure.Sample(4.0, 1, 0, 12, 9, 300),  # the second, with 1 token: 4 + 1 + 1
     ]
-    figures = measure.figures_of(requests, rounds, samples, index, 0)
+    figures = measure.figures_of(requests, rounds, samples, index)
     assert figures["requests_per_s"] == 2 / 5
     assert figures["output_tokens_per_s"] == 5 / 5
     assert figures["ttft_p50_s"] == 2.0
@@ -259,7 +268,13 @@ def test_figures_of_a_run_by_hand():
 
 def run_entry(variant, number, requests_per_s, sent):
     figures = {f.key: 1.0 for f in report.FIGURES}
-    figures |= {"requests_per_s": requests_per_s, "sent_bytes": sent, "prompt_pages": 10, "least_pages": 4}
+    figures |= {
+        "requests_per_s": requests_per_s,
+        "sent_bytes": sent,
+        "prompt_pages": 10,
+        "least_pages": 4,
+        "least_pages_with_warm_up": 4,
+    }
     rounds = [
         {"prompt_tokens": 30, "reused_tokens": 16, "sent_bytes": sent / 2, "least_pages": 2, "prompt_pages": 5}
         for _ in range(2)
