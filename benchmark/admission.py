@@ -58,7 +58,7 @@ HIT = 0.9
 MAX_RATIO = 1.5
 # "Does not depend on": the medians of the smallest and the largest case may differ by the first factor. "Logarithm of":
 # by the second.
-FLAT, LOGARITHM = 1.5, 4.0
+FLAT, LOGARITHM = 1.5, 8.0
 
 
 class Queue(DecodePreallocQueue):
