@@ -353,6 +353,20 @@ def test_paused_servers_do_nothing_until_they_are_resumed_and_end_with_the_rest(
     assert not cluster.alive()
 
 
+def test_a_killed_server_can_be_started_again(fake, tmp_path):
+    with Cluster("m", decode=2, commands=fake, log_dir=tmp_path) as cluster:
+        gone, other = (p for p in cluster.processes if p.role == "decode")
+        cluster.pause(["decode-0"])
+        cluster.kill("decode-0")
+        assert cluster.dead() is gone and gone.returncode() == -signal.SIGKILL
+        assert not cluster_module.process_group.members(gone.pid) and http(gone.url + "/health")[0] == 0
+        assert http(other.url + "/health")[0] == 200
+        first = gone.pid
+        cluster.restart("decode-0")
+        assert cluster.alive() and gone.pid != first and http(gone.url + "/health")[0] == 200
+    assert not cluster_module.process_group.members(gone.pid)
+
+
 def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DECODE", "dies")
     monkeypatch.setenv("FAKE_PREFILL", "never")
