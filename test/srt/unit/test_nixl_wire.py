@@ -632,6 +632,18 @@ def test_a_peer_that_is_gone_fails_its_request_and_not_the_worker(world, monkeyp
     other.wait_senders(KVPoll.Success)
 
 
+def test_a_lost_prefill_is_named_to_each_of_its_requests(world):
+    lost, done = world.request(BAD).bootstrap(), world.request(GOOD).bootstrap()
+    done.send()
+    done.wait_receivers(KVPoll.Success)
+    manager = world.decode[0].manager
+    manager._handle_node_failure(lost.receivers[0].bootstrap_addr)
+    lost.wait_receivers(KVPoll.Failed)
+    with pytest.raises(RuntimeError, match="Losing connection with prefill instance"):
+        lost.receivers[0].failure_exception()
+    assert not manager.failure_records
+
+
 def test_a_failed_request_is_over_only_when_nothing_of_it_is_being_written(monkeypatch):
     """One decode rank is being written when the write to the next cannot be posted: its pages are not free yet."""
     world = World(monkeypatch, prefill_tp=1, decode_tp=2)
@@ -698,6 +710,21 @@ def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_en
         transfer.finish()
     step()
     assert prefill.told(f"{BAD}_fail_") and not prefill.manager.unsettled
+
+
+def test_two_requests_of_one_room_fail_one_and_not_the_worker(world):
+    """As parallel sampling sends them to prefill, whether decode has the flag or not."""
+    request = world.request(BAD)
+    twin = world.request(BAD)
+    request.bootstrap()
+    twin.start_prefill()
+    request.send()
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    twin.wait_senders(KVPoll.Failed)
+    with pytest.raises(RuntimeError, match="n must be 1"):
+        twin.senders[0].failure_exception()
+    world.assert_healthy()
 
 
 # ---- foreign messages ----

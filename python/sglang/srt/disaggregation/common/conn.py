@@ -89,6 +89,17 @@ class CommonKVManager(engine.CommonKVManager):
             )
         return True
 
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """Replaces the engine's KeyError, which ends the scheduler: its room was ended by another request."""
+        status = self.request_status.get(bootstrap_room)
+        if status is not None:
+            return status
+        self.record_failure(
+            bootstrap_room,
+            "another request of this bootstrap_room has ended; each request needs a room of its own, and n must be 1",
+        )
+        return KVPoll.Failed
+
     def fail_room(self, room: int, reason: str) -> None:
         """Fail one request for ``reason``; the scheduler sees it at its next poll."""
         self.record_failure(room, reason)

@@ -267,6 +267,16 @@ class NixlKVManager(engine.NixlKVManager):
         """Tell decode of the failed senders whose last write has ended."""
         self.unsettled = [sender for sender in self.unsettled if not sender.settled()]
 
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """Adds to the engine's, on decode, why its requests fail: their prefill is gone."""
+        for room in self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()):
+            status = self.transfer_statuses.get(room)
+            if status is not None and not status.is_done():
+                self.record_failure(
+                    room, f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+                )
+        super()._handle_node_failure(failed_bootstrap_addr)
+
     def _send_without_kv(self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int) -> list:
         """Full hit: the notification that closes the KV part, with nothing before it, and the metadata."""
         handles = []
