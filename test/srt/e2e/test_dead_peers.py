@@ -1,0 +1,113 @@
+"""A worker that dies takes its own requests with it, each with a message that says so, and nobody else's (I1, trap 25).
+
+What it was asked for is freed; restarted at the same address it is found again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from pd import FLAG, Pair, conversations, counter, log_of, pools, words
+
+pytestmark = pytest.mark.timeout(600)
+
+# Seconds; the engine's own are 5 and 300.
+ENV = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15"}
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters, model, truth, backend):
+    yield clusters.get(
+        model,
+        prefill=2,
+        decode=2,
+        decode_args=[FLAG],
+        common_args=["--page-size", "16", "--chunked-prefill-size", "64"],
+        env=ENV,
+        backend=backend,
+    )
+    clusters.stop()
+
+
+def attempt(pair: Pair, ids: list[int]) -> list[requests.Response | None]:
+    """What prefill and decode say to one request; None from a worker that died meanwhile."""
+    body = pair.body(ids, 8)
+
+    def post(url: str) -> requests.Response | None:
+        try:
+            return requests.post(url + "/generate", json=body, timeout=100)
+        except requests.ConnectionError:
+            return None
+
+    first = pair._workers.submit(post, pair.prefill_url)
+    second = post(pair.decode_url)
+    return [first.result(), second]
+
+
+def test_prefill_dies_and_comes_back(cluster, truth):
+    dying, other = Pair(cluster, 0, 0), Pair(cluster, 1, 0)
+    for pair in (dying, other):
+        assert conversations(pair) == truth["conversations"]
+    rnd = random.Random(5)
+    address = f"127.0.0.1:{cluster.processes[0].bootstrap_port}"
+    with ThreadPoolExecutor(8) as pool:
+        going_on = pool.submit(conversations, other, 6, 1, 5, 96)
+        # Some it may have begun to send, some it never reads.
+        early = [pool.submit(attempt, dying, words(rnd, 2000)) for _ in range(2)]
+        time.sleep(0.3)
+        cluster.pause(["prefill-0"])
+        late = [pool.submit(attempt, dying, words(rnd, 300)) for _ in range(3)]
+        time.sleep(1)
+        assert not all(pool["idle"] for pool in pools(dying.decode_url))
+        cluster.kill("prefill-0")
+        for lost in early + late:
+            of_prefill, of_decode = lost.result()
+            if lost in early and of_decode.ok:
+                continue
+            assert of_prefill is None and of_decode.status_code == 500
+            assert f"Losing connection with prefill instance (bootstrap_addr: {address})" in of_decode.text
+        assert going_on.result() == truth["long"]
+    other.check_idle()
+    # One line of the engine's about the peer: "Losing" or "Lost".
+    named = f"connection with prefill instance (bootstrap_addr: {address}), "
+    assert log_of(cluster, other.decode_url).count(named) == 1
+
+    cluster.restart("prefill-0")
+    hit = counter(dying.decode_url, "sglang:decode_prefix_hit_tokens_total")
+    assert conversations(dying) == truth["conversations"]
+    assert counter(dying.decode_url, "sglang:decode_prefix_hit_tokens_total") > hit
+    dying.check_idle()
+
+
+def test_decode_dies(cluster, truth, backend):
+    dying, other = Pair(cluster, 1, 1), Pair(cluster, 1, 0)
+    assert conversations(dying) == truth["conversations"]
+    rnd = random.Random(6)
+    with ThreadPoolExecutor(8) as pool:
+        going_on = pool.submit(conversations, other, 6, 1, 5, 96)
+        asked = [pool.submit(attempt, dying, words(rnd, 2000)) for _ in range(2)]
+        time.sleep(0.3)
+        cluster.pause(["decode-1"])
+        # These it never asks for. Over NIXL the engine then waits for as long as the client does.
+        unasked = [pool.submit(attempt, dying, words(rnd, 300)) for _ in range(3)] if backend == "mooncake" else []
+        time.sleep(1)
+        cluster.kill("decode-1")
+        assert going_on.result() == truth["long"]
+        asked, unasked = [lost.result() for lost in asked], [lost.result() for lost in unasked]
+    assert all(of_decode is None for _, of_decode in asked + unasked)
+    # The first may have been sent before decode stopped to listen, the second not.
+    refused = [of_prefill.text for of_prefill, _ in asked if not of_prefill.ok]
+    assert refused
+    reason = {"nixl": "NIXL", "mooncake": "Decode instance could be dead"}[backend]
+    assert all(reason in text for text in refused)
+    assert all("timed out after 15" in of_prefill.text for of_prefill, _ in unasked)
+    other.check_idle()
+    assert conversations(other) == truth["conversations"]
+
+    cluster.restart("decode-1")
+    assert conversations(dying) == truth["conversations"]
+    dying.check_idle()
