@@ -96,3 +96,20 @@ def test_refused_option_is_shown_with_its_reason(model, tmp_path):
     message = err[err.index("pd-radix: decode-0 exited with code") :]
     assert "nonsense" in message.splitlines()[0] and "decode-0.log" in message
     assert processes_of(tmp_path / "logs") == []
+
+
+def test_missing_mooncake_library_is_explained(model, tmp_path, monkeypatch):
+    """The servers find a Mooncake that does not load, as on a host without its system libraries."""
+    package = tmp_path / "path" / "mooncake"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    error = "libodd.so.1: cannot open shared object file: No such file or directory"
+    (package / "engine.py").write_text(f"raise ImportError({error!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    process = start_up(model, tmp_path, "--backend", "mooncake")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("pd-radix: ")]
+    for part in ("cannot be used here", "libodd.so.1", "apt-get install", "--disaggregation-transfer-backend nixl"):
+        assert part in line
+    assert processes_of(tmp_path / "logs") == []

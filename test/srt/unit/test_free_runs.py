@@ -65,6 +65,19 @@ def test_long_runs_for_the_delta_short_ones_for_decode_steps(page_size: int) -> 
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
+def test_short_runs_are_left_alone_when_as_many_pages_have_been_freed(page_size: int) -> None:
+    allocator = make(page_size, 20)
+    allocator.long_runs_last = True
+    allocator.alloc(20 * page_size)
+    allocator.free(slots_of([2, 4, 6], page_size))
+    assert allocator.alloc_long_runs(0).numel() == 0
+    allocator.free(slots_of([10, 11], page_size))
+    assert allocator.alloc_long_runs(page_size).tolist() == slots_of([6], page_size).tolist()
+    assert allocator.alloc_long_runs(2 * page_size).tolist() == slots_of([10, 11], page_size).tolist()
+    assert allocator.alloc(2 * page_size).tolist() == slots_of([2, 4], page_size).tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
 def test_without_the_tree_the_order_is_the_engines(page_size: int) -> None:
     allocator = make(page_size, 10)
     allocator.alloc(10 * page_size)

@@ -42,7 +42,8 @@ class _Runs:
     def merge_and_sort_free(self) -> None:
         """Replaces, where it is set, the engine's order by page number with one by length of run.
 
-        Called as the engine calls its own: when the free list is used up and there are pages that were freed since.
+        Called as the engine calls its own, when the free list is used up and there are pages that were freed since; and
+        for a transfer when these have become as many as are left in the list.
         """
         if not self.long_runs_last:
             super().merge_and_sort_free()  # type: ignore[misc]
@@ -56,7 +57,9 @@ class _Runs:
         need_size: tokens, whole pages. Returns int64 slots, in ascending order within each run.
         """
         num_pages = need_size // self.page_size
-        if num_pages > len(self.free_pages):
+        # Used up to the end, the list would give its short runs too. Half of what is sorted has just been freed, so a
+        # page is sorted a few times at most before it is used.
+        if num_pages > len(self.free_pages) or len(self.release_pages) >= max(len(self.free_pages), 1):
             self.merge_and_sort_free()
         rest = len(self.free_pages) - num_pages
         if rest < 0:
