@@ -110,6 +110,17 @@ def test_extra_key_keeps_prefixes_apart(on, page):
     assert on(prompt, extra_key="a")["meta_info"]["cached_tokens_details"]["decode_prefix"] == len(prompt)
 
 
+def test_parallel_sampling_is_refused(on, truth, page):
+    """n > 1 gives one room to several requests; in the engine that can end the scheduler."""
+    body = on.body(base_prompt(page), 4)
+    body["sampling_params"]["n"] = 2
+    prefill = on._workers.submit(requests.post, on.prefill_url + "/generate", json=body, timeout=60)
+    reply = requests.post(on.decode_url + "/generate", json=body, timeout=60)
+    assert reply.status_code == 400 and "n must be 1" in reply.text
+    prefill.result()
+    assert on(base_prompt(page))["output_ids"] == truth["base", page]
+
+
 def test_health_checks_leave_nothing(on):
     """Trap 13, I7."""
     on.flush()
