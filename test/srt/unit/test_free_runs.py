@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
+from sglang.srt.disaggregation.decode_prefix import count_runs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import STOCK, STOCK_LEAVES, stock_part
@@ -152,3 +155,23 @@ def test_a_stock_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> N
     monkeypatch.setenv(STOCK, text)
     with pytest.raises(ValueError, match=f"{STOCK} is .*0.5"):
         stock_part()
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "expected"),
+    [
+        ([], [], 0),
+        ([3], [9], 1),
+        ([3, 4, 5], [7, 8, 9], 1),
+        ([3, 4, 6], [7, 8, 9], 2),
+        ([3, 4, 5], [7, 9, 10], 2),
+        ([3, 5, 6, 7], [1, 2, 4, 5], 3),
+        ([5, 4, 3], [1, 2, 3], 3),
+        ([1, 2, 3], [4, 5], 1),
+    ],
+)
+def test_runs_are_counted_as_the_engine_groups_them(sources: list[int], targets: list[int], expected: int) -> None:
+    source, target = np.array(sources, np.int32), np.array(targets, np.int32)
+    assert count_runs(source, target) == expected
+    length = min(len(source), len(target))
+    assert len(group_concurrent_contiguous(source[:length], target[:length])[0]) == expected

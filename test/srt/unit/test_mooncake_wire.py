@@ -49,7 +49,7 @@ class Library:
         self.gate.set()
         self.writing = threading.Event()
         self.result: int | Exception = 0
-        self.written = 0
+        self.written = self.descriptors = 0
 
     def get_session_id(self) -> str:
         return self.session_id
@@ -62,6 +62,7 @@ class Library:
         assert self.gate.wait(10)
         if isinstance(self.result, Exception):
             raise self.result
+        self.descriptors += len(sources)
         for source, target, length in zip(sources, targets, lengths, strict=True):
             ctypes.memmove(target, source, length)
             self.written += length
@@ -70,9 +71,10 @@ class Library:
 
 class Counters:
     def __init__(self) -> None:
-        self.sent_bytes = self.saved_bytes = 0
+        self.sent_bytes = self.saved_bytes = self.runs = 0
 
-    def sent(self, num_bytes: int, saved_bytes: int = 0) -> None:
+    def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
+        self.runs += runs
         self.sent_bytes += num_bytes
         self.saved_bytes += saved_bytes
 
@@ -388,6 +390,8 @@ def test_decode_gets_the_delta_and_nothing_else(world: World, prompt_len: int, p
     assert counters.sent_bytes == (request.num_pages - request.first_page) * item
     assert counters.saved_bytes == request.first_page * item
     assert world.prefill[0].library.written == counters.sent_bytes + 64
+    # One more for the metadata.
+    assert world.prefill[0].library.descriptors == counters.runs * 2 * LAYERS + 1
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2), (2, 1), (4, 2), (1, 4)])

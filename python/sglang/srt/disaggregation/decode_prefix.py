@@ -11,6 +11,9 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
     from sglang.srt.server_args import ServerArgs
@@ -25,6 +28,7 @@ __all__ = [
     "AdmissionPlan",
     "KvTransferCounters",
     "check_decode_prefix",
+    "count_runs",
     "pages",
     "wire_int",
 ]
@@ -40,6 +44,16 @@ GIVEN_UP = "decode gave the request up"
 def pages(num_tokens: int, page_size: int) -> int:
     """Pages that ``num_tokens`` tokens occupy, the last one possibly in part."""
     return -(-num_tokens // page_size)
+
+
+def count_runs(sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> int:
+    """Runs of pages that are contiguous on both sides; a backend sends one descriptor for each, layer, and K or V."""
+    # Of a decode worker without the flag, prefill takes what fits; it has not been checked here.
+    length = min(len(sources), len(targets))
+    if length == 0:
+        return 0
+    sources, targets = sources[:length], targets[:length]
+    return 1 + int(np.count_nonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)))
 
 
 def wire_int(frame: bytes, name: str) -> int:
@@ -132,6 +146,7 @@ class KvTransferCounters:
         if engine_type == "prefill":
             self._sent = counter("kv_transfer_sent_bytes", "KV bytes handed to the transfer backend.")
             self._saved = counter("kv_transfer_saved_bytes", "KV bytes not sent because decode held them.")
+            self._runs = counter("kv_transfer_runs", "Runs of pages, contiguous on both sides, in which KV was sent.")
         else:
             self._prompt = counter("decode_prompt_tokens", "Prompt tokens of committed requests.")
             self._hit = counter("decode_prefix_hit_tokens", "Prompt tokens that the decode tree held.")
@@ -143,8 +158,9 @@ class KvTransferCounters:
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
 
-    def sent(self, num_bytes: int, saved_bytes: int = 0) -> None:
+    def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
         if self.enabled:
+            self._runs.inc(runs)
             self._sent.inc(num_bytes)
             self._saved.inc(saved_bytes)
 

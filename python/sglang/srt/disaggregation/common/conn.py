@@ -126,11 +126,14 @@ class CommonKVManager(engine.CommonKVManager):
     def settle(self) -> None:
         """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll."""
 
-    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int) -> None:
-        """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them."""
+    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0) -> None:
+        """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them.
+
+        runs: of pages that are contiguous on both sides, in which they are sent.
+        """
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
         page_bytes = sum(min(item, theirs) for item in self.kv_args.kv_item_lens)
-        self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes)
+        self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)
 
     def failure_reason(self, room: int) -> str:
         """Why a request failed, as recorded, or that nobody said."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, wire_int
+from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.utils.network import NetworkAddress
 
@@ -260,7 +260,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         for info in infos:
             if not info.is_dummy:
                 saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
-                self.count_transfer(info.mooncake_session_id, len(kv_indices), saved)
+                runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
+                self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs)
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""

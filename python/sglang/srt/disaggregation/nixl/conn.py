@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
-from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, wire_int
+from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -244,7 +244,8 @@ class NixlKVManager(engine.NixlKVManager):
             self.end_room(bootstrap_room)
         for info in infos:
             saved = info.decode_prefix_len // self.kv_args.page_size if is_last else 0
-            self.count_transfer(info.agent_name, len(kv_indices), saved)
+            runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
+            self.count_transfer(info.agent_name, len(kv_indices), saved, runs)
         return handles
 
     def send_kvcache(self, *args, **kwargs):
