@@ -127,6 +127,8 @@ class Decode:
                 page_size=page,
             )
         )
+        # Would evict part of the tree before the first look at it.
+        self.tree.stock = 0
         scheduler = SimpleNamespace(
             server_args=args,
             tp_worker=SimpleNamespace(is_hybrid_swa=False),

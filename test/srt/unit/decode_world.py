@@ -104,9 +104,17 @@ class Queue(DecodePreallocQueue):
 
 
 class World:
-    """One decode rank. ``size`` in tokens."""
+    """One decode rank. ``size`` and ``stock`` (None: the default part of the pool) in tokens."""
 
-    def __init__(self, size: int = 64, page_size: int = 4, reserved: int = 2, max_reqs: int = 8, group=None):
+    def __init__(
+        self,
+        size: int = 64,
+        page_size: int = 4,
+        reserved: int = 2,
+        max_reqs: int = 8,
+        group=None,
+        stock: int | None = 0,
+    ):
         self.size, self.page_size = size, page_size
         self.group = group or single_rank_group()
         args = SimpleNamespace(
@@ -133,6 +141,8 @@ class World:
                 page_size=page_size,
             )
         )
+        if stock is not None:
+            self.tree.stock = stock
         self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
         self.meta_alloc = ReqToMetadataIdxAllocator(2 * max_reqs)
         self.streamed: list[Req] = []

@@ -111,17 +111,20 @@ def fill(world: World, leaves: int, length: int) -> None:
         world.tree.insert(InsertParams(key=RadixKey([n + 1] * length, None), value=slots))
 
 
-def test_by_default_no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("text", "stock"), [(None, 40), ("", 40), ("0", 0), ("0.5", 320)])
+def test_the_stock_is_a_part_of_the_pool(monkeypatch: pytest.MonkeyPatch, text: str | None, stock: int) -> None:
     monkeypatch.delenv(STOCK, raising=False)
-    world = World(size=640, page_size=4)
+    if text is not None:
+        monkeypatch.setenv(STOCK, text)
+    world = World(size=640, page_size=4, stock=None)
     fill(world, 4, 160)
     world.step()
-    assert world.allocator.available_size() == 0 and world.tree.stock == 0
+    assert world.allocator.available_size() == world.tree.stock == stock
 
 
 def test_stock_is_refilled_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STOCK, "0.06")
-    world = World(size=640, page_size=4)
+    world = World(size=640, page_size=4, stock=None)
     assert world.tree.stock == 36  # 38.4 tokens in whole pages
     fill(world, 4, 160)
     world.step()
@@ -131,7 +134,7 @@ def test_stock_is_refilled_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) 
     assert world.allocator.available_size() == 36
     assert world.tree.audit([]) == []
 
-    small = World(size=STOCK_LEAVES * 400, page_size=4)
+    small = World(size=STOCK_LEAVES * 400, page_size=4, stock=None)
     fill(small, STOCK_LEAVES * 100, 4)
     small.step()
     assert small.allocator.available_size() == 4 * STOCK_LEAVES < small.tree.stock
@@ -142,7 +145,7 @@ def test_stock_is_refilled_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) 
 
 def test_stock_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STOCK, "0.5")
-    world = World(size=640, page_size=4)
+    world = World(size=640, page_size=4, stock=None)
     fill(world, 4, 160)
     for leaf in list(world.tree.evictable_leaves):
         world.tree.inc_lock_ref(leaf)

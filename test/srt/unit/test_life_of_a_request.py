@@ -16,9 +16,9 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
 class Life(RuleBasedStateMachine):
     page_size = 4
 
-    @initialize(size=st.sampled_from([48, 64, 128]))
-    def begin(self, size):
-        self.world = World(size=size, page_size=self.page_size)
+    @initialize(size=st.sampled_from([48, 64, 128]), stock=st.sampled_from([0, 0, 8, 32]))
+    def begin(self, size, stock):
+        self.world = World(size=size, page_size=self.page_size, stock=stock)
 
     def pick(self, items, index):
         return items[index % len(items)]

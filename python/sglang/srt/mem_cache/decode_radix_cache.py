@@ -41,13 +41,16 @@ class PrefixPeek(NamedTuple):
 NOTHING = PrefixPeek(0, 0, [], 0)
 
 STOCK = "SGLANG_DISAGGREGATION_DECODE_FREE_STOCK"
+DEFAULT_STOCK = 1 / 16
 # Leaves that one step evicts for the stock: it must not be felt.
 STOCK_LEAVES = 16
 
 
 def stock_part() -> float:
-    """The part of the pool to keep free, from the environment; 0 if it says nothing. Raises ValueError."""
-    text = os.environ.get(STOCK, "").strip() or "0"
+    """The part of the pool to keep free, from the environment, or the default. Raises ValueError."""
+    text = os.environ.get(STOCK, "").strip()
+    if not text:
+        return DEFAULT_STOCK
     try:
         part = float(text)
     except ValueError:
@@ -237,22 +240,21 @@ class DecodeRadixCache(RadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
-        start = time.perf_counter()
-        freed = self._evict(params.num_tokens, exact=False)
-        self.update_eviction_metrics(freed, start)
-        return EvictResult(num_tokens_evicted=freed)
+        return EvictResult(num_tokens_evicted=self._evict(params.num_tokens, exact=False))
 
     def refill_stock(self) -> None:
-        """Evict what the free list lacks to its stock, a few leaves at a time; by default there is no stock.
+        """Evict what the free list lacks to its stock, a few leaves at a time.
 
         A pool without one hands each request the pages of whatever leaves just went for it, and each decode step cuts
-        the next long run up: with a stock there are long runs and short ones to choose from.
+        the next long run up: with a stock there are long runs and short ones to choose from. Requests may use all of
+        it; it is not part of what they are budgeted.
         """
         short = self.stock - self.token_to_kv_pool_allocator.available_size()
         if short > 0:
             self._evict(short, exact=True, max_leaves=STOCK_LEAVES)
 
     def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None) -> int:
+        start = time.perf_counter()
         if self.eviction_policy == "mru":
             # The only policy by which a node in the list can move towards the front.
             self._victims, self._listed = [], set()
@@ -275,6 +277,7 @@ class DecodeRadixCache(RadixCache):
             self._record_remove_event(node)
         if batching:
             allocator.free_group_end()
+        self.update_eviction_metrics(freed, start)
         return freed
 
     def _update_leaf_status(self, node: TreeNode) -> None:
