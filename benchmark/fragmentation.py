@@ -48,7 +48,7 @@ from sglang.srt.mem_cache.common import (
     evict_from_tree_cache,
     release_kv_cache,
 )
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DEFAULT_STOCK, DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -155,9 +155,9 @@ class Tree(DecodeRadixCache):
 
 
 class Decode:
-    """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is a part of the pool."""
+    """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is the part to keep free."""
 
-    def __init__(self, page: int, engine_order: bool = False, stock: float = 0):
+    def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK):
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.page = page
@@ -180,7 +180,7 @@ class Decode:
                 page_size=page,
             )
         )
-        self.tree.stock = int(stock * POOL) // page * page
+        self.tree.stock = 0 if engine_order else int(stock * POOL) // page * page
         if engine_order:
             self.allocator.long_runs_last = False
             self.allocator.alloc_long_runs = self.allocator.alloc
@@ -296,7 +296,7 @@ class Window:
 
 
 def run(
-    page: int, requests: int, size: int, engine_order: bool = False, stock: float = 0, seed: int = 0
+    page: int, requests: int, size: int, engine_order: bool = False, stock: float = DEFAULT_STOCK, seed: int = 0
 ) -> Iterator[Window]:
     """Serve ``requests`` requests; yields a window up to the first eviction, then one for every ``size`` requests."""
     rng = random.Random(seed)
@@ -361,9 +361,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="default: 5000")
     parser.add_argument("--page", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
-    parser.add_argument("--engine-order", action="store_true", help="allocate as the engine does")
+    parser.add_argument("--engine-order", action="store_true", help="allocate as the engine does, with no stock")
     parser.add_argument(
-        "--stock", type=float, default=0, metavar="PART", help="part of the pool to keep free (default: 0)"
+        "--stock",
+        type=float,
+        default=DEFAULT_STOCK,
+        metavar="PART",
+        help=f"part to keep free (default: {DEFAULT_STOCK})",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
