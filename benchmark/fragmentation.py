@@ -354,6 +354,8 @@ def run(
             decode.finish(req)
             talk.history = req.origin_input_ids + req.output_ids
             idle.append(talk if talk.left and len(talk.history) < 30_000 else Conversation(rng, system_prompts))
+    if window.requests:
+        yield window
 
 
 def main() -> int:
