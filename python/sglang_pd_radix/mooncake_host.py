@@ -127,8 +127,9 @@ def install(cpu: bool, pip_options: Sequence[str] = ()) -> tuple[str, str] | Non
         importlib.invalidate_caches()
     packages = [DEBIAN_PACKAGES[name] for name in missing_libraries("") if name in DEBIAN_PACKAGES]
     if packages and os.geteuid() == 0 and shutil.which("apt-get"):
-        # Another apt-get may be at work: wait for its lock rather than fail.
-        apt_get = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120"]
+        # Wait for the lock of another apt-get rather than fail; do not wait long for a network that is not there.
+        patience = ["DPkg::Lock::Timeout=120", "Acquire::http::Timeout=20", "Acquire::Retries=1"]
+        apt_get = ["apt-get", "-q", *(word for option in patience for word in ("-o", option))]
         if _run([*apt_get, "update"]):
             _run([*apt_get, "install", "-y", "--no-install-recommends", *packages])
     return trouble(cpu)
