@@ -15,8 +15,12 @@ from pd import FLAG, Pair, conversations, counter, log_of, pools, words
 
 pytestmark = pytest.mark.timeout(600)
 
-# Seconds; the engine's own are 5 and 300.
-ENV = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15"}
+# Seconds, failures and seconds; the engine's own are 5, 2 and 300.
+ENV = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "3",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
+}
 
 
 @pytest.fixture(scope="module")
