@@ -35,10 +35,11 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten within ``low`` to ``high``."""
+    """1, 2 and 5 times the powers of ten within ``low`` to ``high``; of a wide range only the powers themselves."""
+    factors = (1, 2, 5) if high < 300 * low else (1,)
     found = []
     for exponent in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-        found += [f * 10.0**exponent for f in (1, 2, 5) if low <= f * 10.0**exponent <= high]
+        found += [f * 10.0**exponent for f in factors if low <= f * 10.0**exponent <= high]
     return found
 
 

@@ -32,13 +32,15 @@ RUNS, QUICK_RUNS = 5, 2
 # A quick run shows every workload but the one that takes a deployment of its own.
 QUICK_KEYS = ("a", "b", "c", "d", "e", "f")
 QUICK: dict[str, dict[str, Any]] = {
-    "a": {"prefixes": 4, "requests": 48},
-    "b": {"prefixes": 20, "per_group": 4, "requests": 80, "concurrency": 32},
-    "c": {"clients": 4, "turns": 4},
-    "d": {"herds": 2, "size": 8},
-    "e": {"requests": 32, "concurrency": 8},
+    "a": {"prefixes": 4, "requests": 32, "answer": 128},
+    "b": {"prefixes": 12, "per_group": 4, "answer": 16, "concurrency": 32},
+    "c": {"clients": 4, "turns": 4, "answer": 16},
+    "d": {"herds": 2, "size": 8, "answer": 8},
+    "e": {"requests": 32, "concurrency": 8, "answer": 16},
     "f": {"requests": 30},
 }
+# One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
+QUICK_SHAPE = {"pool": 11264, "reserve": 192}
 PAGE_SIZE = 16
 # The made model. Without a GPU, attention goes through the requests of a step one by one, and what one takes grows with
 # its KV. With the shape that `pd-radix make-model` has by default, a decode step of 30 requests takes 0.35 s on two
@@ -97,7 +99,7 @@ def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
         if key not in KINDS:
             raise PdRadixError(f"--only {args.only}: {key or 'an empty name'} is not one of {', '.join(KINDS)}")
         sizes[key] = KINDS[key]()
-        for name, value in (QUICK.get(key, {}) if args.quick else {}).items():
+        for name, value in ({**QUICK.get(key, {}), **QUICK_SHAPE} if args.quick else {}).items():
             setattr(sizes[key], name, value)
         traced = sizes[key]
         if args.trace and isinstance(traced, Trace):

@@ -108,14 +108,15 @@ class SharedPrefix(Sizes):
     answer of half to one and a half ``answer``, ``concurrency`` at a time. Before a round each of its prefixes is asked
     for once, which is not measured."""
 
-    pool: int = 9600
-    reserve: int = 96
+    # The pool: the prefixes of a round and 24 requests' own tokens. Without the cache it holds 8 requests.
+    pool: int = 11264
+    reserve: int = 192
     prefixes: int = 20
     at_once: int = 4
     shared: int = 1024
     suffix: int = 96
-    answer: int = 96
-    requests: int = 200
+    answer: int = 192
+    requests: int = 160
     concurrency: int = 24
 
     title = "shared prefixes"
@@ -243,8 +244,8 @@ class Trace(Sizes):
     file: str = ""
     skip: int = 0
     requests: int = 120
-    shrink: int = 16
-    speed: float = 1.0
+    shrink: int = 32
+    speed: float = 4.0
     concurrency: int = 32
 
     def make(self, key: str, tokens: Tokens) -> Workload:

@@ -365,6 +365,7 @@ def test_ticks_are_round():
     assert chart.ticks(0, 0.7) == [0, 0.2, 0.4, 0.6]
     assert chart.ticks(3, 3) == [3]
     assert chart.log_ticks(3, 60) == [5, 10, 20, 50]
+    assert chart.log_ticks(3, 60000) == [10, 100, 1000, 10000]
 
 
 # ---- command ----
@@ -400,3 +401,20 @@ def test_bad_options_get_one_clear_line(tmp_path, monkeypatch, capsys, options, 
 def test_a_report_names_no_place_on_this_machine():
     shown = list(command._shown(["bench", "--trace", "/data/x/t.jsonl", "--out=/tmp/r", "--set", "a.pool=9"]))
     assert shown == ["bench", "--trace", "t.jsonl", "--out=r", "--set", "a.pool=9"]
+
+
+def test_both_sides_share_the_prefill_worker_and_only_one_has_the_flag(tmp_path):
+    options = deploy.engine_options(["--page-size", "8"], 8, made_model=True)
+    assert "--enable-metrics" in options and options.count("--page-size") == 1
+    made = deploy.Deployment("m", deploy.Shape(500, 20, 2), options, "nixl", tmp_path)
+    planned = {process.name: process for process in made.cluster._plan()}
+    assert sorted(planned) == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0", "router-off", "router-on"]
+    flagged = {name for name, p in planned.items() if "--disaggregation-decode-enable-radix-cache" in p.command}
+    assert flagged == {"decode-2", "decode-3"}
+    for name, workers in (("router-off", ("decode-0", "decode-1")), ("router-on", ("decode-2", "decode-3"))):
+        command = planned[name].command
+        assert [w for w in planned if w.startswith("decode") and planned[w].url in command] == list(workers)
+        assert planned["prefill-0"].url in command and "--disable-health-check" in command
+    decode = planned["decode-3"].command
+    assert decode[decode.index("--max-total-tokens") + 1] == "500"
+    assert decode[decode.index("--num-reserved-decode-tokens") + 1] == "20"
