@@ -172,11 +172,13 @@ class NixlKVManager(engine.NixlKVManager):
     def _on_request(self, info: TransferInfo) -> None:
         """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
         room, infos = info.room, self.transfer_infos.get(info.room, {})
-        if info.agent_name in infos or room in self.ended_rooms:
-            logger.error("Ignored a repeated or late request of decode agent %s for room %s", info.agent_name, room)
-            if self.ended_rooms.get(room):
-                # It failed here before decode had asked for it.
-                self.tell_failure(room, [info.agent_name], self.ended_rooms[room])
+        ended = self.ended_rooms.get(room)
+        if ended is not None and info.names_prefix:
+            # The request failed here before decode had asked for it.
+            self.tell_failure(room, [info.agent_name], ended)
+            return
+        if info.agent_name in infos:
+            logger.error("Ignored a repeated request of decode agent %s for room %s", info.agent_name, room)
             return
         if info.agent_name not in self.decode_kv_args_table:
             self._refuse(room, "", f"agent {info.agent_name!r} has not registered its memory")
@@ -185,6 +187,8 @@ class NixlKVManager(engine.NixlKVManager):
         if len(counts) > 1 or min(counts) < 1:
             self._refuse(room, info.agent_name, f"it says that {sorted(counts)} decode ranks will ask")
             return
+        # A room that ended well may be used again, as in the engine.
+        self.ended_rooms.pop(room, None)
         self.transfer_infos.setdefault(room, {})[info.agent_name] = info
         if len(self.transfer_infos[room]) == info.required_dst_info_num:
             self.update_status(room, KVPoll.WaitingForInput)
