@@ -42,6 +42,7 @@ QUICK: dict[str, dict[str, Any]] = {
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 11264, "reserve": 192}
 PAGE_SIZE = 16
+WARM_UP_REQUESTS = 16
 # The made model. Without a GPU, attention goes through the requests of a step one by one, and what one takes grows with
 # its KV. With the shape that `pd-radix make-model` has by default, a decode step of 30 requests takes 0.35 s on two
 # cores, nearly all of it in that loop: a batch of any size makes as many tokens per second, so room for more requests
@@ -221,6 +222,10 @@ def _measure(
     found: list[Run] = []
     names = [variant.name for variant in deployment.variants]
     show.begin(f"({workload.key}) {workload.title}", runs * len(names) * workload.requests)
+    for variant in deployment.variants:
+        # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
+        show.step(f"({workload.key}) {variant.name}", 0, "warming up")
+        run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size, every_s)
     for number in range(1, runs + 1):
         for variant in deployment.variants:
             label = f"({workload.key}) run {number} of {runs}, {variant.name}"

@@ -60,6 +60,10 @@ class Workload:
             return max(len(r.ids) + r.answer for rnd in [*self.rounds, *self.warm] for r in rnd)
         return max(sum(len(r.ids) + r.answer for r in turns) for turns in zip(*self.rounds, strict=True))
 
+    def beginning(self, most: int) -> Workload:
+        """The first ``most`` requests of the first round, and what is asked before it."""
+        return dataclasses.replace(self, rounds=[self.rounds[0][:most]], warm=self.warm[:1])
+
 
 # ------------------------------------------------------------------------------------------------------------- sizes
 #
