@@ -21,7 +21,7 @@ STAMP := $(VENV)/.pd-radix-setup
 MOONCAKE_STAMP := $(VENV)/.pd-radix-mooncake
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-all lint clean
 
 help:
 	@echo 'make setup   build $(VENV) with the engine, this package and the tools (about 12 GB, minutes; once);'
@@ -32,8 +32,9 @@ help:
 	@echo '               JSON=FILE               write the figures there'
 	@echo "               ARGS='--clients 8'      any option of pd-radix demo"
 	@echo 'make lint    ruff and mypy'
-	@echo 'make test    lint and all tests, with real servers on this machine'
+	@echo 'make test    lint and tests, with real servers on this machine'
 	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
+	@echo 'make test-all  the same, and what takes longest: every page size over every backend, workers that die'
 	@echo 'make clean   remove what these commands made, except $(VENV)'
 	@echo 'PYTHON=...   the Python (3.10 to 3.12) to build $(VENV) from'
 
@@ -64,6 +65,9 @@ lint: setup
 
 test: setup lint
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+test-all: override PYTEST_ARGS += -m ''
+test-all: test
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
