@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,10 @@ DISAGREEMENTS = 64
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
+
+
+def _takes_prefix(decode_req: engine.DecodeRequest) -> bool:
+    return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
@@ -133,7 +137,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         gone = {id(dr) for dr in decode_reqs}
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
 
-    def _agree(self) -> list[tuple[engine.DecodeRequest, bool]] | None:
+    def _agree(self) -> Iterable[tuple[engine.DecodeRequest, bool]] | None:
         """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.
 
         Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their
@@ -148,10 +152,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return []
         polls = [int(dr.kv_receiver.poll()) for dr in window]
-        capable = [int(getattr(dr.kv_receiver, "peer_takes_prefix", False)) for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
-            return [(dr, bool(able)) for dr, able in zip(window, capable, strict=True) if dr.waiting_for_input]
+            # Looked at one by one: most of a long queue stands behind the first that does not fit.
+            return ((dr, _takes_prefix(dr)) for dr in window if dr.waiting_for_input)
+        capable = [int(_takes_prefix(dr)) for dr in window]
 
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
         order = sorted(range(len(window)), key=lambda i: not window[i].waiting_for_input)
@@ -243,20 +248,22 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     # ---- admission ----
 
-    def _admit_ready(self, candidates: list[tuple[engine.DecodeRequest, bool]]) -> list[engine.DecodeRequest]:
+    def _admit_ready(self, candidates: Iterable[tuple[engine.DecodeRequest, bool]]) -> list[engine.DecodeRequest]:
         """Admit requests in order, until one does not fit. Each comes with whether it may match."""
         admitted: list[engine.DecodeRequest] = []
-        candidates = [c for c in candidates if not isinstance(c[0].req.finished_reason, FINISH_ABORT)]
-        if not candidates:
-            return admitted
-        retractable = self._retractable_tokens()
-        reserve = self._reserve(retractable, count_retracted=True)
+        retractable: int | None = None
+        reserve: int | None = None
         for decode_req, may_match in candidates:
+            req = decode_req.req
+            if isinstance(req.finished_reason, FINISH_ABORT):
+                continue
+            if reserve is None:
+                retractable = self._retractable_tokens()
+                reserve = self._reserve(retractable, count_retracted=True)
             if self.req_to_token_pool.available_size() <= 0:
                 break
             if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
                 break
-            req = decode_req.req
             budget = self._free_or_evictable() - reserve
             if self._still_blocked(req, budget, retractable):
                 break

@@ -398,6 +398,12 @@ class NixlKVSender(engine.NixlKVSender):
 
         A failed request is reported only when none of its writes is under way: its pages are freed after that.
         """
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if not (self.xfer_handles or self.has_sent or room in manager.refused or self._failed()):
+            # As most are in a long queue: nothing has been posted, and nothing is wrong.
+            status = manager.check_status(room)
+            if status != KVPoll.WaitingForInput or self._accepted:
+                return status
         states = self._states()
         if "ERR" in states and not self._failed():
             self.fail("NIXL reports an error of the transfer")
@@ -496,7 +502,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
         elif self.conclude_state is not None:
             self._close_books()
-        return self.once_metadata_landed(state)
+        return self.once_metadata_landed(state) if state == KVPoll.Success else state
 
     def _close_books(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
