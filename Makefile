@@ -34,7 +34,7 @@ help:
 	@echo 'make lint    ruff and mypy'
 	@echo 'make test    lint and tests, with real servers on this machine'
 	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
-	@echo 'make test-all  the same, and what takes longest: every page size over every backend, workers that die'
+	@echo 'make test-all  the same, and what takes longest: all cells over both backends, workers that die'
 	@echo 'make clean   remove what these commands made, except $(VENV)'
 	@echo 'PYTHON=...   the Python (3.10 to 3.12) to build $(VENV) from'
 

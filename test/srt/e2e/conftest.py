@@ -16,12 +16,14 @@ COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requ
 
 
 BACKENDS = ["nixl", "mooncake"]
-# `make test` has to end well inside an hour on two cores. What it leaves out for that, `make test-all` runs: page sizes
-# over Mooncake beyond one, since what differs with them is decided before a backend takes part and is shown over NIXL;
-# and workers that are killed and restarted, which takes minutes of waiting.
+# `make test` has to end within 25 minutes on two cores, installation included. What it leaves out for that,
+# `make test-all` runs: over Mooncake, what differs only in what is decided before a backend takes part, and is shown
+# over NIXL; and workers that are killed and restarted, which takes minutes of waiting.
 THOROUGH = [
     ("test_oracle.py", {"backend": "mooncake", "page": 1}),
     ("test_oracle.py", {"backend": "mooncake", "page": 64}),
+    ("test_peers.py", {"backend": "mooncake"}),
+    ("test_tensor_parallel.py", {"backend": "mooncake", "cluster_and_truth": "mla"}),
     ("test_dead_peers.py", {}),
 ]
 
