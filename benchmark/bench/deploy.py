@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_pd_radix import cpu_host
 from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option, http
-from sglang_pd_radix.demo import DECODE_COUNTERS, PREFILL_COUNTERS, parse_counters, pool_problems
+from sglang_pd_radix.demo import DECODE_COUNTERS, PREFILL_COUNTERS, parse_counters, pool_problems, server_info
 from sglang_pd_radix.errors import PdRadixError
 
 COUNTERS = {**DECODE_COUNTERS, "blocked": "sglang:decode_admissions_blocked_total"}
@@ -123,7 +123,7 @@ class Deployment:
 
     def info(self, variant: Variant) -> dict[str, Any]:
         """What the first decode worker of this variant says of itself."""
-        return get_json(self.decode_urls(variant)[0] + "/get_server_info")
+        return server_info(self.decode_urls(variant)[0])
 
     def counters(self, variant: Variant) -> dict[str, int]:
         """The counters of prefill and of this variant's decode workers, summed."""
@@ -148,7 +148,7 @@ class Deployment:
         for url in self.worker_urls(variant):
             deadline = time.monotonic() + 10
             while True:
-                pools = [state["kv_pool"] for state in get_json(url + "/get_server_info")["internal_states"]]
+                pools = [state["kv_pool"] for state in server_info(url)["internal_states"]]
                 if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
                     break
                 time.sleep(0.1)
@@ -159,16 +159,6 @@ class Deployment:
 
 def _router(variant: Variant) -> str:
     return variant.name.replace(" ", "-")
-
-
-def get_json(url: str) -> dict[str, Any]:
-    """GET ``url``. Raises PdRadixError if it does not answer with 200."""
-    import json
-
-    status, content = http(url, timeout=30)
-    if status != 200:
-        raise PdRadixError(f"{url} answered HTTP {status}: {content.decode(errors='replace')[:200]}")
-    return json.loads(content)
 
 
 def engine_options(given: Sequence[str], page_size: int, made_model: bool) -> list[str]:

@@ -305,7 +305,8 @@ def _counters(cluster: Cluster) -> dict[str, int]:
     return sums
 
 
-def _server_info(url: str) -> dict[str, Any]:
+def server_info(url: str) -> dict[str, Any]:
+    """What the worker at ``url`` says of itself. Raises PdRadixError if it does not answer with 200."""
     status, content = http(url + "/get_server_info", timeout=30)
     if status != 200:
         raise PdRadixError(f"{url}/get_server_info answered HTTP {status}: {content.decode(errors='replace')[:200]}")
@@ -320,7 +321,7 @@ def _pools(cluster: Cluster) -> dict[str, dict[str, Any]]:
             continue
         deadline = time.monotonic() + 10
         while True:
-            states = _server_info(worker.url)["internal_states"]
+            states = server_info(worker.url)["internal_states"]
             if all(state["kv_pool"]["idle"] for state in states) or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
@@ -343,7 +344,7 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: _Progress) -> Ru
     """Start ``cluster``, hold the chat, look at the pools and stop it. Raises PdRadixError."""
     started = time.monotonic()
     with cluster:
-        info = _server_info(cluster.decode_urls[0])
+        info = server_info(cluster.decode_urls[0])
         run = Run(time.monotonic() - started, info["page_size"], str(info["dtype"]), str(info["device"]))
         show.done(f"flag {name}: serving after {run.start_s:.0f} s")
         try:
