@@ -15,7 +15,14 @@ from typing import Any
 
 from sglang_pd_radix import cpu_host
 from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option, http
-from sglang_pd_radix.demo import DECODE_COUNTERS, PREFILL_COUNTERS, parse_counters, pool_problems, server_info
+from sglang_pd_radix.demo import (
+    DECODE_COUNTERS,
+    PREFILL_COUNTERS,
+    idle_pools,
+    parse_counters,
+    pool_problems,
+    server_info,
+)
 from sglang_pd_radix.errors import PdRadixError
 
 COUNTERS = {**DECODE_COUNTERS, "blocked": "sglang:decode_admissions_blocked_total"}
@@ -146,13 +153,7 @@ class Deployment:
         wrong = []
         names = {process.url: process.name for process in self.cluster.processes}
         for url in self.worker_urls(variant):
-            deadline = time.monotonic() + 10
-            while True:
-                pools = [state["kv_pool"] for state in server_info(url)["internal_states"]]
-                if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.1)
-            for pool in pools:
+            for pool in idle_pools(url):
                 wrong += pool_problems(names[url], pool)
         return wrong
 

@@ -313,20 +313,25 @@ def server_info(url: str) -> dict[str, Any]:
     return json.loads(content)
 
 
+def idle_pools(url: str) -> list[dict[str, Any]]:
+    """The KV pools of the worker at ``url``, one per rank, once all are idle or after 10 seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        pools = [state["kv_pool"] for state in server_info(url)["internal_states"]]
+        if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
+            return pools
+        time.sleep(0.1)
+
+
 def _pools(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """The KV pool of every worker (``decode-0``; with data parallelism one per rank), once all are idle."""
     pools = {}
     for worker in cluster.processes:
         if worker.role == "router":
             continue
-        deadline = time.monotonic() + 10
-        while True:
-            states = server_info(worker.url)["internal_states"]
-            if all(state["kv_pool"]["idle"] for state in states) or time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        for rank, state in enumerate(states):
-            pools[worker.name if len(states) == 1 else f"{worker.name} rank {rank}"] = state["kv_pool"]
+        found = idle_pools(worker.url)
+        for rank, pool in enumerate(found):
+            pools[worker.name if len(found) == 1 else f"{worker.name} rank {rank}"] = pool
     return pools
 
 
