@@ -7,7 +7,6 @@ polls without a break, which would slow down the other side where cores are few.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option, h
 from sglang_pd_radix.demo import (
     DECODE_COUNTERS,
     PREFILL_COUNTERS,
+    empty_caches,
     idle_pools,
     parse_counters,
     pool_problems,
@@ -120,13 +120,7 @@ class Deployment:
         others = {p.name for p in self.cluster.processes if p.role != "prefill"} - awake
         self.cluster.resume(awake)
         self.cluster.pause(others)
-        for url in self.worker_urls(variant):
-            deadline = time.monotonic() + 20
-            while http(url + "/flush_cache", {}, timeout=20)[0] != 200:  # refused until the last request is gone
-                self.cluster.check()
-                if time.monotonic() > deadline:
-                    raise PdRadixError(f"{url}/flush_cache keeps failing: its log is in {self.log_dir}")
-                time.sleep(0.1)
+        empty_caches(self.cluster, self.worker_urls(variant), timeout_s=20)
 
     def info(self, variant: Variant) -> dict[str, Any]:
         """What the first decode worker of this variant says of itself."""

@@ -335,14 +335,15 @@ def _pools(cluster: Cluster) -> dict[str, dict[str, Any]]:
     return pools
 
 
-def _forget(cluster: Cluster) -> None:
-    """Empty the caches of all workers, as if they had just been started."""
-    for url in (*cluster.prefill_urls, *cluster.decode_urls):
-        deadline = time.monotonic() + 10
-        while http(url + "/flush_cache", {}, timeout=10)[0] != 200:  # refused until the last request is gone
+def empty_caches(cluster: Cluster, urls: Sequence[str], timeout_s: float = 10) -> None:
+    """Empty the caches of the workers at ``urls``, as if they had just been started. Raises PdRadixError."""
+    for url in urls:
+        deadline = time.monotonic() + timeout_s
+        while http(url + "/flush_cache", {}, timeout=timeout_s)[0] != 200:  # refused until the last request is gone
+            cluster.check()
             if time.monotonic() > deadline:
                 raise PdRadixError(f"{url}/flush_cache keeps failing: its log is in {cluster.log_dir}")
-            time.sleep(0.2)
+            time.sleep(0.1)
 
 
 def hold(cluster: Cluster, name: str, workload: Workload, show: _Progress) -> Run:
@@ -357,7 +358,7 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: _Progress) -> Ru
             show.now(f"flag {name}: warming up")
             warm_up = Workload(1, 1, workload.document, 1, workload.answer, workload.seed)
             Chats(cluster.router_url, cluster.model_path, warm_up, first_client=-1).turn(cluster.check)
-            _forget(cluster)
+            empty_caches(cluster, (*cluster.prefill_urls, *cluster.decode_urls))
             chats = Chats(cluster.router_url, cluster.model_path, workload)
             before = _counters(cluster)
             for number in range(1, workload.turns + 1):
