@@ -326,8 +326,7 @@ class _Family:
             assert process.popen
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(timeout=max(0.1, deadline - time.monotonic()))
-            while process_group.members(process.pid) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            process_group.wait_gone(process.pid, deadline - time.monotonic())
             self._tell("-", process.pid)
         if self._watchdog and self._watchdog.stdin:
             self._watchdog.stdin.close()
@@ -601,6 +600,7 @@ class Cluster:
         process_group.kill(process.pid, tracker_s=0.0)
         assert process.popen
         process.popen.wait(timeout=10)
+        process_group.wait_gone(process.pid, 10)
 
     def restart(self, name: str) -> None:
         """Start a server that has ended again, with the same command and ports, and wait until it is ready."""

@@ -331,6 +331,9 @@ def _patch_server_args(module: Any) -> None:
 
 # -- NIXL ----------------------------------------------------------------------------------------------------------
 
+# Longest wait of an agent's progress thread, microseconds. What comes in ends it at once.
+PROGRESS_WAIT_US = 10_000
+
 
 def _patch_nixl(module: Any) -> None:
     import wrapt
@@ -348,6 +351,24 @@ def _patch_nixl(module: Any) -> None:
     def register(wrapped: Callable[[], None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         instance.agent = HostMemoryAgent(instance.agent)
         wrapped()
+
+
+def _patch_nixl_api(module: Any) -> None:
+    config = module.nixlBind.nixlAgentConfig
+
+    class PatientConfig(config):  # type: ignore[misc, valid-type]
+        """Lets an agent's progress thread wait for events; NIXL's Python layer makes it spin, idle or not."""
+
+        @property
+        def pthrDelay(self) -> int:
+            delay: int = config.pthrDelay.__get__(self)
+            return delay
+
+        @pthrDelay.setter
+        def pthrDelay(self, microseconds: int) -> None:
+            config.pthrDelay.__set__(self, max(microseconds, PROGRESS_WAIT_US))
+
+    module.nixlBind.nixlAgentConfig = PatientConfig
 
 
 def _host_kind(mem_type: str | None) -> str | None:
@@ -387,6 +408,8 @@ def _patch_memory_pool(module: Any) -> None:
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {
+    "nixl_cu12._api": _patch_nixl_api,
+    "nixl_cu13._api": _patch_nixl_api,
     "sglang.srt.disaggregation.nixl.conn": _patch_nixl,
     "sglang.srt.distributed.parallel_state": _patch_parallel_state,
     "sglang.srt.layers.rotary_embedding.factory": _patch_rope,

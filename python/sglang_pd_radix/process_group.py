@@ -49,6 +49,13 @@ def kill(group: int, tracker_s: float = 1.0) -> None:
         time.sleep(0.02)
 
 
+def wait_gone(group: int, seconds: float) -> None:
+    """Wait until no process of ``group`` is left, at most ``seconds``. A killed one still needs time to end."""
+    deadline = time.monotonic() + seconds
+    while members(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def main() -> None:
     """Watch: remember the groups named on the standard input, and kill them when it closes."""
     groups: set[int] = set()

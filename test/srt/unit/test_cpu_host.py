@@ -340,6 +340,27 @@ def test_nixl_calls_host_memory_by_its_name():
     ]
 
 
+IDLE_AGENT = """
+import resource, time
+from sglang_pd_radix import cpu_host
+
+cpu_host.install()
+from nixl._api import nixl_agent, nixl_agent_config
+
+agent = nixl_agent("idle", nixl_agent_config(num_threads=8))
+before = time.process_time()
+time.sleep(1)
+print(time.process_time() - before)
+"""
+
+
+def test_an_idle_nixl_agent_leaves_the_cores_alone():
+    """Its progress thread spins otherwise, in every worker: all of one core."""
+    env = {**os.environ, cpu_host.SWITCH: "1", "NIXL_LOG_LEVEL": "ERROR"}
+    shown = subprocess.run([sys.executable, "-c", IDLE_AGENT], env=env, capture_output=True, text=True, timeout=60)
+    assert float(shown.stdout.split()[-1]) < 0.2, shown
+
+
 def test_groups_are_made_without_nccl():
     class GroupCoordinator:
         def __init__(self, ranks, use_pynccl, use_custom_allreduce, name=None):

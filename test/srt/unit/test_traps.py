@@ -941,14 +941,14 @@ def test_trap_27_a_promised_prefix_is_there_when_the_delta_lands(page_size):
 
 
 def test_a_second_live_request_of_one_room_is_refused():
-    """As ``n`` > 1 sends them: in the engine one ends the other's books, and then the scheduler."""
+    """In the engine one ends the other's books, and then the scheduler."""
     world = World()
     first = world.arrive(tokens(1, 9))
     second = Req("second", "", tokens(1, 9), SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=1)
 
     def refused() -> bool:
         world.queue.add(second)
-        return world.streamed[-1:] == [second] and "n must be 1" in second.finished_reason.message
+        return world.streamed[-1:] == [second] and "a room of its own" in second.finished_reason.message
 
     assert refused(), "while the first waits for memory"
     world.handshake(first)
@@ -961,6 +961,23 @@ def test_a_second_live_request_of_one_room_is_refused():
     assert [dr.req for dr in world.queue.queue] == []
     first.kv_receiver.quiet = True
     world.step()
+    world.check()
+
+
+def test_parallel_sampling_is_refused_when_prefill_can_be_told():
+    """Refused before the handshake, its prefill would wait for it for ever."""
+    world = World()
+    decode_req = world.arrive(tokens(1, 9))
+    decode_req.req.sampling_params.n = 2
+    world.step()
+    assert world.queue.queue == [decode_req] and not world.streamed
+    world.handshake(decode_req)
+    world.step()
+    world.step()
+    assert world.streamed == [decode_req.req] and not decode_req.kv_receiver.asked
+    reason = decode_req.req.finished_reason
+    assert "n must be 1" in reason.message and reason.status_code == 400
+    assert decode_req.kv_receiver.state == KVPoll.Failed and world.queue.queue == []
     world.check()
 
 

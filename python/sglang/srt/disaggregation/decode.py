@@ -70,7 +70,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return self.tree_cache
 
     def add(self, req: Req, is_retracted: bool = False) -> None:
-        """Adds that of two live requests of one room, which parallel sampling (``n`` > 1) makes, the second is refused.
+        """Adds that of two live requests of one room the second is refused.
 
         A room is what KV, metadata and notifications are told apart by. The engine lets the two mix; one ends the books
         of the other, and the scheduler with them.
@@ -78,7 +78,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self.has_radix and not is_retracted and not is_warmup(req) and self._is_live(req.bootstrap_room):
             message = (
                 f"bootstrap_room {req.bootstrap_room} of request {req.rid} belongs to a request that is still being "
-                "served. With PD disaggregation each request needs a room of its own, and n must be 1."
+                "served. With PD disaggregation each request needs a room of its own."
             )
             logger.error(message)
             prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
@@ -209,6 +209,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if poll == KVPoll.Failed:
                 self._fail_handshake(decode_req)
             elif poll == KVPoll.WaitingForInput and not decode_req.waiting_for_input:
+                if decode_req.req.sampling_params.n > 1:
+                    # Refused only now that its prefill can be told, which would wait for it for ever.
+                    decode_req.kv_receiver.abort()
+                    continue
                 decode_req.waiting_for_input = True
                 decode_req.req.time_stats.set_bootstrap_done_time()
 
@@ -234,12 +238,17 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if isinstance(req.finished_reason, FINISH_ABORT):
             return
         message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
         try:
             decode_req.kv_receiver.failure_exception()
         except Exception as e:
             message += f": {e}"
+        if req.sampling_params.n > 1:
+            # Its samples would be requests of one room.
+            message = f"n is {req.sampling_params.n}. With PD disaggregation n must be 1: send the request n times."
+            status = HTTPStatus.BAD_REQUEST
         logger.error(message)
-        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        prepare_abort(req, message, status_code=status)
         if isinstance(decode_req.kv_receiver, CommonKVReceiver):
             # Prefill would wait for this request's message for ever.
             decode_req.kv_receiver.cancel()
