@@ -32,27 +32,17 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from decode_worker import DecodeWorker, Queue
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeReqToTokenPool, DecodeRequest
-from sglang.srt.disaggregation.utils import (
-    DisaggregationMode,
-    MetadataBuffers,
-    ReqToMetadataIdxAllocator,
-    TransferBackend,
-)
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import set_global_server_args_for_scheduler
 
 HIT = 0.9
 MAX_RATIO = 1.5
@@ -61,11 +51,8 @@ MAX_RATIO = 1.5
 FLAT, LOGARITHM = 1.5, 8.0
 
 
-class Queue(DecodePreallocQueue):
-    """The real queue without a network: what it would send is dropped."""
-
-    def _init_kv_manager(self):
-        return None
+class SilentQueue(Queue):
+    """What it would send is dropped."""
 
     def _request_kv(self, decode_req):
         pass
@@ -82,88 +69,35 @@ class Peer:
         return self.state
 
 
-class Decode:
+class Decode(DecodeWorker):
     """One decode worker: a tree of about ``nodes`` nodes that holds 90% of each prompt in ``prompts``."""
 
     def __init__(self, nodes: int, page: int, prompt_lens: list[int], seed: int = 0):
         rng = random.Random(seed)
-        self.page = page
+        self.page_size = page
         turn = max(page, 32)
         held = sum(self._held(n) for n in prompt_lens)
         # Filler: conversations of short turns. Then room for the prompts themselves and some pages of slack.
         size = (held + 2 * nodes * turn + sum(prompt_lens) + max(prompt_lens) + 64 * page) // page * page
-        self._make_pools(size, max(prompt_lens) + 64)
+        super().__init__(
+            size,
+            page,
+            max_reqs=4,
+            max_len=max(prompt_lens) + 64,
+            reserved=512 if size > 4096 else 8,
+            # A stock would evict part of the tree before the first look at it.
+            stock=0,
+            queue_type=SilentQueue,
+        )
         self.prompts = {n: self._conversation(rng, n) for n in prompt_lens}
         self.nodes = self._count()
         self._fill(rng, nodes, turn)
         self._ids = itertools.count(1)
 
-    def _make_pools(self, size: int, max_len: int) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        page, group = self.page, dist.group.WORLD
-        args = SimpleNamespace(
-            page_size=page,
-            speculative_algorithm=None,
-            enable_metrics=False,
-            served_model_name="benchmark",
-            disaggregation_mode="decode",
-            disaggregation_transfer_backend="nixl",
-        )
-        set_global_server_args_for_scheduler(args)
-        # The values of KV slots are never touched here, so the buffer need not be as large as the pool.
-        kv = MHATokenToKVPool(page, page, torch.float32, 1, 1, 1, "cpu", False)
-        self.allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
-        if page == 1:
-            self.allocator = TokenToKVPoolAllocator(size, torch.float32, "cpu", kv, need_sort=True)
-        else:
-            self.allocator = PagedTokenToKVPoolAllocator(size, page, torch.float32, "cpu", kv, need_sort=True)
-        self.pool = DecodeReqToTokenPool(4, max_len, "cpu", False, pre_alloc_size=4)
-        self.tree = DecodeRadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.pool,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=page,
-            )
-        )
-        # Would evict part of the tree before the first look at it.
-        self.tree.stock = 0
-        scheduler = SimpleNamespace(
-            server_args=args,
-            tp_worker=SimpleNamespace(is_hybrid_swa=False),
-            running_batch=SimpleNamespace(reqs=[]),
-            waiting_queue=[],
-            last_batch=None,
-            enable_metrics=False,
-            enable_hisparse=False,
-            dp_rank=None,
-        )
-        self.queue = Queue(
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            draft_token_to_kv_pool=None,
-            req_to_metadata_buffer_idx_allocator=ReqToMetadataIdxAllocator(8),
-            metadata_buffers=MetadataBuffers(8, hidden_size=16, hidden_states_dtype=torch.float32),
-            scheduler=scheduler,
-            transfer_queue=SimpleNamespace(queue=[], quarantine=[], enable_staging=False),
-            tree_cache=self.tree,
-            gloo_group=group,
-            tp_rank=0,
-            tp_size=1,
-            dp_size=1,
-            gpu_id=0,
-            bootstrap_port=0,
-            max_total_num_tokens=size,
-            pp_rank=0,
-            num_reserved_decode_tokens=512 if size > 4096 else 8,
-            transfer_backend=TransferBackend.NIXL,
-        )
-
     # ---- the tree ----
 
     def _held(self, length: int) -> int:
-        return int(length * HIT) // self.page * self.page
+        return int(length * HIT) // self.page_size * self.page_size
 
     def _tokens(self, rng: random.Random, n: int) -> list[int]:
         # As in a server, every prompt brings int objects of its own, one after the other in memory.
@@ -180,13 +114,13 @@ class Decode:
     def _conversation(self, rng: random.Random, length: int) -> list[int]:
         """A prompt of ``length`` tokens: a held talk of up to 32 turns, each answered in two ways, then a new turn."""
         held = self._held(length)
-        turns = min(32, max(2, held // max(self.page, 64)))
+        turns = min(32, max(2, held // max(self.page_size, 64)))
         prompt: list[int] = []
         for i in range(1, turns + 1):
-            end = held * i // turns // self.page * self.page
+            end = held * i // turns // self.page_size * self.page_size
             prompt += self._tokens(rng, end - len(prompt))
             self._insert(prompt)
-            self._insert(prompt + self._tokens(rng, self.page))
+            self._insert(prompt + self._tokens(rng, self.page_size))
         return prompt + self._tokens(rng, length - held)
 
     def _fill(self, rng: random.Random, nodes: int, turn: int) -> None:
@@ -278,9 +212,9 @@ class Decode:
     def evict_page(self) -> float:
         """Seconds of evicting one page."""
         began = time.thread_time()
-        freed = self.tree.evict_shortfall(self.page)
+        freed = self.tree.evict_shortfall(self.page_size)
         taken = time.thread_time() - began
-        assert freed == self.page
+        assert freed == self.page_size
         return taken
 
 

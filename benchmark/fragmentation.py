@@ -23,23 +23,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from decode_worker import DecodeWorker, make_allocator
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
-from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeReqToTokenPool, DecodeRequest
-from sglang.srt.disaggregation.utils import (
-    DisaggregationMode,
-    MetadataBuffers,
-    ReqToMetadataIdxAllocator,
-    TransferBackend,
-    kv_to_page_indices,
-)
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.utils import DisaggregationMode, kv_to_page_indices
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import (
@@ -49,10 +41,8 @@ from sglang.srt.mem_cache.common import (
     release_kv_cache,
 )
 from sglang.srt.mem_cache.decode_radix_cache import DEFAULT_STOCK, DecodeRadixCache
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import set_global_server_args_for_scheduler
 
 # Tokens of each worker's pool; conversations that are open at a time, which together are about twice as much; requests
 # that decode serves at a time; scheduler steps from admission to the end of the transfer.
@@ -61,14 +51,6 @@ CONVERSATIONS = 400
 RUNNING = 64
 TRANSFER_STEPS = 4
 SYSTEM_PROMPTS = 8
-
-
-def make_allocator(page: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
-    # The values of KV slots are never touched here, so the buffer need not be as large as the pool.
-    kv = MHATokenToKVPool(page, page, torch.float32, 1, 1, 1, "cpu", False)
-    if page == 1:
-        return TokenToKVPoolAllocator(POOL, torch.float32, "cpu", kv, need_sort=True)
-    return PagedTokenToKVPoolAllocator(POOL, page, torch.float32, "cpu", kv, need_sort=True)
 
 
 class Conversation:
@@ -99,7 +81,7 @@ class Prefill:
 
     def __init__(self, page: int):
         self.page = page
-        self.allocator = make_allocator(page)
+        self.allocator = make_allocator(POOL, page)
         self.tree = RadixCache(
             CacheInitParams(
                 disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.allocator, page_size=page
@@ -137,13 +119,6 @@ class Peer:
         self.pages, self.prefix_len = page_indices, decode_prefix_len
 
 
-class Queue(DecodePreallocQueue):
-    """The real queue without a network."""
-
-    def _init_kv_manager(self):
-        return None
-
-
 class Tree(DecodeRadixCache):
     """Decode's tree, which here knows whether anything has been evicted."""
 
@@ -154,69 +129,22 @@ class Tree(DecodeRadixCache):
         return super()._evict(*args, **kwargs)
 
 
-class Decode:
+class Decode(DecodeWorker):
     """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is the part to keep free."""
 
     def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK):
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.page = page
-        args = SimpleNamespace(
-            page_size=page,
-            speculative_algorithm=None,
-            enable_metrics=False,
-            served_model_name="benchmark",
-            disaggregation_mode="decode",
-            disaggregation_transfer_backend="nixl",
+        super().__init__(
+            POOL,
+            page,
+            max_reqs=2 * RUNNING,
+            max_len=32_768,
+            reserved=512,
+            stock=0 if engine_order else int(stock * POOL) // page * page,
+            tree_type=Tree,
         )
-        set_global_server_args_for_scheduler(args)
-        self.allocator = make_allocator(page)
-        self.pool = DecodeReqToTokenPool(2 * RUNNING, 32_768, "cpu", False, pre_alloc_size=RUNNING)
-        self.tree = Tree(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.pool,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=page,
-            )
-        )
-        self.tree.stock = 0 if engine_order else int(stock * POOL) // page * page
         if engine_order:
             self.allocator.long_runs_last = False
             self.allocator.alloc_long_runs = self.allocator.alloc
-        self.running: list[Req] = []
-        self.meta = ReqToMetadataIdxAllocator(4 * RUNNING)
-        self.moving: list[DecodeRequest] = []
-        scheduler = SimpleNamespace(
-            server_args=args,
-            tp_worker=SimpleNamespace(is_hybrid_swa=False),
-            running_batch=SimpleNamespace(reqs=self.running),
-            waiting_queue=[],
-            last_batch=None,
-            enable_metrics=False,
-            enable_hisparse=False,
-            dp_rank=None,
-        )
-        self.queue = Queue(
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            draft_token_to_kv_pool=None,
-            req_to_metadata_buffer_idx_allocator=self.meta,
-            metadata_buffers=MetadataBuffers(4 * RUNNING, hidden_size=16, hidden_states_dtype=torch.float32),
-            scheduler=scheduler,
-            transfer_queue=SimpleNamespace(queue=self.moving, quarantine=[], enable_staging=False),
-            tree_cache=self.tree,
-            gloo_group=dist.group.WORLD,
-            tp_rank=0,
-            tp_size=1,
-            dp_size=1,
-            gpu_id=0,
-            bootstrap_port=0,
-            max_total_num_tokens=POOL,
-            pp_rank=0,
-            num_reserved_decode_tokens=512,
-            transfer_backend=TransferBackend.NIXL,
-        )
         self._ids = itertools.count(1)
 
     def add(self, prompt: list[int], max_new: int) -> Req:
@@ -238,13 +166,13 @@ class Decode:
     def admit(self) -> list[DecodeRequest]:
         admitted, failed = self.queue.pop_preallocated()
         assert not failed
-        self.moving.extend(admitted)
+        self.transfer.extend(admitted)
         return admitted
 
     def commit(self, decode_req: DecodeRequest, token: int) -> None:
         """All KV of the delta has arrived."""
-        self.moving.remove(decode_req)
-        self.meta.free(decode_req.metadata_buffer_index)
+        self.transfer.queue.remove(decode_req)
+        self.meta_alloc.free(decode_req.metadata_buffer_index)
         req = decode_req.req
         req.output_ids.append(token)
         req.init_next_round_input(self.tree)
@@ -257,7 +185,7 @@ class Decode:
             return
         rows = torch.tensor([req.req_pool_idx for req in self.running])
         lens = torch.tensor([req.kv_committed_len for req in self.running])
-        if self.page == 1:
+        if self.page_size == 1:
             slots = alloc_token_slots(self.tree, len(self.running))
         else:
             last = self.pool.req_to_token[rows, lens - 1].to(torch.int64)

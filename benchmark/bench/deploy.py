@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix import cpu_host
-from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option, http
+from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option
 from sglang_pd_radix.demo import (
-    DECODE_COUNTERS,
-    PREFILL_COUNTERS,
     empty_caches,
     idle_pools,
-    parse_counters,
     pool_problems,
     server_info,
+    summed_counters,
 )
-from sglang_pd_radix.errors import PdRadixError
 
-COUNTERS = {**DECODE_COUNTERS, "blocked": "sglang:decode_admissions_blocked_total"}
+OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
 # What a worker that shares a machine of this size can hold, and more requests than any workload here has.
 PREFILL_POOL = 49152
 RUNNING_REQUESTS = 256
@@ -128,19 +125,7 @@ class Deployment:
 
     def counters(self, variant: Variant) -> dict[str, int]:
         """The counters of prefill and of this variant's decode workers, summed."""
-        sums: dict[str, int] = {}
-        for urls, names in ((self.prefill_urls, PREFILL_COUNTERS), (self.decode_urls(variant), COUNTERS)):
-            for url in urls:
-                status, content = http(url + "/metrics", timeout=30)
-                found = parse_counters(content.decode(errors="replace"), names) if status == 200 else {}
-                for name in names:
-                    if name not in found and name != "blocked":  # that one appears when it first counts
-                        raise PdRadixError(
-                            f"{url}/metrics does not have {names[name]} (HTTP {status}): see if `pd-radix doctor` "
-                            "finds the patch set active"
-                        )
-                    sums[name] = sums.get(name, 0) + int(found.get(name, 0))
-        return sums
+        return summed_counters(self.prefill_urls, self.decode_urls(variant), OPTIONAL_COUNTERS)
 
     def problems(self, variant: Variant) -> list[str]:
         """What the pools of this variant's workers hold that they should not, once they are idle."""

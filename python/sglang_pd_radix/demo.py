@@ -287,13 +287,20 @@ class _Progress:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _counters(cluster: Cluster) -> dict[str, int]:
-    """The counters of all workers, summed. Raises PdRadixError for a worker that does not count."""
-    sums: dict[str, int] = {}
-    for urls, names in ((cluster.prefill_urls, PREFILL_COUNTERS), (cluster.decode_urls, DECODE_COUNTERS)):
+def summed_counters(
+    prefill_urls: Sequence[str], decode_urls: Sequence[str], optional: dict[str, str] | None = None
+) -> dict[str, int]:
+    """The counters of these workers, summed; of decode also the ``optional``, which are not there while they are 0.
+
+    Raises PdRadixError for a worker that does not count.
+    """
+    optional = optional or {}
+    sums = dict.fromkeys(optional, 0)
+    for urls, names in ((prefill_urls, PREFILL_COUNTERS), (decode_urls, DECODE_COUNTERS)):
         for url in urls:
             status, content = http(url + "/metrics", timeout=30)
-            found = parse_counters(content.decode(errors="replace"), names) if status == 200 else {}
+            wanted = {**names, **optional} if names is DECODE_COUNTERS else names
+            found = parse_counters(content.decode(errors="replace"), wanted) if status == 200 else {}
             missing = sorted(set(names) - set(found))
             if missing:
                 raise PdRadixError(
@@ -360,11 +367,11 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: _Progress) -> Ru
             Chats(cluster.router_url, cluster.model_path, warm_up, first_client=-1).turn(cluster.check)
             empty_caches(cluster, (*cluster.prefill_urls, *cluster.decode_urls))
             chats = Chats(cluster.router_url, cluster.model_path, workload)
-            before = _counters(cluster)
+            before = summed_counters(cluster.prefill_urls, cluster.decode_urls)
             for number in range(1, workload.turns + 1):
                 show.now(f"flag {name}: turn {number} of {workload.turns}, {_count(workload.clients, 'client')}")
                 replies = chats.turn(cluster.check)
-                after = _counters(cluster)
+                after = summed_counters(cluster.prefill_urls, cluster.decode_urls)
                 turn = Turn(**{key: after[key] - before[key] for key in after}, replies=replies)
                 before = after
                 run.turns.append(turn)

@@ -1,4 +1,4 @@
-"""A decode worker without a server: the real queues, tree, allocator, pools and requests, driven step by step.
+"""A decode worker without a server, driven step by step.
 
 Stand-ins are only what lies outside the worker: the network (`Receiver`) and the model (a token's KV is a number that
 depends on all tokens up to it, so a slot that holds another prefix's KV is seen at once).
@@ -8,39 +8,17 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
+from decode_worker import DecodeWorker
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode import (
-    DecodePreallocQueue,
-    DecodeReqToTokenPool,
-    DecodeRequest,
-    DecodeTransferQueue,
-)
+from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
-from sglang.srt.disaggregation.utils import (
-    FAKE_BOOTSTRAP_HOST,
-    DisaggregationMode,
-    MetadataBuffers,
-    ReqToMetadataIdxAllocator,
-    TransferBackend,
-)
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import set_global_server_args_for_scheduler
-
-
-def single_rank_group() -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
 
 
 def kv_of(token_ids: list[int], weights: int) -> int:
@@ -98,12 +76,7 @@ class Receiver:
         pass
 
 
-class Queue(DecodePreallocQueue):
-    def _init_kv_manager(self):
-        return None
-
-
-class World:
+class World(DecodeWorker):
     """One decode rank. ``size`` and ``stock`` (None: the default part of the pool) in tokens."""
 
     def __init__(
@@ -115,71 +88,17 @@ class World:
         group=None,
         stock: int | None = 0,
     ):
-        self.size, self.page_size = size, page_size
-        self.group = group or single_rank_group()
-        args = SimpleNamespace(
-            page_size=page_size,
-            speculative_algorithm=None,
-            enable_metrics=False,
-            served_model_name="m",
-            disaggregation_mode="decode",
-            disaggregation_transfer_backend="nixl",
-        )
-        set_global_server_args_for_scheduler(args)
         self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.kv.cpu_offloading_chunk_size = 8
-        if page_size == 1:
-            self.allocator = TokenToKVPoolAllocator(size, torch.float32, "cpu", self.kv, need_sort=True)
-        else:
-            self.allocator = PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", self.kv, need_sort=True)
-        self.pool = DecodeReqToTokenPool(max_reqs, 4 * size, "cpu", False, pre_alloc_size=max_reqs)
-        self.tree = DecodeRadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.pool,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=page_size,
-            )
-        )
-        if stock is not None:
-            self.tree.stock = stock
-        self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
-        self.meta_alloc = ReqToMetadataIdxAllocator(2 * max_reqs)
-        self.streamed: list[Req] = []
-        self.scheduler = SimpleNamespace(
-            server_args=args,
-            tp_worker=SimpleNamespace(is_hybrid_swa=False),
-            running_batch=SimpleNamespace(reqs=[]),
-            waiting_queue=[],
-            last_batch=None,
-            enable_metrics=False,
-            enable_hisparse=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            dp_rank=None,
-            spec_algorithm=SimpleNamespace(is_none=lambda: True),
-            stream_output=lambda reqs, _: self.streamed.extend(reqs),
-        )
-        self.transfer = DecodeTransferQueue(self.group, self.meta_alloc, 0, self.meta, self.scheduler, self.tree)
-        self.queue = Queue(
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            draft_token_to_kv_pool=None,
-            req_to_metadata_buffer_idx_allocator=self.meta_alloc,
-            metadata_buffers=self.meta,
-            scheduler=self.scheduler,
-            transfer_queue=self.transfer,
-            tree_cache=self.tree,
-            gloo_group=self.group,
-            tp_rank=0,
-            tp_size=1,
-            dp_size=1,
-            gpu_id=0,
-            bootstrap_port=0,
-            max_total_num_tokens=size,
-            pp_rank=0,
-            num_reserved_decode_tokens=reserved,
-            transfer_backend=TransferBackend.NIXL,
+        super().__init__(
+            size,
+            page_size,
+            max_reqs=max_reqs,
+            max_len=4 * size,
+            reserved=reserved,
+            stock=stock,
+            kv=self.kv,
+            group=group,
         )
         self._ids = itertools.count(1)
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
@@ -187,14 +106,6 @@ class World:
         self.weights_of: dict[str, int] = {}
 
     # ---- what happens to requests ----
-
-    @property
-    def running(self) -> list[Req]:
-        return self.scheduler.running_batch.reqs
-
-    @property
-    def waiting(self) -> list[Req]:
-        return self.scheduler.waiting_queue
 
     def arrive(
         self, prompt: list[int], extra_key=None, max_new: int = 4, warmup: bool = False, peer_takes_prefix: bool = True

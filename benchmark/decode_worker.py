@@ -1,0 +1,133 @@
+"""A decode worker without a server, for benchmarks and unit tests: the real queues, tree, allocator and pools.
+
+What lies outside the worker is left to its user: the network and the model.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeReqToTokenPool, DecodeTransferQueue
+from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+
+class Queue(DecodePreallocQueue):
+    """The real queue without a network."""
+
+    def _init_kv_manager(self):
+        return None
+
+
+def make_allocator(
+    size: int, page_size: int, kv: MHATokenToKVPool | None = None
+) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+    """An allocator of ``size`` tokens. Without ``kv``, slots are numbers only and there is no memory behind them."""
+    kv = kv or MHATokenToKVPool(page_size, page_size, torch.float32, 1, 1, 1, "cpu", False)
+    if page_size == 1:
+        return TokenToKVPoolAllocator(size, torch.float32, "cpu", kv, need_sort=True)
+    return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", kv, need_sort=True)
+
+
+class DecodeWorker:
+    """One decode rank with pages of ``page_size`` tokens and a pool of ``size`` tokens.
+
+    max_reqs: requests that run at a time, and as many more that are preallocated, each of at most ``max_len`` tokens.
+    reserved: tokens kept for each request's answer. stock: tokens kept free, None for the default part of the pool.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        *,
+        max_reqs: int,
+        max_len: int,
+        reserved: int,
+        stock: int | None = None,
+        kv: MHATokenToKVPool | None = None,
+        group: dist.ProcessGroup | None = None,
+        queue_type: type[Queue] = Queue,
+        tree_type: type[DecodeRadixCache] = DecodeRadixCache,
+    ):
+        if group is None:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            group = dist.group.WORLD
+        self.size, self.page_size, self.group = size, page_size, group
+        args = SimpleNamespace(
+            page_size=page_size,
+            speculative_algorithm=None,
+            enable_metrics=False,
+            served_model_name="m",
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="nixl",
+        )
+        set_global_server_args_for_scheduler(args)
+        self.allocator = make_allocator(size, page_size, kv)
+        self.pool = DecodeReqToTokenPool(max_reqs, max_len, "cpu", False, pre_alloc_size=max_reqs)
+        self.tree = tree_type(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.pool,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page_size,
+            )
+        )
+        if stock is not None:
+            self.tree.stock = stock
+        self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
+        self.meta_alloc = ReqToMetadataIdxAllocator(2 * max_reqs)
+        self.streamed: list[Req] = []
+        self.scheduler = SimpleNamespace(
+            server_args=args,
+            tp_worker=SimpleNamespace(is_hybrid_swa=False),
+            running_batch=SimpleNamespace(reqs=[]),
+            waiting_queue=[],
+            last_batch=None,
+            enable_metrics=False,
+            enable_hisparse=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            dp_rank=None,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            stream_output=lambda reqs, _: self.streamed.extend(reqs),
+        )
+        self.transfer = DecodeTransferQueue(group, self.meta_alloc, 0, self.meta, self.scheduler, self.tree)
+        self.queue = queue_type(
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            draft_token_to_kv_pool=None,
+            req_to_metadata_buffer_idx_allocator=self.meta_alloc,
+            metadata_buffers=self.meta,
+            scheduler=self.scheduler,
+            transfer_queue=self.transfer,
+            tree_cache=self.tree,
+            gloo_group=group,
+            tp_rank=0,
+            tp_size=1,
+            dp_size=1,
+            gpu_id=0,
+            bootstrap_port=0,
+            max_total_num_tokens=size,
+            pp_rank=0,
+            num_reserved_decode_tokens=reserved,
+            transfer_backend=TransferBackend.NIXL,
+        )
+
+    @property
+    def running(self) -> list[Req]:
+        """The requests that decode."""
+        return self.scheduler.running_batch.reqs
+
+    @property
+    def waiting(self) -> list[Req]:
+        """The requests whose KV has come and that do not decode yet."""
+        return self.scheduler.waiting_queue
