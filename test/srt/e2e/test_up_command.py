@@ -85,7 +85,9 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
         process.kill()
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == f"ready: {document['router_url']}" and len(out.splitlines()) == 4
-    assert "loading weights" in err
+    # Phases are read off the logs now and then; a quick start-up shows few of them.
+    for name in ("prefill-0", "decode-0"):
+        assert f"{name}: starting" in err and f"{name}: ready after" in err
     assert processes_of(tmp_path / "logs") == []
 
 
