@@ -32,7 +32,7 @@ RUNS, QUICK_RUNS = 5, 2
 # A quick run shows every workload but the one that takes a deployment of its own.
 QUICK_KEYS = ("a", "b", "c", "d", "e", "f")
 QUICK: dict[str, dict[str, Any]] = {
-    "a": {"prefixes": 4, "requests": 32, "answer": 128},
+    "a": {"prefixes": 4, "requests": 96, "answer": 128},
     "b": {"prefixes": 12, "per_group": 4, "answer": 16, "concurrency": 32},
     "c": {"clients": 4, "turns": 4, "answer": 16},
     "d": {"herds": 2, "size": 8, "answer": 8},
@@ -40,7 +40,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "f": {"requests": 30},
 }
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
-QUICK_SHAPE = {"pool": 11264, "reserve": 192}
+QUICK_SHAPE = {"pool": 13824, "reserve": 192}
 PAGE_SIZE = 16
 WARM_UP_REQUESTS = 16
 # The made model. Without a GPU, attention goes through the requests of a step one by one, and what one takes grows with
