@@ -4,10 +4,11 @@ One transfer at a time, of scattered pages of several buffers in host memory, wi
 medians over the transfers after the first ten, in milliseconds: all of it (from building the descriptors until the
 receiver has read the notification), building the descriptors, and posting.
 
-    python benchmark/bench_nixl.py [--threads N] [--wait poll|sleep] [--pages N]
+    python benchmark/bench_nixl.py [--threads N] [--wait poll|sleep] [--pages N] [--patient]
 
 ``--wait poll``: both processes ask without a break whether it is done, as the engine's schedulers do; ``sleep``: with
-50 us between two questions. ``UCX_TLS`` and other variables of UCX work as usual.
+50 us between two questions. ``--patient``: the agents' progress threads wait for events, as this package has them do on
+CPU hosts; without it they spin, as NIXL's Python layer has them. ``UCX_TLS`` and other variables of UCX work as usual.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+
+from sglang_pd_radix import cpu_host
 
 BUFFERS, PAGE_BYTES, PAGES = 8, 32 * 1024, 2048
 SKIPPED = 10
@@ -62,9 +65,14 @@ def main() -> None:
     parser.add_argument("--wait", choices=("poll", "sleep"), default="poll")
     parser.add_argument("--pages", type=int, default=35, help="pages of each buffer per transfer (default: 35)")
     parser.add_argument("--transfers", type=int, default=60, help=f"how many, {SKIPPED} of them not counted")
+    parser.add_argument("--patient", action="store_true", help="progress threads wait for events")
     args = parser.parse_args()
     if not 1 <= args.pages <= PAGES or args.transfers <= SKIPPED or args.threads < 0:
         parser.error(f"--pages is 1 to {PAGES}, --transfers above {SKIPPED}, --threads at least 0")
+    if args.patient:
+        from nixl import _api
+
+        cpu_host._patch_nixl_api(_api)
     here, there = multiprocessing.Pipe()
     process = multiprocessing.Process(target=receive, args=(there, args.wait), daemon=True)
     process.start()
@@ -102,7 +110,8 @@ def main() -> None:
     mib = args.pages * PAGE_BYTES * BUFFERS / 2**20
     medians = [1e3 * statistics.median(times[SKIPPED:]) for times in (whole, built, posted)]
     print(
-        f"{args.threads} threads, {args.wait}: {mib:.1f} MiB in {args.pages * BUFFERS} pieces: {medians[0]:.2f} ms, "
+        f"{args.threads} threads, {args.wait}{', patient' * args.patient}: {mib:.1f} MiB in "
+        f"{args.pages * BUFFERS} pieces: {medians[0]:.2f} ms, "
         f"of it building descriptors {medians[1]:.2f}, posting {medians[2]:.2f}",
         flush=True,
     )

@@ -2,7 +2,8 @@
 
 One prefill and two decode workers, without and with the cache, as `pd-radix bench` starts them. All requests are sent
 at once; when enough of them are queued on decode, py-spy samples the schedulers of prefill and of decode. A sample
-counts for the innermost frame that is the engine's or ours. Waits of an idle CPU host are left out of the total.
+counts for the innermost frame that is the engine's, NIXL's or ours. Waits of an idle CPU host are left out of the
+total.
 
     python benchmark/queue_profile.py [--seconds S] [--backend NAME] [--top N]
 
@@ -58,7 +59,7 @@ class Profile:
                 owner = "waiting" if function.endswith("rest") else "stand-ins"
             elif any(str(tree) in place for tree in PATCHES) or str(PACKAGE) in place:
                 owner = "patch set"
-            elif "/sglang/srt/" in place:
+            elif "/sglang/srt/" in place or "/nixl" in place:
                 owner = "engine"
             else:
                 continue
@@ -75,8 +76,11 @@ class Profile:
         return f"| {self.loop} | {'on' if self.radix else 'off'} | {' | '.join(shares)} | {self.busy} |"
 
     def largest(self, top: int) -> list[str]:
+        """The ``top`` functions of the patch set, then those of all others."""
         shown = [(owner, name, n) for (owner, name), n in self.functions.most_common() if owner != "waiting"]
-        return [f"  {100 * n / self.busy:5.1f}%  {owner:9}  {name}" for owner, name, n in shown[:top]]
+        ours = [entry for entry in shown if entry[0] == "patch set"]
+        others = [entry for entry in shown if entry[0] != "patch set"]
+        return [f"  {100 * n / self.busy:5.1f}%  {owner:9}  {name}" for owner, name, n in ours[:top] + others[:top]]
 
 
 def scheduler_of(deployment, name: str) -> int:
@@ -111,7 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=15, help="how long to sample (default: 15)")
     parser.add_argument("--backend", default="nixl", choices=("nixl", "mooncake"))
-    parser.add_argument("--top", type=int, default=12, help="functions to print for each loop (default: 12)")
+    parser.add_argument("--top", type=int, default=12, help="functions of ours and of others to print (default: 12)")
     args = parser.parse_args()
     profiles: list[Profile] = []
     with tempfile.TemporaryDirectory() as work:
@@ -141,7 +145,9 @@ def main() -> int:
                 print(f"flag {variant.name}: {before} queued before, {queued(decode)} after", flush=True)
                 sender.join()
         load.close()
-    print("\n| loop | flag | patch set | stand-ins for GPU kernels | engine | samples |\n|---|---|---|---|---|---|")
+    print(
+        "\n| loop | flag | patch set | stand-ins for GPU kernels | engine, NIXL | samples |\n|---|---|---|---|---|---|"
+    )
     for profile in profiles:
         print(profile.row())
     for profile in profiles:

@@ -156,16 +156,17 @@ class SharedPrefix(Sizes):
 class Groups(SharedPrefix):
     """``prefixes`` groups of ``per_group`` prompts, 7 tokens shared for each one of its own, and long answers."""
 
-    pool: int = 32768
+    # As in the incremental proposal, where the lengths are 16 times these. The pool has room for all there is.
+    pool: int = 122880
     reserve: int = 64
     prefixes: int = 80
     at_once: int = 80
     per_group: int = 8
-    shared: int = 224
-    suffix: int = 32
-    answer: int = 32
+    shared: int = 448
+    suffix: int = 64
+    answer: int = 64
     requests: int = 640
-    concurrency: int = 64
+    concurrency: int = 128
 
     title = "groups"
 

@@ -118,7 +118,8 @@ class Scheduler(engine.Scheduler):
     # ---- quarantine: pages of failed transfers are neither free nor a request's ----
 
     def _has_quarantine(self) -> bool:
-        return isinstance(self.tree_cache, DecodeRadixCache) and bool(self.disagg_decode_transfer_queue.quarantine)
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        return queue is not None and bool(queue.quarantine)
 
     def flush_cache(self) -> bool:
         """Adds that a flush leaves pages in quarantine where they are."""

@@ -147,6 +147,7 @@ class CommonKVSender(engine.CommonKVSender):
     # Tokens of the prompt, and how many of them decode says that it holds (0 when it named none).
     prompt_len: int | None = None
     decode_prefix_len: int = 0
+    conclude_state: KVPoll | None = None
     _accepted: bool = False
     # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     _infos: dict = {}
@@ -201,7 +202,7 @@ class CommonKVSender(engine.CommonKVSender):
         self.tell_failure(reason)
 
     def _failed(self) -> bool:
-        return getattr(self, "conclude_state", None) == KVPoll.Failed
+        return self.conclude_state == KVPoll.Failed
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Wraps the engine's init: the pages to send are those beyond the prefix."""

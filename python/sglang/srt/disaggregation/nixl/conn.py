@@ -399,8 +399,11 @@ class NixlKVSender(engine.NixlKVSender):
         A failed request is reported only when none of its writes is under way: its pages are freed after that.
         """
         manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.request_status.get(room)
+        if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.refused:
+            # As most are in a long queue, and nothing has been posted for it.
+            return status
         if not (self.xfer_handles or self.has_sent or room in manager.refused or self._failed()):
-            # As most are in a long queue: nothing has been posted, and nothing is wrong.
             status = manager.check_status(room)
             if status != KVPoll.WaitingForInput or self._accepted:
                 return status
