@@ -113,7 +113,9 @@ class CommonKVManager(engine.CommonKVManager):
         reason = f"refused decode's request for KV: {reason}"
         logger.error("Room %s: %s", room, reason)
         with self.room_lock:
-            _remember(self.refused, room, reason)
+            # Nobody would read it for a room that has failed already.
+            if self.ended_rooms.get(room) is None:
+                _remember(self.refused, room, reason)
         return reason
 
     def end_room(self, room: int, reason: str | None = None) -> None:
