@@ -375,6 +375,76 @@ def _host_kind(mem_type: str | None) -> str | None:
     return "DRAM" if mem_type == "VRAM" else mem_type
 
 
+# -- staging buffers of Mooncake -----------------------------------------------------------------------------------
+
+
+def gather_heads(
+    k_buffers: list[torch.Tensor],
+    v_buffers: list[torch.Tensor],
+    page_indices: Any,
+    staging_buffer: Any,
+    head_start: int,
+    num_heads: int,
+    page_size: int,
+    gpu_id: int,
+) -> int:
+    """Copy some heads of some pages of each layer, K before V, into a staging buffer; returns the bytes written.
+
+    The engine's function of this calling form puts the copies on a CUDA stream. page_indices: int32 array.
+    """
+    import numpy as np
+    import torch
+
+    pages = torch.from_numpy(page_indices.astype(np.int64))
+    slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+    end = 0
+    for pool in (*k_buffers, *v_buffers):
+        block = pool[slots, head_start : head_start + num_heads].contiguous().view(torch.uint8).flatten()
+        staging_buffer.buffer[end : end + len(block)] = block
+        end += len(block)
+    return end
+
+
+def _patch_staging_buffer(module: Any) -> None:
+    import torch
+
+    class HostStagingBuffer(module.StagingBuffer):  # type: ignore[misc, name-defined]
+        """A staging buffer in host memory, whatever device it is asked for."""
+
+        def __init__(self, size_bytes: int, device: str, gpu_id: int, custom_mem_pool: Any = None) -> None:
+            self.size_bytes, self.device, self.gpu_id = size_bytes, "cpu", gpu_id
+            self.buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            self.data_ptr = self.buffer.data_ptr()
+
+    module.StagingBuffer = HostStagingBuffer
+    module.gather_all_layers_to_staging = gather_heads
+    module._USE_TRITON_STAGING = False
+
+
+def _patch_staging_handler(module: Any) -> None:
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import wrapt
+
+    class Done:
+        """A CUDA stream or event where everything is done at once."""
+
+        def __init__(self, device: Any = None) -> None:
+            pass
+
+        def record(self, stream: Any) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+    class HostTorch(wrapt.ObjectProxy):
+        cuda = SimpleNamespace(set_device=lambda device: None, Stream=Done, Event=Done, stream=lambda s: nullcontext())
+
+    module.torch = HostTorch(module.torch)
+
+
 # -- MLA -----------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +480,8 @@ def _patch_memory_pool(module: Any) -> None:
 HOOKS: dict[str, Callable[[Any], None]] = {
     "nixl_cu12._api": _patch_nixl_api,
     "nixl_cu13._api": _patch_nixl_api,
+    "sglang.srt.disaggregation.common.staging_buffer": _patch_staging_buffer,
+    "sglang.srt.disaggregation.common.staging_handler": _patch_staging_handler,
     "sglang.srt.disaggregation.nixl.conn": _patch_nixl,
     "sglang.srt.distributed.parallel_state": _patch_parallel_state,
     "sglang.srt.layers.rotary_embedding.factory": _patch_rope,

@@ -83,7 +83,9 @@ class ServerArgs(engine.ServerArgs):
             "--pipeline-parallel-size above 1": self.pp_size > 1,
             "--attention-context-parallel-size above 1": self.attn_cp_size > 1,
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
-            "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+            "SGLANG_DISAGG_STAGING_BUFFER, which is Mooncake's": (
+                envs.SGLANG_DISAGG_STAGING_BUFFER.get() and self.disaggregation_transfer_backend != "mooncake"
+            ),
         }
         # Not at the top: the tree needs the engine's modules, which need this one.
         from sglang.srt.mem_cache.decode_radix_cache import stock_part

@@ -52,7 +52,8 @@ def test_other_combinations_are_refused(parse, options, named):
     assert FLAG in str(refused.value) and named in str(refused.value)
 
 
-def test_an_environment_switch_is_refused_too(parse, monkeypatch):
-    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
-    with pytest.raises(ValueError, match="SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
+@pytest.mark.parametrize("name", ["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_DISAGG_STAGING_BUFFER"])
+def test_an_environment_switch_is_refused_too(parse, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=name):
         parse(*DECODE, FLAG)

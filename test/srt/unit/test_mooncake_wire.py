@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+import torch
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import (
@@ -111,6 +113,7 @@ class Rank:
             served_model_name="m",
             enable_metrics=False,
             enable_hisparse=False,
+            chunked_prefill_size=32,
             disaggregation_decode_enable_radix_cache=True,
         )
         made: list[MooncakeKVManager] = []
@@ -125,13 +128,28 @@ class Rank:
         maker.join()
         self.manager = made[0]
         self.manager.counters = Counters()
+        if world.staging and not world.mla:
+            # As the queues of both workers do it, where a tensor's first dimension is the slot.
+            slots = [torch.from_numpy(pool).view(-1, heads, HEAD_BYTES) for pool in self.kv]
+            self.manager.set_kv_buffer_tensors(slots[:LAYERS], slots[LAYERS:], world.page_size)
 
 
 class World:
     """A prefill and a decode worker."""
 
-    def __init__(self, monkeypatch, page_size: int = 4, prefill_tp: int = 1, decode_tp: int = 1, mla: bool = False):
-        self.page_size, self.mla = page_size, mla
+    def __init__(
+        self,
+        monkeypatch,
+        page_size: int = 4,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
+        mla: bool = False,
+        staging: bool = False,
+    ):
+        self.page_size, self.mla, self.staging = page_size, mla, staging
+        monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
+        for side in ("BUFFER_SIZE", "POOL_SIZE"):
+            monkeypatch.setenv(f"SGLANG_DISAGG_STAGING_{side}_MB", "1")
         # Their threads outlive the test; they need not look after its servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         self.current: Rank | None = None
@@ -190,11 +208,19 @@ class World:
             manager = rank.manager
             assert not manager.request_status and not manager.failure_records
             assert not manager.required_prefill_response_num_table and not manager.prefill_response_tracker
+            if manager.staging is not None:
+                assert not manager.staging.rooms and not manager.staging.waiting and not manager.staging.copying
+                assert manager.staging.space.free == [(0, manager.staging.space.size)]
             assert not any(manager.addr_to_rooms_tracker.values()) and not manager.quiet_ranks
 
 
 class Request:
-    """One request, by what the two schedulers do with it. Prefill uses pages 0, 1, ..., decode the same from 32 on."""
+    """One request, by what the two schedulers do with it.
+
+    Prefill uses pages 0, 1, ..., decode as many from ``base`` on.
+    """
+
+    base = 32
 
     def __init__(self, world: World, room: int, prompt_len: int, prefix_len: int | None, aux: int) -> None:
         self.world, self.room, self.prompt_len, self.prefix_len, self.aux = world, room, prompt_len, prefix_len, aux
@@ -205,7 +231,7 @@ class Request:
 
     @property
     def decode_pages(self) -> np.ndarray:
-        return np.arange(32, 32 + self.num_pages, dtype=np.int32)[::-1].copy()
+        return np.arange(self.base, self.base + self.num_pages, dtype=np.int32)[::-1].copy()
 
     def start_prefill(self) -> Request:
         for rank in self.world.prefill:
@@ -268,14 +294,21 @@ class Request:
 
     def assert_landed(self) -> None:
         """Decode has the delta, all of it and nothing else, and the metadata."""
-        world = self.world
-        for rank in world.decode:
-            for layer, pool in enumerate(rank.kv):
-                expected = np.zeros_like(pool)
-                targets = self.decode_pages[self.first_page :]
-                expected[targets] = world.truth[layer][self.first_page : self.num_pages][:, :, world.heads_of(rank)]
-                assert (pool == expected).all()
-            assert (rank.aux[self.aux] == 7).all()
+        assert_landed(self)
+
+
+def assert_landed(*requests_: Request) -> None:
+    """Decode has the deltas of these, all of them and nothing else, and the metadata."""
+    world = requests_[0].world
+    for rank in world.decode:
+        for layer, pool in enumerate(rank.kv):
+            expected = np.zeros_like(pool)
+            for one in requests_:
+                targets = one.decode_pages[one.first_page :]
+                expected[targets] = world.truth[layer][one.first_page : one.num_pages][:, :, world.heads_of(rank)]
+            assert (pool == expected).all()
+        for one in requests_:
+            assert (rank.aux[one.aux] == 7).all()
 
 
 def reasons(ends: list) -> list[str]:
@@ -320,7 +353,7 @@ def frames_of(receiver: MooncakeKVReceiver, send: Callable[[], None]) -> list[li
 
 def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
     receiver = object.__new__(MooncakeKVReceiver)
-    receiver.kv_mgr = SimpleNamespace(local_ip="10.0.0.1", rank_port=77, enable_staging=False)
+    receiver.kv_mgr = SimpleNamespace(local_ip="10.0.0.1", rank_port=77, enable_staging=False, staging=None)
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
     return receiver
@@ -567,6 +600,19 @@ def test_an_error_in_a_transfer_thread_fails_its_request_only(world: World) -> N
     world.assert_books_closed()
 
 
+def test_a_chunk_that_failed_is_not_made_good_by_the_last_one(world: World) -> None:
+    library, write = world.prefill[0].library, world.prefill[0].library.batch_transfer_sync
+
+    def fail_once(*args) -> int:
+        library.batch_transfer_sync = write
+        raise RuntimeError("no such luck")
+
+    library.batch_transfer_sync = fail_once
+    on_prefill, on_decode = world.request(1, 24, 4).bootstrap().send(3).fail()
+    assert "no such luck" in on_prefill and "no such luck" in on_decode
+    world.assert_books_closed()
+
+
 def test_a_failed_write_fails_both_sides(world: World) -> None:
     world.prefill[0].library.result = -1
     on_prefill, on_decode = world.request(1, 10, 4).bootstrap().send().fail()
@@ -790,3 +836,269 @@ def test_a_prefill_that_never_answers_is_not_waited_for_for_ever(world: World) -
     gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": free_ports(1)[0]}]
     gone.receivers[0]._asked_at = 0
     assert gone.receivers[0].writers_done()
+
+
+# ---- staging buffers ----
+
+
+def test_space_is_given_out_and_joined_again() -> None:
+    space = Space(8 * ALIGNMENT)
+    taken = [space.take(n) for n in (1, ALIGNMENT + 1, 3 * ALIGNMENT)]
+    assert taken == [0, ALIGNMENT, 3 * ALIGNMENT]
+    assert space.take(3 * ALIGNMENT) is None and space.take(2 * ALIGNMENT) == 6 * ALIGNMENT
+    space.give(ALIGNMENT, ALIGNMENT + 1)
+    space.give(6 * ALIGNMENT, 2 * ALIGNMENT)
+    assert space.take(3 * ALIGNMENT) is None
+    space.give(3 * ALIGNMENT, 3 * ALIGNMENT)
+    assert space.free == [(ALIGNMENT, 7 * ALIGNMENT)]
+    space.give(0, 1)
+    assert space.free == [(0, 8 * ALIGNMENT)]
+
+
+def staged(monkeypatch, prefill_tp: int, decode_tp: int, pieces: int, page_size: int = 4) -> World:
+    """Two workers whose staging buffers hold pieces of two pages, ``pieces`` of them on decode."""
+    world = World(monkeypatch, page_size, prefill_tp, decode_tp, staging=True)
+    for rank in world.decode:
+        size = pieces * 2 * sum(rank.manager.kv_args.kv_item_lens)
+        rank.manager.staging.space = Space(-(-size // ALIGNMENT) * ALIGNMENT)
+    for rank in world.prefill:
+        share = max(1, decode_tp // prefill_tp)
+        for buffer in rank.manager._staging_ctx.buffers:
+            buffer.size_bytes = 2 * sum(rank.manager.kv_args.kv_item_lens) // share
+    return world
+
+
+SIZES = [(1, 2), (2, 1), (4, 2), (1, 4)]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+@pytest.mark.parametrize(
+    ("page_size", "prompt_len", "prefix_len", "chunks"),
+    [(4, 12, 0, []), (4, 80, 4, [5, 6, 11]), (4, 79, 20, [16]), (4, 40, 40, []), (1, 23, 7, [8, 16]), (1, 5, 0, [])],
+)
+def test_trap_21_pieces_land_where_they_belong_behind_a_prefix(
+    monkeypatch, prefill_tp, decode_tp, page_size, prompt_len, prefix_len, chunks
+) -> None:
+    """Chunks that are no whole cells of the engine's grid: it begins at the first page, and so does none of these."""
+    world = staged(monkeypatch, prefill_tp, decode_tp, pieces=3, page_size=page_size)
+    request = world.request(1, prompt_len, prefix_len).bootstrap().send(*chunks)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    ends = [request.first_page, *chunks, request.num_pages]
+    pieces = sum(pages(end - start, 2) for start, end in zip(ends, ends[1:], strict=False))
+    for rank in world.prefill:
+        targets = max(1, decode_tp // prefill_tp)
+        assert rank.manager.counters.runs == pieces * targets
+        # One more for the metadata of each decode rank.
+        assert rank.library.descriptors == (pieces + 1) * targets
+        # Each of its bytes once.
+        assert rank.library.written == rank.manager.counters.sent_bytes + 64 * targets
+    world.close()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+def test_requests_that_want_more_than_the_staging_buffer_take_turns(monkeypatch, prefill_tp, decode_tp) -> None:
+    world = staged(monkeypatch, prefill_tp, decode_tp, pieces=1)
+    requests_ = [world.request(room, 30, 4 * (room % 3), aux=room) for room in range(4)]
+    for request in requests_:
+        request.base += 8 * request.room
+        request.bootstrap()
+    for request in requests_:
+        request.send(5)
+    for request in requests_:
+        request.finish()
+    assert_landed(*requests_)
+    world.assert_books_closed()
+    world.close()
+
+
+def test_equal_sizes_and_decodes_without_the_flag_use_no_pieces(monkeypatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=2, staging=True)
+    request = world.request(1, 30, 8).bootstrap().send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    for rank in world.prefill:
+        assert rank.library.descriptors == rank.manager.counters.runs * 2 * LAYERS + 1
+    world.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_worker_without_staging_buffers_gets_slices(monkeypatch, side: str) -> None:
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+    for rank in getattr(world, side):
+        if side == "prefill":
+            rank.manager.enable_staging = False
+        else:
+            rank.manager.staging = None
+    request = world.request(1, 30, 8).bootstrap().send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    assert world.prefill[0].library.descriptors > 2 * 22
+    world.close()
+
+
+@pytest.mark.parametrize("when", ["before a grant", "granted", "copied in part"])
+def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, when: str) -> None:
+    world = staged(monkeypatch, 1, 2, pieces=1)
+    library, stagings = world.prefill[0].library, [rank.manager.staging for rank in world.decode]
+    holder = world.request(1, 8, 0, aux=1).bootstrap()
+    request = world.request(2, 40, 4).bootstrap(fenced=True)
+    if when == "before a grant":
+        # Somebody else has all of it.
+        offsets = [staging.space.take(staging.space.size) for staging in stagings]
+        request.send()
+        until(lambda: all(staging.waiting for staging in stagings), "decode is asked")
+    elif when == "granted":
+        library.gate.clear()
+        library.writing.clear()
+        request.send()
+        assert library.writing.wait(5)
+    else:
+        request.send(4)
+        until(lambda: all(staging.rooms[2].copied >= 2 for staging in stagings), "a piece has landed")
+    give_up(request)
+    if when == "granted":
+        time.sleep(0.05)
+        assert not any(receiver.writers_done() for receiver in request.receivers)
+        library.gate.set()
+    request.wait_senders(KVPoll.Failed)
+    wait_quiet(request)
+    if when == "before a grant":
+        for staging, offset in zip(stagings, offsets, strict=True):
+            staging.space.give(offset, staging.space.size)
+    holder.send()
+    holder.finish()
+    reasons(request.senders)
+    world.assert_books_closed()
+    world.close()
+
+
+def test_staging_buffers_too_small_for_a_page_are_left_alone(monkeypatch, caplog) -> None:
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+    for buffer in world.prefill[0].manager._staging_ctx.buffers:
+        buffer.size_bytes = 100
+    request = world.request(1, 30, 8).bootstrap().send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    # Once for each decode rank, not for each chunk.
+    assert caplog.text.count("Staging buffers are too small") == 2
+    world.close()
+
+
+def test_ranks_that_share_heads_send_slices(monkeypatch) -> None:
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+    world.prefill[0].manager.kv_args.total_kv_head_num = HEADS // 2
+    request = world.request(1, 8, 0).bootstrap()
+    assert all(world.prefill[0].manager._piece_pages(info) == 0 for info in request.senders[0]._infos.values())
+    world.close()
+
+
+def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setitem(MooncakeKVSender._check_staging.__globals__, "PATIENCE_S", 0.1)
+    world = staged(monkeypatch, 1, 2, pieces=1)
+    request = world.request(1, 40, 4).bootstrap()
+    for rank in world.decode:
+        rank.manager.staging.space.take(rank.manager.staging.space.size)
+    request.send()
+    time.sleep(0.3)
+    request.wait_senders(KVPoll.WaitingForInput)
+    (port,) = free_ports(1)
+    for info in request.senders[0]._infos.values():
+        info.dst_port = port
+    request.wait_senders(KVPoll.Failed)
+    assert "which was to grant staging memory, is gone" in reasons(request.senders)[0]
+    world.close()
+
+
+def test_a_decode_that_grants_nothing_is_not_waited_for_for_ever(monkeypatch) -> None:
+    monkeypatch.setitem(MooncakeKVSender._check_staging.__globals__, "PATIENCE_S", 0.1)
+    world = staged(monkeypatch, 2, 1, pieces=1)
+    world.decode[0].manager.staging.space.take(world.decode[0].manager.staging.space.size)
+    request = world.request(1, 40, 4).bootstrap().send()
+    for rank in world.prefill:
+        rank.manager.bootstrap_timeout = 0.2
+    on_prefill, on_decode = request.fail()
+    assert "granted no staging memory" in on_prefill and "granted no staging memory" in on_decode
+    world.close()
+
+
+def piece_frames(kind: bytes, *values: int) -> list[bytes]:
+    more = [b"127.0.0.1", b"1"] if kind == b"stage" else []
+    return [b"1", kind, *[b"%d" % value for value in values], *more]
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([piece_frames(b"stage", 0, 1, 2)], "is not the next one"),
+        ([piece_frames(b"stage", 0, 0, 0)], "is not the next one"),
+        ([piece_frames(b"stage", 0, 0, 11)], "is not the next one"),
+        ([piece_frames(b"stage", 0, 0, 9)], "is larger than the staging buffer"),
+        ([piece_frames(b"stage", 0, 0, 2), piece_frames(b"stage", 1, 0, 1)], "prefill ranks disagree"),
+        ([piece_frames(b"staged", 0, 0)], "was not given to it"),
+        ([piece_frames(b"stage", 0, 0, 2), piece_frames(b"staged", 1, 0)], "was not given to it"),
+        ([[b"1", b"stage", b"0", b"zero", b"1", b"127.0.0.1", b"1"]], "first page is not a number"),
+        ([[b"1", b"staged", b"0"]], "has 3 frames"),
+    ],
+)
+def test_a_piece_that_cannot_be_right_fails_its_room_only(monkeypatch, frames: list, why: str) -> None:
+    world = staged(monkeypatch, 2, 1, pieces=2)
+    bad = world.request(1, 40, 0).bootstrap(fenced=True)
+    decode = push(world.decode[0])
+    for message in frames:
+        decode.send_multipart(message)
+    bad.wait_receivers(KVPoll.Failed)
+    assert why in reasons(bad.receivers)[0]
+    bad.receivers[0].cancel()
+    bad.wait_senders(KVPoll.Failed)
+    reasons(bad.senders)
+    wait_quiet(bad)
+    good = world.request(2, 40, 4).bootstrap().send()
+    good.finish()
+    good.assert_landed()
+    world.assert_books_closed()
+    world.close()
+
+
+def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:
+    """It would fill it by its own grid. Its requests for cells are left unanswered, and it sends slices."""
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+    world.decode[0].manager.prefix_peers[world.addr] = False
+    world.request(1, 8, None).start_prefill()
+    receiver = MooncakeKVReceiver(world.decode[0].manager, world.addr, 1)
+    receiver.init(0)
+    until(lambda: bool(world.prefill[0].manager.decode_kv_args_table), "decode has registered")
+    (registration,) = world.prefill[0].manager.decode_kv_args_table.values()
+    assert registration.staging is None
+    world.close()
+
+
+def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
+    """What differs from a host: there the copy is done when the call returns."""
+    done = [False]
+
+    class Slow(DeltaStaging):
+        def _copy(self, state, start, piece):
+            piece.event = SimpleNamespace(query=lambda: done[0])
+
+    pools = [torch.zeros(8, 1, 4) for _ in range(2)]
+    staging = Slow(torch.zeros(ALIGNMENT, dtype=torch.uint8), pools[:1], pools[1:], 1, 1, 0)
+    granted: list[int] = []
+    for room in (1, 2):
+        staging.open(room, np.arange(2, dtype=np.int32), 2)
+        for rank in (0, 1):
+            staging.ask(room, 0, 2, rank, granted.append)
+    staging.written(1, 0, 0)
+    assert staging.close(1) and not staging.copying
+    staging.rooms[1].closed = False
+    staging.written(1, 0, 1)
+    assert granted == [0, 0] and not staging.landed(1) and not staging.close(1)
+    done[0] = True
+    assert staging.landed(1) and staging.close(1) and granted == [0, 0, 0, 0]
+    staging.drop(1)
+    staging.drop(2)
+    assert staging.space.free == [(0, ALIGNMENT)]

@@ -441,6 +441,14 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
         self.quarantine: list[engine.DecodeRequest] = []
+        if isinstance(self.tree_cache, DecodeRadixCache):
+            # The engine's way through the staging buffer; receivers have their own, see delta_staging.py.
+            self.enable_staging = False
+
+    def _init_staging_handler(self, kv_manager) -> None:
+        """Leaves out the engine's with a radix cache."""
+        if not isinstance(self.tree_cache, DecodeRadixCache):
+            super()._init_staging_handler(kv_manager)
 
     def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
         """Replaces the engine's poll, which gives a failed request's pages away while they may still be written.

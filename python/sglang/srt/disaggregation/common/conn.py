@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.decode_prefix import (
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
+__all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender", "nothing_listens"]
 
 # Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
 REMEMBERED_ROOMS = 65536
@@ -33,6 +33,17 @@ REMEMBERED_ROOMS = 65536
 def _is_dummy(info) -> bool:
     """Whether a TransferInfo asks for nothing; a method in one backend, a field in the other."""
     return info.is_dummy() if callable(info.is_dummy) else info.is_dummy
+
+
+def nothing_listens(host: str, port: int) -> bool:
+    """Whether the process that listened there is gone. No answer does not say so; a refusal does."""
+    try:
+        socket.create_connection((host, port), timeout=0.05).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _remember(rooms: dict, room: int, value) -> None:
@@ -288,15 +299,7 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         if now - self._asked_at < 2:
             return False
         self._asked_at = now
-        for peer in self.bootstrap_infos or []:
-            try:
-                socket.create_connection((peer["rank_ip"], peer["rank_port"]), timeout=0.05).close()
-                return False
-            except ConnectionRefusedError:
-                continue
-            except OSError:
-                return False
-        return True
+        return all(nothing_listens(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or [])
 
     def _is_quiet(self) -> bool:
         """Whether no prefill rank writes for this request any more; a backend that cannot tell says yes."""

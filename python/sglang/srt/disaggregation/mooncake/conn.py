@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, nothing_listens
+from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
+from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
 from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
 from sglang.srt.disaggregation.mooncake import conn as engine
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -33,15 +36,23 @@ __all__ = [
     "TransferInfo",
 ]
 
+# Prefill's messages about one piece of a delta that goes through decode's staging buffer, and decode's answer.
+STAGE, STAGED, GRANT = b"stage", b"staged", b"grant"
+# Seconds that a piece waits before it is asked whether decode is still there.
+PATIENCE_S = 2
+
 
 @dataclasses.dataclass
 class TransferInfo(engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set.
+    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
+    where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
     """
 
     decode_prefix_len: int | None = None
+    grants: dict[int, int] = dataclasses.field(default_factory=dict)
+    written: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def names_prefix(self) -> bool:
@@ -98,19 +109,39 @@ class Inbox:
 class WatchedQueue:
     """A transfer queue, and its executor, as their one worker sees them.
 
-    It knows the room whose chunk the worker is busy with.
+    It knows the room whose chunk the worker is busy with. Chunks of which something has to go through decode's staging
+    buffer wait here until decode has granted it, while others pass. prepare: writes what can be written of a chunk by
+    way of that buffer; True when nothing is left of it there, None when the chunk must not be sent at all.
     """
 
-    def __init__(self, queue, executor: concurrent.futures.Executor) -> None:
+    def __init__(self, queue, executor: concurrent.futures.Executor, prepare: Callable[[Any], bool | None]) -> None:
         self.queue = queue
         self.executor = executor
+        self.prepare = prepare
         self.writes: set[concurrent.futures.Future] = set()
         self.room: int | None = None
         self.lock = threading.Lock()
         self.afterwards: list[Callable[[], None]] = []
+        # Chunks by room, in order, and since when each room waits.
+        self.waiting: dict[int, deque] = {}
+        self.since: dict[int, float] = {}
 
     def get(self):
         """The next chunk. To ask for it means to be done with the last one."""
+        self._rest()
+        while (chunk := self._first_ready()) is None:
+            chunk = self.queue.get()
+            if chunk is not None:
+                self.since.setdefault(chunk.room, time.monotonic())
+                self.waiting.setdefault(chunk.room, deque()).append(chunk)
+        self._begin(chunk.room)
+        return chunk
+
+    def _begin(self, room: int) -> None:
+        with self.lock:
+            self.room = room
+
+    def _rest(self) -> None:
         # When one write of a chunk fails, the engine does not wait for those beside it.
         concurrent.futures.wait(self.writes)
         self.writes.clear()
@@ -119,10 +150,29 @@ class WatchedQueue:
             afterwards, self.afterwards = self.afterwards, []
         for job in afterwards:
             job()
-        chunk = self.queue.get()
-        with self.lock:
-            self.room = chunk.room
-        return chunk
+
+    def _first_ready(self):
+        """A chunk of which nothing waits for staging memory, if there is one; on the way, write what has got some."""
+        for room, chunks in list(self.waiting.items()):
+            self._begin(room)
+            # Also of those behind the first: what decode has granted must not wait for anything.
+            done = [self.prepare(chunk) for chunk in chunks]
+            self._rest()
+            first = None
+            while done and done[0] is not False and first is None:
+                chunk = chunks.popleft()
+                self.since[room] = time.monotonic()
+                first = chunk if done.pop(0) else None
+            if not chunks:
+                del self.waiting[room], self.since[room]
+            if first is not None:
+                return first
+        return None
+
+    def wake(self, room: int) -> None:
+        """Have the worker look again at what waits of ``room``."""
+        if room in self.waiting:
+            self.queue.put(None)
 
     def submit(self, write: Callable, *args) -> concurrent.futures.Future:
         """Start one of the writes of a chunk."""
@@ -156,8 +206,13 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
+        # Prefill: how KV goes to a decode session, see `_piece_pages`.
+        self.piece_sizes: dict[str, int] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
+        # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
+        self.staging: DeltaStaging | None = None
+        self.staging_offer: Any = None
         # Decode: prefill ranks that write no more, by room.
         self.quiet_ranks: dict[int, set[int]] = {}
         super().__init__(*args, **kwargs)
@@ -179,11 +234,15 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             registration = engine.KVArgsRegisterInfo.from_zmq(frames)
             if not registration.mooncake_session_id.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {registration.mooncake_session_id!r} does not end in a port")
+            self.piece_sizes.pop(registration.mooncake_session_id, None)
             return True
         room = wire_int(kind, "room")
         if frames[4:] == [CANCEL]:
             with self.room_lock:
-                self._on_cancel(room, Peer(frames[1].decode("ascii"), wire_int(frames[2], "port")))
+                self._on_cancel(room, _peer(frames[1:3]))
+            return False
+        if frames[4:5] == [GRANT]:
+            self._on_grant(room, frames)
             return False
         try:
             info = TransferInfo.from_zmq(frames)
@@ -222,7 +281,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
         reason = self.refuse(room, reason)
         if len(frames) > 8:
-            self._tell_when_quiet(room, {Peer(frames[1].decode("ascii"), wire_int(frames[2], "port"))}, reason)
+            self._tell_when_quiet(room, {_peer(frames[1:3])}, reason)
 
     def _on_cancel(self, room: int, peer: Peer) -> None:
         """Decode gave ``room`` up and keeps its pages until this rank has answered, or said that all is written.
@@ -256,16 +315,26 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         """Adds the byte counters. The last chunk of a full hit carries no KV and still brings the metadata."""
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
-        super().add_transfer_request(bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices)
+        pieces = self._pieces(infos, index_slice)
+        for start, end in pieces:
+            for info in infos:
+                if self._piece_pages(info):
+                    self._ask_for_staging(info, start, end - start)
+        for start, end in pieces or [(index_slice.start, index_slice.stop)]:
+            part = slice(start - index_slice.start, end - index_slice.start)
+            is_last = is_last_chunk and end == index_slice.stop
+            super().add_transfer_request(
+                bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
+            )
         for info in infos:
             if not info.is_dummy:
                 saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
-                runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
+                runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
                 self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs)
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
-        watched = WatchedQueue(queue, executor)
+        watched = WatchedQueue(queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer))
         self.watched_queues.append(watched)
         while True:
             try:
@@ -279,6 +348,154 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written to decode at this moment."""
         return any(watched.room == room for watched in self.watched_queues)
+
+    # ---- prefill: by way of decode's staging buffer ----
+
+    def _piece_pages(self, info: TransferInfo) -> int:
+        """The most pages of one piece for a decode rank that gets its KV by way of its staging buffer, else 0."""
+        if info.is_dummy or not info.names_prefix or not self.enable_staging or self.kv_buffer_tensors is None:
+            return 0
+        session = info.mooncake_session_id
+        most = self.piece_sizes.get(session)
+        if most is None:
+            most = self.piece_sizes[session] = self._find_piece_pages(self.decode_kv_args_table[session])
+            if most:
+                logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
+        return most
+
+    def _find_piece_pages(self, theirs: engine.KVArgsRegisterInfo) -> int:
+        if theirs.staging is None or self.is_mla_backend or theirs.dst_attn_tp_size == self.attn_tp_size:
+            return 0
+        layers, page_size = self.kv_buffer_tensors["k_buffers"], self.kv_args.page_size
+        heads = resolve_total_kv_heads(self.kv_args, self.attn_tp_size)
+        head_bytes = layers[0].shape[-1] * layers[0].element_size()
+        shares = self.kv_args.kv_item_lens[0] * self.attn_tp_size, theirs.dst_kv_item_len * theirs.dst_attn_tp_size
+        if set(shares) != {heads * head_bytes * page_size}:
+            # Ranks that share a head: who writes what into a piece is only defined for heads of one rank each.
+            return 0
+        page = page_size * piece_bytes(self.attn_tp_size, theirs.dst_attn_tp_size, heads, head_bytes, len(layers))
+        mine = page // max(1, self.attn_tp_size // theirs.dst_attn_tp_size)
+        # Two pieces fit in decode's buffer, so that one can be filled while the other is emptied.
+        most = min(self._staging_ctx.buffers[0].get_size() // mine, theirs.staging.total_size // (2 * page))
+        if most == 0:
+            logger.warning(
+                "Staging buffers are too small for a page of %d bytes, so KV is sent without. Increase "
+                "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB on prefill or SGLANG_DISAGG_STAGING_POOL_SIZE_MB on decode.",
+                page,
+            )
+        return most
+
+    def _pieces(self, infos: Iterable[TransferInfo], index_slice: slice) -> list[tuple[int, int]]:
+        """First page and the one behind the last of each piece in which a chunk goes through staging buffers."""
+        most = min((n for info in infos if (n := self._piece_pages(info))), default=0)
+        start, end = index_slice.start, index_slice.stop
+        return [(at, min(at + most, end)) for at in range(start, end, most)] if most else []
+
+    def _ask_for_staging(self, info: TransferInfo, start: int, num_pages: int) -> None:
+        mine = [self.local_ip.encode("ascii"), b"%d" % self.rank_port]
+        frames = [b"%d" % info.room, STAGE, b"%d" % self._rank, b"%d" % start, b"%d" % num_pages, *mine]
+        try:
+            _post(Peer(info.endpoint, info.dst_port), frames)
+        except Exception as e:
+            self.fail_room(info.room, f"could not ask decode at {info.endpoint} for staging memory: {e}")
+
+    def _on_grant(self, room: int, frames: list[bytes]) -> None:
+        if len(frames) != 7:
+            raise ValueError(f"a grant of staging memory has 7 frames, this one of room {room} has {len(frames)}")
+        start, offset = wire_int(frames[5], "first page"), wire_int(frames[6], "offset")
+        with self.room_lock:
+            info = self.transfer_infos.get(room, {}).get(frames[3].decode("ascii"))
+        if info is not None:
+            info.grants[start] = offset
+            for watched in self.watched_queues:
+                watched.wake(room)
+
+    def _write_granted(self, chunk, staging_buffer) -> bool | None:
+        """Write those parts of a chunk for which decode has granted memory; see `WatchedQueue`."""
+        infos = list(self.transfer_infos.get(chunk.room, {}).values())
+        if self.request_status.get(chunk.room) == KVPoll.Failed and any(info.names_prefix for info in infos):
+            # With an earlier chunk missing, the last one would still be reported as the end of a success.
+            return None
+        start, num_pages = chunk.index_slice.start, len(chunk.prefill_kv_indices)
+        complete = True
+        for info in infos if num_pages else []:
+            if start in info.written or not self._piece_pages(info):
+                continue
+            if start in info.grants:
+                self._write_piece(chunk, info, info.grants.pop(start), staging_buffer)
+                info.written.add(start)
+            else:
+                complete = False
+        return complete
+
+    def _write_piece(self, chunk, info: TransferInfo, offset: int, staging_buffer) -> None:
+        theirs = self.decode_kv_args_table[info.mooncake_session_id]
+        failed = self.send_kvcache_staged(
+            info.mooncake_session_id,
+            chunk.prefill_kv_indices,
+            theirs.staging.base_ptr + offset,
+            theirs.staging.total_size - offset,
+            theirs.dst_tp_rank,
+            theirs.dst_attn_tp_size,
+            theirs.dst_kv_item_len,
+            staging_buffer,
+        )
+        if failed:
+            raise RuntimeError("a piece does not fit a staging buffer")
+        start, address = chunk.index_slice.start, NetworkAddress(info.endpoint, info.dst_port)
+        # The socket on which the end of the transfer is told, so that decode hears of this before.
+        socket = self._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
+        socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % start])
+
+    def _do_staging_transfer(
+        self, staging_strategy, kv_chunk, req, target_info, chunked_dst_kv_indice, executor, queue, prefill_unique_rank
+    ):
+        """Replaces the engine's for decode workers with a radix cache: what can be staged has been written before.
+
+        Returns 0 on success, and whether to try again later (never).
+        """
+        if not req.names_prefix:
+            return super()._do_staging_transfer(
+                staging_strategy,
+                kv_chunk,
+                req,
+                target_info,
+                chunked_dst_kv_indice,
+                executor,
+                queue,
+                prefill_unique_rank,
+            )
+        if self._piece_pages(req):
+            return 0, False
+        sent = self.send_kvcache_slice(
+            req.mooncake_session_id,
+            kv_chunk.prefill_kv_indices,
+            target_info.dst_kv_ptrs,
+            chunked_dst_kv_indice,
+            target_info.dst_tp_rank,
+            target_info.dst_attn_tp_size,
+            target_info.dst_kv_item_len,
+            executor,
+        )
+        return sent, False
+
+    def _prefetch_staging_reqs(self, room: int) -> None:
+        """Leaves out decode workers with a radix cache, which are asked piece by piece."""
+        if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
+            super()._prefetch_staging_reqs(room)
+
+    # ---- prefill: failures ----
+
+    @property
+    def _rank(self) -> int:
+        """The number by which decode tells the prefill ranks of a request apart; the engine's."""
+        return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
+
+    def end_room(self, room: int, reason: str | None = None) -> None:
+        """Adds that chunks of it that wait for staging memory wait no more."""
+        super().end_room(room, reason)
+        for watched in self.watched_queues:
+            watched.wake(room)
 
     def tell_failure(self, room: int, infos: Iterable[TransferInfo], reason: str) -> None:
         """End ``room`` here and tell decode, so that it need not wait for its time-out.
@@ -301,21 +518,36 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def _tell(self, room: int, peers: Iterable[Peer], reason: str) -> None:
         """Send decode ranks the engine's failure message and, as a fourth frame, the reason."""
-        rank = (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
-        frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
+        frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % self._rank, reason.encode("ascii", "replace")]
         for peer in peers:
             try:
-                address = NetworkAddress(peer.endpoint, peer.port)
-                # Not the sockets of the transfer threads: these may be used by one thread only.
-                socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
-                with lock:
-                    socket.send_multipart(frames, flags=zmq.NOBLOCK)
+                _post(peer, frames)
             except Exception as e:
                 logger.warning(
                     "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
                 )
 
     # ---- decode: messages of prefill workers ----
+
+    @property
+    def has_radix(self) -> bool:
+        """Whether this is a decode worker that keeps a radix cache."""
+        radix = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
+        return radix and self.disaggregation_mode == DisaggregationMode.DECODE
+
+    def _init_staging_allocator(self) -> None:
+        """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`."""
+        super()._init_staging_allocator()
+        if self.has_radix:
+            self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
+
+    def set_kv_buffer_tensors(self, k_buffers: list, v_buffers: list, page_size: int) -> None:
+        """Adds the books of decode's staging buffer, which need the KV pool. MLA has no heads to tell apart."""
+        super().set_kv_buffer_tensors(k_buffers, v_buffers, page_size)
+        if self.staging_offer is not None:
+            rank = self.kv_args.engine_rank % self.attn_tp_size
+            buffer = self.staging_offer.buffer.buffer
+            self.staging = DeltaStaging(buffer, k_buffers, v_buffers, page_size, self.attn_tp_size, rank)
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
@@ -325,12 +557,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def _check_on_decode(self, frames: list[bytes]) -> bool:
         """Take metadata and the end of transfers; whether the engine may take this message (staging)."""
         kind = frames[0]
-        if kind == b"STAGING_REQ" and not self.enable_staging:
+        if kind == b"STAGING_REQ" and (self.has_radix or not self.enable_staging):
             # One per chunk of every request; such a prefill then sends without.
             if not self.staging_told:
                 logger.warning(
-                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not: its KV "
-                    "comes without them."
+                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not, or not "
+                    "with prefills without sglang-pd-radix: its KV comes without them."
                 )
             self.staging_told = True
             return False
@@ -345,9 +577,15 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         if is_aux:
             self._handle_aux_data(frames)
             return False
+        if self.staging is not None and frames[1] in (STAGE, STAGED):
+            try:
+                self._on_piece(self.staging, room, frames)
+            except ValueError as e:
+                self.fail_room(room, f"prefill's KV cannot be used: {e}")
+            return False
         if len(frames) not in (3, 4):
             raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
-        if self.enable_staging:
+        if self.enable_staging and not self.has_radix:
             return len(frames) == 3
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):
@@ -362,6 +600,41 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         if len(responses) == self.required_prefill_response_num_table.get(room):
             self.update_status(room, KVPoll.Success)
         return False
+
+    def _on_piece(self, staging: DeltaStaging, room: int, frames: list[bytes]) -> None:
+        """Prefill wants staging memory for a piece, or has written it. Raises ValueError when that cannot be right."""
+        if len(frames) != (7 if frames[1] == STAGE else 4):
+            raise ValueError(f"a message about a piece of a delta has {len(frames)} frames")
+        rank, start = wire_int(frames[2], "prefill rank"), wire_int(frames[3], "first page")
+        if frames[1] == STAGED:
+            staging.written(room, start, rank)
+            return
+        peer = _peer(frames[5:7])
+
+        def grant(offset: int) -> None:
+            try:
+                _post(peer, [*_head(self, room, self.get_session_id()), GRANT, b"%d" % start, b"%d" % offset])
+            except Exception as e:
+                self.fail_room(room, f"could not grant staging memory to prefill at {peer.endpoint}: {e}")
+
+        staging.ask(room, start, wire_int(frames[4], "pages"), rank, grant)
+
+
+def _head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
+    """The frames with which each of decode's messages about a request begins: the room, and who it is."""
+    return [b"%d" % room, manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, session.encode("ascii")]
+
+
+def _peer(frames: list[bytes]) -> Peer:
+    return Peer(frames[0].decode("ascii"), wire_int(frames[1], "port"))
+
+
+def _post(peer: Peer, frames: list[bytes]) -> None:
+    """Send a message from any thread. The sockets of the transfer threads may be used by one thread only."""
+    address = NetworkAddress(peer.endpoint, peer.port)
+    socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
+    with lock:
+        socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
 
 def _listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
@@ -378,6 +651,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     _told = False
     _why: str | None = None
+    _asked_at = 0.0
 
     def tell_failure(self, reason: str) -> None:
         """Tell every decode rank that asked this one for KV, once."""
@@ -413,12 +687,26 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self._heed_refusal()
             if status == KVPoll.WaitingForInput and not self._failed():
                 self.accept_decode_prefix()
+            if self.kv_mgr.enable_staging and not self._failed():
+                self._check_staging()
         if self._failed():
             if self.kv_mgr.is_writing(self.bootstrap_room):
                 return KVPoll.WaitingForInput
             self._close_failed("no reason was recorded")
             return KVPoll.Failed
         return status
+
+    def _check_staging(self) -> None:
+        """Fail a request that will get no staging memory of decode any more."""
+        room, now = self.bootstrap_room, time.monotonic()
+        since = [watched.since[room] for watched in self.kv_mgr.watched_queues if room in watched.since]
+        if not since or now - max(self._asked_at, *since) < PATIENCE_S:
+            return
+        self._asked_at = now
+        if now - min(since) > self.kv_mgr.bootstrap_timeout:
+            self.fail(f"decode has granted no staging memory for {now - min(since):.0f} s")
+        elif any(nothing_listens(info.endpoint, info.dst_port) for info in self._infos.values()):
+            self.fail("decode, which was to grant staging memory, is gone")
 
     def _heed_refusal(self) -> None:
         reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
@@ -469,11 +757,13 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
+        if self.kv_mgr.staging is not None and self.require_staging:
+            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
         states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos:
             dummy = peer["is_dummy"]
             frames = [
-                *self._head(),
+                *_head(self.kv_mgr, self.bootstrap_room, self.session_id),
                 b"" if dummy else kv_indices.astype(np.int32).tobytes(),
                 b"" if dummy else str(aux_index).encode("ascii"),
                 b"" if dummy else states,
@@ -487,8 +777,26 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
-        """Adds to the engine's poll that success waits for the metadata."""
-        return self.once_metadata_landed(super().poll())
+        """Adds to the engine's poll that success waits for the metadata, and for what comes by way of staging."""
+        state, staging = super().poll(), self.kv_mgr.staging
+        if state == KVPoll.Success and staging is not None and not staging.landed(self.bootstrap_room):
+            return KVPoll.Transferring
+        return self.once_metadata_landed(state)
+
+    def _register_kv_args(self) -> None:
+        """Adds that with a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
+
+        Others fill it by the engine's grid; offered none, they send without.
+        """
+        manager = self.kv_mgr
+        offered = manager.staging is not None and self.peer_takes_prefix
+        if offered:
+            manager._staging_ctx.allocator = manager.staging_offer
+        try:
+            super()._register_kv_args()
+        finally:
+            if offered:
+                manager._staging_ctx.allocator = None
 
     def clear(self) -> None:
         """Puts off the engine's while prefill may still write to the pages of a failed request."""
@@ -500,6 +808,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
         manager.quiet_ranks.pop(room, None)
+        if manager.staging is not None:
+            manager.staging.drop(room)
         if self.fenced:
             # Ranks that failed after the first one left their reasons, which nobody reads.
             manager.failure_records.pop(room, None)
@@ -513,17 +823,16 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             if not peer["is_dummy"]:
                 socket, lock = self._connect_to_bootstrap_server(peer)
                 with lock:
-                    socket.send_multipart([*self._head(), CANCEL])
+                    socket.send_multipart([*_head(self.kv_mgr, self.bootstrap_room, self.session_id), CANCEL])
+
+    def writers_done(self) -> bool:
+        """Adds that nothing is on its way from the staging buffer to the pages either."""
+        staging = self.kv_mgr.staging
+        return (staging is None or staging.close(self.bootstrap_room)) and super().writers_done()
 
     def _is_quiet(self) -> bool:
         quiet = self.kv_mgr.quiet_ranks.get(self.bootstrap_room, ())
         return len(quiet) >= self.required_prefill_response_num
-
-    def _head(self) -> list[bytes]:
-        """The frames with which each message about this request begins: the room, and who asks."""
-        manager = self.kv_mgr
-        sender = [manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, self.session_id.encode("ascii")]
-        return [b"%d" % self.bootstrap_room, *sender]
 
 
 class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):

@@ -1,0 +1,260 @@
+"""Decode's staging buffer for deltas: who may write where in it, and what is on its way from there to the KV pool.
+
+Between different TP sizes a page of one rank holds other heads than a page of the other, so without staging each token
+of each layer is a descriptor of its own. With staging, prefill gathers a piece of the delta into one block, writes that
+into decode's staging buffer, and decode scatters it into its pages.
+
+The engine gives its buffer out in advance, in cells of one chunk counted from the first page, and finds a cell by
+dividing the position of what was sent. What is sent need not be whole chunks: behind a prefix, after a hit of prefill's
+own cache, or beside another prompt in the same batch it is not, and then two sends share a cell or one leaves it. Here
+a piece is what is sent: prefill asks for memory for exactly that when it has computed it, and gets it for itself until
+it is scattered. Positions are counted in the list of delta pages, which decode has sent to prefill.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.disaggregation.common import staging_buffer as engine
+
+__all__ = ["DeltaStaging", "Space", "piece_bytes"]
+
+# Of every piece's memory, in bytes: what copies of whole words on a GPU ask for.
+ALIGNMENT = 256
+
+
+def piece_bytes(prefill_tp: int, decode_tp: int, total_heads: int, head_bytes: int, num_layers: int) -> int:
+    """Bytes that one token of a piece takes in a decode rank's buffer: K and V of all heads of that rank.
+
+    head_bytes: of one head of one token in one layer. All prefill ranks that write to the decode rank are counted.
+    """
+    # Every decode rank gets as much as the first.
+    return engine.compute_staging_layout(prefill_tp, decode_tp, 0, total_heads, 1, head_bytes, num_layers)[2]
+
+
+class Space:
+    """Byte ranges of one buffer, given out first fit, in multiples of ``ALIGNMENT``."""
+
+    def __init__(self, size: int):
+        self.size = size
+        # Free ranges as (offset, length), in order, none next to another.
+        self.free = [(0, size)]
+
+    def take(self, length: int) -> int | None:
+        """The offset of ``length`` free bytes, None if there is no such range."""
+        length = _aligned(length)
+        for i, (offset, free) in enumerate(self.free):
+            if free >= length:
+                self.free[i : i + 1] = [(offset + length, free - length)] if free > length else []
+                return offset
+        return None
+
+    def give(self, offset: int, length: int) -> None:
+        """Give back what `take` gave out."""
+        insort(self.free, (offset, _aligned(length)))
+        joined: list[tuple[int, int]] = []
+        for start, free in self.free:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + free)
+            else:
+                joined.append((start, free))
+        self.free = joined
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+@dataclasses.dataclass
+class _Piece:
+    """``num_pages`` pages of a delta, by way of ``length`` bytes at ``offset`` (None until they are free)."""
+
+    num_pages: int
+    length: int
+    offset: int | None = None
+    # Prefill ranks to tell the offset, and those that have written.
+    askers: dict[int, Callable[[int], None]] = dataclasses.field(default_factory=dict)
+    writers: set[int] = dataclasses.field(default_factory=set)
+    # The copy to the KV pool; on a GPU it is done some time after it was started.
+    started: bool = False
+    event: torch.cuda.Event | None = None
+
+
+@dataclasses.dataclass
+class _Room:
+    pages: npt.NDArray[np.int32]
+    prefill_tp: int
+    # By the position of their first page in ``pages``; in this order, and without gaps.
+    pieces: dict[int, _Piece] = dataclasses.field(default_factory=dict)
+    end: int = 0
+    copied: int = 0
+    closed: bool = False
+
+
+class DeltaStaging:
+    """The staging buffer of one decode rank. Its methods may be called from any thread.
+
+    buffer: uint8, as registered with the transfer backend. k_buffers, v_buffers: the KV pool, one tensor a layer, of
+    shape [slot, head, head_dim].
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        k_buffers: list[torch.Tensor],
+        v_buffers: list[torch.Tensor],
+        page_size: int,
+        tp_size: int,
+        tp_rank: int,
+    ):
+        self.buffer, self.k_buffers, self.v_buffers = buffer, k_buffers, v_buffers
+        self.page_size, self.tp_size, self.tp_rank = page_size, tp_size, tp_rank
+        _, heads, head_dim = k_buffers[0].shape
+        self.total_heads = heads * tp_size
+        self.head_bytes = head_dim * k_buffers[0].element_size()
+        self.space = Space(buffer.numel())
+        self.rooms: dict[int, _Room] = {}
+        # Asked for and not there yet. First come, first served, or a large piece might wait for ever.
+        self.waiting: deque[tuple[_Room, _Piece]] = deque()
+        self.copying: list[tuple[_Room, _Piece]] = []
+        self.stream = torch.cuda.Stream(device=buffer.device) if buffer.is_cuda else None
+        self.lock = threading.Lock()
+
+    def open(self, room: int, pages: npt.NDArray[np.int32], prefill_tp: int) -> None:
+        """Expect pieces for ``room``; ``pages`` are those that prefill is asked to fill, in that order."""
+        with self.lock:
+            self.rooms[room] = _Room(pages, prefill_tp)
+
+    def ask(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
+        """Prefill rank ``rank`` wants to write pages ``start`` and so on; ``grant`` is called with the offset for them.
+
+        Now or later, or never if the room ends before. All ranks that write a piece get the same offset: how they share
+        it follows from their number. Raises ValueError for a piece that cannot be right.
+        """
+        with self.lock:
+            state = self._open_room(room)
+            if state is None:
+                return
+            piece = state.pieces.get(start)
+            if piece is None:
+                if start != state.end or num_pages < 1 or start + num_pages > len(state.pages):
+                    raise ValueError(
+                        f"a piece of {num_pages} pages at {start} is not the next one of {len(state.pages)} pages, "
+                        f"of which {state.end} have been asked for"
+                    )
+                token = piece_bytes(
+                    state.prefill_tp, self.tp_size, self.total_heads, self.head_bytes, len(self.k_buffers)
+                )
+                piece = state.pieces[start] = _Piece(num_pages, num_pages * self.page_size * token)
+                if piece.length > self.space.size:
+                    raise ValueError(
+                        f"a piece of {piece.length} bytes is larger than the staging buffer ({self.space.size} bytes)"
+                    )
+                state.end += num_pages
+                self.waiting.append((state, piece))
+            elif piece.num_pages != num_pages:
+                raise ValueError(f"prefill ranks disagree: a piece of {piece.num_pages} and of {num_pages} pages")
+            piece.askers[rank] = grant
+            if piece.offset is not None:
+                grant(piece.offset)
+            self._grant()
+
+    def written(self, room: int, start: int, rank: int) -> None:
+        """Prefill rank ``rank`` has written its part of the piece at ``start``; the last one starts the copy."""
+        with self.lock:
+            state = self._open_room(room)
+            if state is None:
+                return
+            piece = state.pieces.get(start)
+            if piece is None or piece.offset is None or rank not in piece.askers:
+                raise ValueError(f"prefill rank {rank} has written a piece at {start} that was not given to it")
+            piece.writers.add(rank)
+            if len(piece.writers) == max(1, state.prefill_tp // self.tp_size) and not piece.started:
+                piece.started = True
+                self._copy(state, start, piece)
+                self.copying.append((state, piece))
+            self._settle()
+
+    def landed(self, room: int) -> bool:
+        """Whether nothing of ``room`` is missing that was to come through this buffer; also if nothing was."""
+        with self.lock:
+            self._settle()
+            state = self.rooms.get(room)
+            return state is None or not state.pieces or state.copied == len(state.pages)
+
+    def close(self, room: int) -> bool:
+        """Copy nothing more to the pages of ``room``; whether no copy is under way."""
+        with self.lock:
+            self._settle()
+            state = self.rooms.get(room)
+            if state is None:
+                return True
+            state.closed = True
+            return not any(other is state for other, _ in self.copying)
+
+    def drop(self, room: int) -> None:
+        """Forget ``room``, to which no prefill writes any more, and take its memory back."""
+        with self.lock:
+            state = self.rooms.pop(room, None)
+            if state is None:
+                return
+            self.waiting = deque(entry for entry in self.waiting if entry[0] is not state)
+            for piece in state.pieces.values():
+                self._free(piece)
+            self._grant()
+
+    def _open_room(self, room: int) -> _Room | None:
+        state = self.rooms.get(room)
+        return None if state is None or state.closed else state
+
+    def _grant(self) -> None:
+        while self.waiting:
+            _, piece = self.waiting[0]
+            piece.offset = self.space.take(piece.length)
+            if piece.offset is None:
+                return
+            self.waiting.popleft()
+            for grant in piece.askers.values():
+                grant(piece.offset)
+
+    def _free(self, piece: _Piece) -> None:
+        if piece.offset is not None:
+            self.space.give(piece.offset, piece.length)
+            piece.offset = None
+
+    def _settle(self) -> None:
+        """Take back the memory of copies that are done."""
+        under_way = []
+        for state, piece in self.copying:
+            if piece.event is not None and not piece.event.query():
+                under_way.append((state, piece))
+                continue
+            state.copied += piece.num_pages
+            self._free(piece)
+        if len(under_way) < len(self.copying):
+            self.copying = under_way
+            self._grant()
+
+    def _copy(self, state: _Room, start: int, piece: _Piece) -> None:
+        """Start the copy of a piece to its pages; on a GPU beside the stream of the forward pass."""
+        pages = torch.from_numpy(state.pages[start : start + piece.num_pages].astype(np.int64))
+        layout = (self.page_size, state.prefill_tp, self.tp_size, self.tp_rank, self.total_heads)
+        block = self.buffer[piece.offset :]
+        if self.stream is None:
+            engine.scatter_staging_to_kv(block, self.k_buffers, self.v_buffers, pages, *layout)
+            return
+        # This may be a thread that has not used the device before.
+        torch.cuda.set_device(self.buffer.device)
+        with torch.cuda.stream(self.stream):
+            engine.scatter_staging_to_kv(block, self.k_buffers, self.v_buffers, pages.to(self.buffer.device), *layout)
+            piece.event = torch.cuda.Event()
+            piece.event.record(self.stream)
