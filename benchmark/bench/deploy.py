@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_pd_radix import cpu_host
+import psutil
+
+from sglang_pd_radix import cpu_host, process_group
 from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option
 from sglang_pd_radix.demo import (
     empty_caches,
@@ -123,9 +125,18 @@ class Deployment:
         """What the first decode worker of this variant says of itself."""
         return server_info(self.decode_urls(variant)[0])
 
-    def counters(self, variant: Variant) -> dict[str, int]:
-        """The counters of prefill and of this variant's decode workers, summed."""
-        return summed_counters(self.prefill_urls, self.decode_urls(variant), OPTIONAL_COUNTERS)
+    def counters(self, variant: Variant) -> dict[str, float]:
+        """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""
+        prefill, decode = self.prefill_urls, self.decode_urls(variant)
+        return {
+            **summed_counters(prefill, decode, OPTIONAL_COUNTERS),
+            "prefill_cpu_s": self._cpu_s(prefill),
+            "decode_cpu_s": self._cpu_s(decode),
+        }
+
+    def _cpu_s(self, urls: Sequence[str]) -> float:
+        groups = [process.pid for process in self.cluster.processes if process.url in urls]
+        return sum(sum(psutil.Process(pid).cpu_times()[:2]) for group in groups for pid in process_group.members(group))
 
     def problems(self, variant: Variant) -> list[str]:
         """What the pools of this variant's workers hold that they should not, once they are idle."""

@@ -353,6 +353,8 @@ def figures_of(
         "prompt_tokens": total("prompt_tokens"),
         "reused_tokens": total("reused_tokens"),
         "blocked": total("blocked"),
+        "prefill_cpu_s": total("prefill_cpu_s") / len(asked),
+        "decode_cpu_s": total("decode_cpu_s") / len(asked),
         # By the clients' clock: how many answers were under way between their first and last token, on average.
         "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
         "running_max": max((s.running for s in samples), default=0),

@@ -44,6 +44,9 @@ FIGURES = (
     Figure("held_over_least", "decode tokens held / least possible"),
     Figure("answering_mean", "requests being answered, mean", digits=1),
     Figure("running_max", "requests running on decode, most seen", digits=0),
+    # What other guests of a shared machine disturb least.
+    Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
+    Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes", "answering_mean")

@@ -248,6 +248,8 @@ def test_figures_of_a_run_by_hand():
             "prompt_tokens": 10,
             "reused_tokens": 4,
             "blocked": 1,
+            "prefill_cpu_s": 3.0,
+            "decode_cpu_s": 1.0,
         }
     ]
     samples = [
@@ -264,6 +266,7 @@ def test_figures_of_a_run_by_hand():
     assert figures["answering_mean"] == (2 + 2) / 5
     assert figures["held_over_least"] == pytest.approx(24 / 13)
     assert figures["running_max"] == 1
+    assert figures["prefill_cpu_s"] == 1.5 and figures["decode_cpu_s"] == 0.5
 
 
 def run_entry(variant, number, requests_per_s, sent):
