@@ -209,9 +209,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if poll == KVPoll.Failed:
                 self._fail_handshake(decode_req)
             elif poll == KVPoll.WaitingForInput and not decode_req.waiting_for_input:
-                if decode_req.req.sampling_params.n > 1:
-                    # Refused only now that its prefill can be told, which would wait for it for ever.
+                n = decode_req.req.sampling_params.n
+                if n > 1:
+                    # Its samples would be requests of one room. Refused only now that its prefill can be told, which
+                    # would wait for it for ever.
                     decode_req.kv_receiver.abort()
+                    refusal = f"n is {n}. With PD disaggregation n must be 1: send the request n times."
+                    self._fail_handshake(decode_req, refusal)
                     continue
                 decode_req.waiting_for_input = True
                 decode_req.req.time_stats.set_bootstrap_done_time()
@@ -233,20 +237,18 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         )
         self.radix.evict_shortfall(self.radix.evictable_size())
 
-    def _fail_handshake(self, decode_req: engine.DecodeRequest) -> None:
+    def _fail_handshake(self, decode_req: engine.DecodeRequest, refusal: str | None = None) -> None:
+        """Abort a request before its admission. ``refusal``: what is wrong with the request itself, if anything."""
         req = decode_req.req
         if isinstance(req.finished_reason, FINISH_ABORT):
             return
         message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
         try:
             decode_req.kv_receiver.failure_exception()
         except Exception as e:
             message += f": {e}"
-        if req.sampling_params.n > 1:
-            # Its samples would be requests of one room.
-            message = f"n is {req.sampling_params.n}. With PD disaggregation n must be 1: send the request n times."
-            status = HTTPStatus.BAD_REQUEST
+        status = HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
+        message = refusal or message
         logger.error(message)
         prepare_abort(req, message, status_code=status)
         if isinstance(decode_req.kv_receiver, CommonKVReceiver):

@@ -217,6 +217,12 @@ class CommonKVSender(engine.CommonKVSender):
     def _failed(self) -> bool:
         return self.conclude_state == KVPoll.Failed
 
+    def _heed_refusal(self) -> None:
+        """Fail if decode's request for this room could not be used, or decode has given it up."""
+        reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
+        if reason is not None and not self._failed():
+            self.fail(reason)
+
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Wraps the engine's init: the pages to send are those beyond the prefix."""
         super().init(num_kv_indices - self.decode_prefix_len // self.kv_mgr.kv_args.page_size, aux_index)

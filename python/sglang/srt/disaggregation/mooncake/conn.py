@@ -122,20 +122,26 @@ class WatchedQueue:
         self.room: int | None = None
         self.lock = threading.Lock()
         self.afterwards: list[Callable[[], None]] = []
-        # Chunks by room, in order, and since when each room waits.
+        # Chunks by room, in order, and since when each room waits; rooms of which something may have become ready.
         self.waiting: dict[int, deque] = {}
         self.since: dict[int, float] = {}
+        self.news: deque[int] = deque()
 
     def get(self):
         """The next chunk. To ask for it means to be done with the last one."""
         self._rest()
-        while (chunk := self._first_ready()) is None:
-            chunk = self.queue.get()
+        while True:
+            if not self.news:
+                item = self.queue.get()
+                if not isinstance(item, int):
+                    self.since.setdefault(item.room, time.monotonic())
+                    self.waiting.setdefault(item.room, deque()).append(item)
+                self.news.append(item if isinstance(item, int) else item.room)
+            chunk = self._first_ready(self.news[0])
             if chunk is not None:
-                self.since.setdefault(chunk.room, time.monotonic())
-                self.waiting.setdefault(chunk.room, deque()).append(chunk)
-        self._begin(chunk.room)
-        return chunk
+                self._begin(chunk.room)
+                return chunk
+            self.news.popleft()
 
     def _begin(self, room: int) -> None:
         with self.lock:
@@ -151,28 +157,26 @@ class WatchedQueue:
         for job in afterwards:
             job()
 
-    def _first_ready(self):
-        """A chunk of which nothing waits for staging memory, if there is one; on the way, write what has got some."""
-        for room, chunks in list(self.waiting.items()):
-            self._begin(room)
-            # Also of those behind the first: what decode has granted must not wait for anything.
-            done = [self.prepare(chunk) for chunk in chunks]
-            self._rest()
-            first = None
-            while done and done[0] is not False and first is None:
-                chunk = chunks.popleft()
-                self.since[room] = time.monotonic()
-                first = chunk if done.pop(0) else None
+    def _first_ready(self, room: int):
+        """The first chunk of ``room`` if nothing of it waits for staging memory; writes what has got some."""
+        chunks = self.waiting.get(room, deque())
+        self._begin(room)
+        # Also of those behind the first: what decode has granted must not wait for anything.
+        done = [self.prepare(chunk) for chunk in chunks]
+        self._rest()
+        while chunks and done[0] is not False:
+            self.since[room] = time.monotonic()
+            chunk = chunks.popleft()
             if not chunks:
                 del self.waiting[room], self.since[room]
-            if first is not None:
-                return first
+            if done.pop(0):
+                return chunk
         return None
 
     def wake(self, room: int) -> None:
         """Have the worker look again at what waits of ``room``."""
         if room in self.waiting:
-            self.queue.put(None)
+            self.queue.put(room)
 
     def submit(self, write: Callable, *args) -> concurrent.futures.Future:
         """Start one of the writes of a chunk."""
@@ -707,11 +711,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"decode has granted no staging memory for {now - min(since):.0f} s")
         elif any(nothing_listens(info.endpoint, info.dst_port) for info in self._infos.values()):
             self.fail("decode, which was to grant staging memory, is gone")
-
-    def _heed_refusal(self) -> None:
-        reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
-        if reason is not None and not self._failed():
-            self.fail(reason)
 
     def _close_failed(self, default: str) -> None:
         """Tell decode, and close the books but for the reason."""

@@ -403,10 +403,6 @@ class NixlKVSender(engine.NixlKVSender):
         if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.refused:
             # As most are in a long queue, and nothing has been posted for it.
             return status
-        if not (self.xfer_handles or self.has_sent or room in manager.refused or self._failed()):
-            status = manager.check_status(room)
-            if status != KVPoll.WaitingForInput or self._accepted:
-                return status
         states = self._states()
         if "ERR" in states and not self._failed():
             self.fail("NIXL reports an error of the transfer")
@@ -416,20 +412,15 @@ class NixlKVSender(engine.NixlKVSender):
             if self.has_sent:
                 if any(state != "DONE" for state in states):
                     return KVPoll.WaitingForInput
-                self.kv_mgr.end_room(self.bootstrap_room)
+                manager.end_room(room)
                 return KVPoll.Success
-            status = self.kv_mgr.check_status(self.bootstrap_room)
+            status = manager.check_status(room)
             if status != KVPoll.WaitingForInput or self.accept_decode_prefix():
                 return status
         if "PROC" in states:
             return KVPoll.WaitingForInput
         self._tell_and_end()
         return KVPoll.Failed
-
-    def _heed_refusal(self) -> None:
-        reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
-        if reason is not None and not self._failed():
-            self.fail(reason)
 
     def settled(self) -> bool:
         """Tell decode of the failure if no write is under way; whether that is so."""
