@@ -2,10 +2,10 @@
 
     python benchmark/upkeep.py [--requests N] [--runs N]
 
-Prompts that share nothing go through the real admission, commit, slots for each token, and finish, 16 at a time, with
-the cache of a decode worker without the flag (the engine's ChunkCache) and with it, in turns. Pool of 13,824 tokens in
-pages of 16, prompts of 300 to 410 tokens, 64 tokens of answer: nearly every request has to evict what an earlier one
-left. Printed are microseconds of thread CPU time per request. No network, no model, no other processes.
+Prompts that share nothing go through the real admission, commit, slots for each token and finish, 16 at a time, with
+the cache of a decode worker without the flag (the engine's ChunkCache) and with it, in turns. The sizes are those of
+workload (e) of `pd-radix bench`: nearly every request has to evict what an earlier one left. Printed are microseconds
+of thread CPU time per request. No network, no model, no other processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-POOL, PAGE, AT_ONCE, ANSWER = 13_824, 16, 16, 64
+POOL, PAGE, AT_ONCE, PROMPT, ANSWER = 32_768, 16, 16, 384, 32
 PARTS = ("admission", "commit", "slots for tokens", "finish")
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(0)
-    prompts = [[rng.randrange(1000, 151_000) for _ in range(rng.randrange(300, 411))] for _ in range(args.requests)]
+    prompts = [[rng.randrange(1000, 151_000) for _ in range(PROMPT)] for _ in range(args.requests)]
     runs: dict[type, list[dict[str, float]]] = {ChunkCache: [], DecodeRadixCache: []}
     for _ in range(args.runs):
         for tree_type, found in runs.items():

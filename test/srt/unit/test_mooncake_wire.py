@@ -466,7 +466,7 @@ def test_many_requests_at_once(world: World) -> None:
 
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
-    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json() == {"version": 1}
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json() == {"version": 1, "pieces": 1}
 
 
 # ---- failures ----
@@ -1068,6 +1068,7 @@ def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:
     """It would fill it by its own grid. Its requests for cells are left unanswered, and it sends slices."""
     world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
     world.decode[0].manager.prefix_peers[world.addr] = False
+    world.decode[0].manager.piece_peers.clear()
     world.request(1, 8, None).start_prefill()
     receiver = MooncakeKVReceiver(world.decode[0].manager, world.addr, 1)
     receiver.init(0)
@@ -1077,28 +1078,135 @@ def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:
     world.close()
 
 
+class Device(DeltaStaging):
+    """Its copies are done when ``done`` says so, as on a GPU; on a host they are when the call returns."""
+
+    done = False
+    error: Exception | None = None
+
+    def _copy(self, state, start, piece) -> None:
+        piece.event = SimpleNamespace(query=lambda: self.done)
+        if self.error is not None:
+            raise self.error
+
+
 def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
-    """What differs from a host: there the copy is done when the call returns."""
-    done = [False]
-
-    class Slow(DeltaStaging):
-        def _copy(self, state, start, piece):
-            piece.event = SimpleNamespace(query=lambda: done[0])
-
     pools = [torch.zeros(8, 1, 4) for _ in range(2)]
-    staging = Slow(torch.zeros(ALIGNMENT, dtype=torch.uint8), pools[:1], pools[1:], 1, 1, 0)
-    granted: list[int] = []
-    for room in (1, 2):
-        staging.open(room, np.arange(2, dtype=np.int32), 2)
+    staging = Device(torch.zeros(ALIGNMENT, dtype=torch.uint8), pools[:1], pools[1:], 1, 1, 0)
+    granted: list[tuple[int, int]] = []
+
+    def ask(room: int) -> None:
         for rank in (0, 1):
-            staging.ask(room, 0, 2, rank, granted.append)
+            staging.ask(room, 0, 2, rank, lambda offset: granted.append((room, offset)))
+
+    for room in (1, 2, 3, 4):
+        staging.open(room, np.arange(2, dtype=np.int32), 2)
+        ask(room)
     staging.written(1, 0, 0)
-    assert staging.close(1) and not staging.copying
-    staging.rooms[1].closed = False
+    assert not staging.copying
     staging.written(1, 0, 1)
-    assert granted == [0, 0] and not staging.landed(1) and not staging.close(1)
-    done[0] = True
-    assert staging.landed(1) and staging.close(1) and granted == [0, 0, 0, 0]
+    assert granted == [(1, 0)] * 2 and not staging.landed(1) and not staging.lacks(1)
+    # What has been given up goes out of the way of others, but for what is being copied.
+    assert staging.close(2) and not staging.close(1)
     staging.drop(1)
-    staging.drop(2)
+    assert not staging.space.free and granted == [(1, 0)] * 2
+    staging.done = True
+    # It comes back when anybody asks for anything.
+    assert not staging.landed(3) and granted == [(1, 0)] * 2 + [(3, 0)] * 2
+    for room in (2, 3):
+        staging.drop(room)
+    assert granted[-2:] == [(4, 0)] * 2
+    staging.drop(4)
     assert staging.space.free == [(0, ALIGNMENT)]
+
+
+@pytest.fixture
+def devices(monkeypatch) -> Iterator[World]:
+    """Decode has two ranks, whose copies are done when told so."""
+    world = staged(monkeypatch, 1, 2, pieces=2)
+    for rank in world.decode:
+        rank.manager.staging.__class__ = Device
+    yield world
+    world.close()
+
+
+def test_pages_are_kept_while_they_are_copied_to_when_another_rank_fails(devices: World) -> None:
+    request = devices.request(1, 8, 0).bootstrap(fenced=True).send()
+    request.wait_senders(KVPoll.Success)
+    one, other = request.receivers
+    until(lambda: one.conclude_state == KVPoll.Success or one.poll() is None, "all is written")
+    assert one.poll() == KVPoll.Transferring
+    # What the queue does on both ranks when the other one fails.
+    other.abort()
+    for receiver in (one, other):
+        reasons([receiver])
+        receiver.cancel()
+    for _ in range(3):
+        assert not one.writers_done() and not other.writers_done()
+    assert not any(rank.manager.staging.space.free == [(0, rank.manager.staging.space.size)] for rank in devices.decode)
+    for rank in devices.decode:
+        rank.manager.staging.done = True
+    wait_quiet(request)
+    for sender in request.senders:
+        sender.clear()
+    devices.assert_books_closed()
+
+
+def test_finished_copies_make_room_although_no_request_is_complete(devices: World) -> None:
+    """Polls of requests that still wait are all that happens then."""
+    stagings = [rank.manager.staging for rank in devices.decode]
+    request = devices.request(1, 40, 0).bootstrap().send()
+    until(lambda: all(len(staging.copying) == 2 for staging in stagings), "both pieces are written")
+    request.wait_receivers(KVPoll.WaitingForInput)
+    for staging in stagings:
+        staging.done = True
+    until(lambda: {r.poll() for r in request.receivers} == {KVPoll.Success}, "the rest comes", request.senders[0].poll)
+    request.finish()
+    devices.assert_books_closed()
+
+
+def test_a_copy_that_fails_fails_its_request_only(devices: World) -> None:
+    stagings = [rank.manager.staging for rank in devices.decode]
+    stagings[0].error = RuntimeError("out of memory")
+    bad = devices.request(1, 8, 0).bootstrap(fenced=True).send()
+    bad.wait_senders(KVPoll.Success)
+    until(lambda: bad.receivers[0].poll() == KVPoll.Failed, "the request fails", bad.receivers[0].poll)
+    for receiver, why in zip(bad.receivers, ("out of memory", ""), strict=True):
+        assert why in reasons([receiver])[0]
+        receiver.cancel()
+    # Some of it may have been started.
+    assert not bad.receivers[0].writers_done()
+    stagings[0].error = None
+    for staging in stagings:
+        staging.done = True
+    wait_quiet(bad)
+    for sender in bad.senders:
+        sender.clear()
+    good = devices.request(2, 8, 0).bootstrap().send()
+    good.finish()
+    devices.assert_books_closed()
+
+
+def test_a_success_without_all_pieces_is_a_failure(devices: World) -> None:
+    for rank in devices.decode:
+        rank.manager.staging.done = True
+    request = devices.request(1, 24, 0).bootstrap(fenced=True)
+    request.senders[0].send(np.arange(0, 2, dtype=np.int32))
+    until(lambda: all(rank.manager.staging.rooms[1].copied == 2 for rank in devices.decode), "a piece has landed")
+    for rank in devices.decode:
+        push(rank).send_multipart([b"1", b"%d" % KVPoll.Success, b"0"])
+    request.wait_receivers(KVPoll.Failed)
+    assert "before it had written all pieces" in reasons(request.receivers)[0]
+
+
+def test_a_failure_in_the_engines_words_does_not_say_that_nothing_is_written_any_more(world: World) -> None:
+    """It is sent while other writes of the same chunk may go on; the patch set's own comes after them."""
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    push(world.decode[0]).send_multipart([b"1", b"%d" % KVPoll.Failed, b"0"])
+    request.wait_receivers(KVPoll.Failed)
+    (receiver,) = request.receivers
+    reasons(request.receivers)
+    receiver.cancelled_at = time.monotonic()
+    assert not receiver.writers_done()
+    world.decode[0].manager.prefix_peers[world.addr] = False
+    assert receiver.writers_done()

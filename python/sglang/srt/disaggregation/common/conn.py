@@ -59,6 +59,8 @@ class CommonKVManager(engine.CommonKVManager):
         """Adds the table of peers, the byte counters, and the books that tell a late or refused request."""
         # Before the engine's: its last step starts threads that may use them.
         self.prefix_peers: dict[str, bool] = {}
+        # Those of them that ask for each piece of staging memory.
+        self.piece_peers: set[str] = set()
         # Why a room ended, None if it ended well; why its request was refused, until its sender reads it.
         self.ended_rooms: dict[int, str | None] = {}
         self.refused: dict[int, str] = {}
@@ -84,12 +86,14 @@ class CommonKVManager(engine.CommonKVManager):
             reply = requests.get(f"http://{bootstrap_addr}{DECODE_PREFIX_ROUTE}", timeout=5)
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
-            version = int(reply.json()["version"]) if reply.status_code == 200 else 0
+            answer = reply.json() if reply.status_code == 200 else {"version": 0}
+            version, pieces = int(answer["version"]), bool(answer.get("pieces"))
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", bootstrap_addr, e)
             del self.prefill_info_table[bootstrap_addr]
             return False
         takes = self.prefix_peers[bootstrap_addr] = version == DECODE_PREFIX_VERSION
+        (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(bootstrap_addr)
         if not takes:
             logger.warning(
                 "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
@@ -322,8 +326,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     """Bootstrap server that says whether its prefill understands a decode prefix."""
 
-    # 0: the backend does not.
+    # 0: the backend does not. And whether it asks decode for staging memory piece by piece.
     decode_prefix_version = 0
+    asks_for_pieces = False
 
     def _setup_routes(self) -> None:
         """Adds the route of the decode prefix to the engine's."""
@@ -333,4 +338,5 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     async def _handle_decode_prefix(self, request: web.Request) -> web.Response:
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
-        return web.json_response({"version": self.decode_prefix_version if plain else 0})
+        version = self.decode_prefix_version if plain else 0
+        return web.json_response({"version": version, "pieces": int(self.asks_for_pieces)})

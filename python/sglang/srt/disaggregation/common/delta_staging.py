@@ -84,8 +84,9 @@ class _Piece:
     # Prefill ranks to tell the offset, and those that have written.
     askers: dict[int, Callable[[int], None]] = dataclasses.field(default_factory=dict)
     writers: set[int] = dataclasses.field(default_factory=set)
-    # The copy to the KV pool; on a GPU it is done some time after it was started.
+    # The copy to the KV pool: begun, handed to the device, and what tells on a GPU that it is done.
     started: bool = False
+    handed: bool = False
     event: torch.cuda.Event | None = None
 
 
@@ -95,6 +96,7 @@ class _Room:
     prefill_tp: int
     # By the position of their first page in ``pages``; in this order, and without gaps.
     pieces: dict[int, _Piece] = dataclasses.field(default_factory=dict)
+    # Pages asked for, and pages that are in the KV pool.
     end: int = 0
     copied: int = 0
     closed: bool = False
@@ -141,6 +143,7 @@ class DeltaStaging:
         it follows from their number. Raises ValueError for a piece that cannot be right.
         """
         with self.lock:
+            self._settle()
             state = self._open_room(room)
             if state is None:
                 return
@@ -169,7 +172,10 @@ class DeltaStaging:
             self._grant()
 
     def written(self, room: int, start: int, rank: int) -> None:
-        """Prefill rank ``rank`` has written its part of the piece at ``start``; the last one starts the copy."""
+        """Prefill rank ``rank`` has written its part of the piece at ``start``; the last one starts the copy.
+
+        Raises ValueError for a piece that cannot be right, and what the copy raises.
+        """
         with self.lock:
             state = self._open_room(room)
             if state is None:
@@ -178,18 +184,40 @@ class DeltaStaging:
             if piece is None or piece.offset is None or rank not in piece.askers:
                 raise ValueError(f"prefill rank {rank} has written a piece at {start} that was not given to it")
             piece.writers.add(rank)
-            if len(piece.writers) == max(1, state.prefill_tp // self.tp_size) and not piece.started:
-                piece.started = True
-                self._copy(state, start, piece)
-                self.copying.append((state, piece))
+            if piece.started or len(piece.writers) < max(1, state.prefill_tp // self.tp_size):
+                return
+            piece.started = True
+            self.copying.append((state, piece))
+        # Not under the lock: to hand it over can take a while, and the scheduler asks what has landed.
+        try:
+            self._copy(state, start, piece)
+        except Exception:
+            state.closed = True
+            raise
+        finally:
+            piece.handed = True
+        with self.lock:
             self._settle()
 
     def landed(self, room: int) -> bool:
-        """Whether nothing of ``room`` is missing that was to come through this buffer; also if nothing was."""
+        """Whether nothing of ``room`` is missing that was to come through this buffer; also if nothing was.
+
+        To be called often: it is what takes back the memory of copies that are done.
+        """
         with self.lock:
             self._settle()
             state = self.rooms.get(room)
-            return state is None or not state.pieces or state.copied == len(state.pages)
+            return state is None or not state.pieces or (state.copied == len(state.pages) and not state.closed)
+
+    def lacks(self, room: int) -> bool:
+        """Whether pages of ``room`` are missing for which no copy is under way."""
+        with self.lock:
+            self._settle()
+            state = self.rooms.get(room)
+            if state is None or not state.pieces:
+                return False
+            under_way = sum(piece.num_pages for other, piece in self.copying if other is state)
+            return state.closed or state.copied + under_way < len(state.pages)
 
     def close(self, room: int) -> bool:
         """Copy nothing more to the pages of ``room``; whether no copy is under way."""
@@ -199,6 +227,8 @@ class DeltaStaging:
             if state is None:
                 return True
             state.closed = True
+            self.waiting = deque(entry for entry in self.waiting if entry[0] is not state)
+            self._grant()
             return not any(other is state for other, _ in self.copying)
 
     def drop(self, room: int) -> None:
@@ -208,8 +238,11 @@ class DeltaStaging:
             if state is None:
                 return
             self.waiting = deque(entry for entry in self.waiting if entry[0] is not state)
+            copying = [piece for _, piece in self.copying]
             for piece in state.pieces.values():
-                self._free(piece)
+                # A copy reads on until it is done, and is taken back then.
+                if not any(piece is other for other in copying):
+                    self._free(piece)
             self._grant()
 
     def _open_room(self, room: int) -> _Room | None:
@@ -235,7 +268,7 @@ class DeltaStaging:
         """Take back the memory of copies that are done."""
         under_way = []
         for state, piece in self.copying:
-            if piece.event is not None and not piece.event.query():
+            if not piece.handed or (piece.event is not None and not piece.event.query()):
                 under_way.append((state, piece))
                 continue
             state.copied += piece.num_pages
@@ -245,7 +278,7 @@ class DeltaStaging:
             self._grant()
 
     def _copy(self, state: _Room, start: int, piece: _Piece) -> None:
-        """Start the copy of a piece to its pages; on a GPU beside the stream of the forward pass."""
+        """Hand the copy of a piece to its pages over; on a GPU beside the stream of the forward pass."""
         pages = torch.from_numpy(state.pages[start : start + piece.num_pages].astype(np.int64))
         layout = (self.page_size, state.prefill_tp, self.tp_size, self.tp_rank, self.total_heads)
         block = self.buffer[piece.offset :]
@@ -254,7 +287,12 @@ class DeltaStaging:
             return
         # This may be a thread that has not used the device before.
         torch.cuda.set_device(self.buffer.device)
+        piece.event = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
-            engine.scatter_staging_to_kv(block, self.k_buffers, self.v_buffers, pages.to(self.buffer.device), *layout)
-            piece.event = torch.cuda.Event()
-            piece.event.record(self.stream)
+            try:
+                engine.scatter_staging_to_kv(
+                    block, self.k_buffers, self.v_buffers, pages.to(self.buffer.device), *layout
+                )
+            finally:
+                # Also after an error: some layers may be under way.
+                piece.event.record(self.stream)

@@ -210,15 +210,18 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
-        # Prefill: how KV goes to a decode session, see `_piece_pages`.
-        self.piece_sizes: dict[str, int] = {}
+        # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
+        self.piece_sizes: dict[str, tuple[engine.KVArgsRegisterInfo, int]] = {}
+        # Prefill: when each decode rank was last asked whether it is there, and whether it was gone.
+        self.probes: dict[Peer, tuple[float, bool]] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
         # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
-        # Decode: prefill ranks that write no more, by room.
+        # Decode: prefill ranks that write no more, by room; and those that said no more than that they failed.
         self.quiet_ranks: dict[int, set[int]] = {}
+        self.failed_ranks: dict[int, set[int]] = {}
         super().__init__(*args, **kwargs)
 
     # ---- prefill: messages of decode workers ----
@@ -238,7 +241,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             registration = engine.KVArgsRegisterInfo.from_zmq(frames)
             if not registration.mooncake_session_id.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {registration.mooncake_session_id!r} does not end in a port")
-            self.piece_sizes.pop(registration.mooncake_session_id, None)
             return True
         room = wire_int(kind, "room")
         if frames[4:] == [CANCEL]:
@@ -278,7 +280,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             self.update_status(room, KVPoll.WaitingForInput)
 
     def _check_staging(self, kind: bytes) -> None:
-        if not self.enable_staging:
+        if not self.enable_staging or self.has_radix:
             raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
 
     def _refuse(self, room: int, frames: list[bytes], reason: str) -> None:
@@ -360,9 +362,11 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         if info.is_dummy or not info.names_prefix or not self.enable_staging or self.kv_buffer_tensors is None:
             return 0
         session = info.mooncake_session_id
-        most = self.piece_sizes.get(session)
-        if most is None:
-            most = self.piece_sizes[session] = self._find_piece_pages(self.decode_kv_args_table[session])
+        theirs = self.decode_kv_args_table[session]
+        known, most = self.piece_sizes.get(session, (None, 0))
+        if known is not theirs:
+            most = self._find_piece_pages(theirs)
+            self.piece_sizes[session] = theirs, most
             if most:
                 logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
         return most
@@ -488,6 +492,14 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
             super()._prefetch_staging_reqs(room)
 
+    def is_gone(self, peer: Peer) -> bool:
+        """Whether nothing listens at ``peer``, asked once for all requests: it can take a while to find out."""
+        asked_at, gone = self.probes.get(peer, (0.0, False))
+        if time.monotonic() - asked_at >= PATIENCE_S:
+            gone = nothing_listens(peer.endpoint, peer.port)
+            self.probes[peer] = time.monotonic(), gone
+        return gone
+
     # ---- prefill: failures ----
 
     @property
@@ -584,7 +596,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         if self.staging is not None and frames[1] in (STAGE, STAGED):
             try:
                 self._on_piece(self.staging, room, frames)
-            except ValueError as e:
+            except Exception as e:
+                logger.exception("Room %s: a piece of its KV is lost", room)
                 self.fail_room(room, f"prefill's KV cannot be used: {e}")
             return False
         if len(frames) not in (3, 4):
@@ -594,14 +607,19 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):
             raise ValueError(f"room {room} cannot end with status {status}")
-        self.quiet_ranks.setdefault(room, set()).add(rank)
+        if status == KVPoll.Success or len(frames) == 4:
+            self.quiet_ranks.setdefault(room, set()).add(rank)
+        else:
+            self.failed_ranks.setdefault(room, set()).add(rank)
         if status == KVPoll.Failed:
             reason = frames[3].decode("ascii", "replace") if len(frames) == 4 else "its transfer failed, see its log"
             self.fail_room(room, f"prefill reported: {reason}")
             return False
         responses = self.prefill_response_tracker[room]
         responses.add(rank)
-        if len(responses) == self.required_prefill_response_num_table.get(room):
+        done = len(responses) == self.required_prefill_response_num_table.get(room)
+        # What has failed here stays so; the engine takes the higher of both.
+        if done and self.request_status.get(room) != KVPoll.Failed:
             self.update_status(room, KVPoll.Success)
         return False
 
@@ -655,7 +673,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     _told = False
     _why: str | None = None
-    _asked_at = 0.0
 
     def tell_failure(self, reason: str) -> None:
         """Tell every decode rank that asked this one for KV, once."""
@@ -703,13 +720,12 @@ class MooncakeKVSender(engine.MooncakeKVSender):
     def _check_staging(self) -> None:
         """Fail a request that will get no staging memory of decode any more."""
         room, now = self.bootstrap_room, time.monotonic()
-        since = [watched.since[room] for watched in self.kv_mgr.watched_queues if room in watched.since]
-        if not since or now - max(self._asked_at, *since) < PATIENCE_S:
+        since = [at for watched in self.kv_mgr.watched_queues if (at := watched.since.get(room)) is not None]
+        if not since or now - min(since) < PATIENCE_S:
             return
-        self._asked_at = now
         if now - min(since) > self.kv_mgr.bootstrap_timeout:
             self.fail(f"decode has granted no staging memory for {now - min(since):.0f} s")
-        elif any(nothing_listens(info.endpoint, info.dst_port) for info in self._infos.values()):
+        elif any(self.kv_mgr.is_gone(Peer(info.endpoint, info.dst_port)) for info in self._infos.values()):
             self.fail("decode, which was to grant staging memory, is gone")
 
     def _close_failed(self, default: str) -> None:
@@ -756,8 +772,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
-        if self.kv_mgr.staging is not None and self.require_staging:
-            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
+        manager = self.kv_mgr
+        if manager.staging is not None and self.require_staging and self.bootstrap_addr in manager.piece_peers:
+            manager.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
         states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos:
             dummy = peer["is_dummy"]
@@ -777,9 +794,13 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def poll(self) -> KVPoll:
         """Adds to the engine's poll that success waits for the metadata, and for what comes by way of staging."""
-        state, staging = super().poll(), self.kv_mgr.staging
-        if state == KVPoll.Success and staging is not None and not staging.landed(self.bootstrap_room):
-            return KVPoll.Transferring
+        state, room, staging = super().poll(), self.bootstrap_room, self.kv_mgr.staging
+        # At any state: it is this that makes room in the buffer.
+        if staging is not None and not staging.landed(room) and state == KVPoll.Success:
+            if not staging.lacks(room):
+                return KVPoll.Transferring
+            self.kv_mgr.record_failure(room, "prefill has reported a success before it had written all pieces")
+            self.conclude_state = state = KVPoll.Failed
         return self.once_metadata_landed(state)
 
     def _register_kv_args(self) -> None:
@@ -788,7 +809,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         Others fill it by the engine's grid; offered none, they send without.
         """
         manager = self.kv_mgr
-        offered = manager.staging is not None and self.peer_takes_prefix
+        offered = manager.staging is not None and self.bootstrap_addr in manager.piece_peers
         if offered:
             manager._staging_ctx.allocator = manager.staging_offer
         try:
@@ -798,8 +819,10 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
                 manager._staging_ctx.allocator = None
 
     def clear(self) -> None:
-        """Puts off the engine's while prefill may still write to the pages of a failed request."""
-        if not (self.fenced and self.conclude_state == KVPoll.Failed):
+        """Puts off the engine's while prefill, or a copy from the staging buffer, may still write to its pages."""
+        staging = self.kv_mgr.staging
+        landed = staging is None or staging.landed(self.bootstrap_room)
+        if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
             self._close_books()
 
     def _close_books(self) -> None:
@@ -807,6 +830,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
         manager.quiet_ranks.pop(room, None)
+        manager.failed_ranks.pop(room, None)
         if manager.staging is not None:
             manager.staging.drop(room)
         if self.fenced:
@@ -830,7 +854,10 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         return (staging is None or staging.close(self.bootstrap_room)) and super().writers_done()
 
     def _is_quiet(self) -> bool:
-        quiet = self.kv_mgr.quiet_ranks.get(self.bootstrap_room, ())
+        quiet = self.kv_mgr.quiet_ranks.get(self.bootstrap_room, set())
+        if not self.peer_takes_prefix:
+            # More than this it will not say.
+            quiet = quiet | self.kv_mgr.failed_ranks.get(self.bootstrap_room, set())
         return len(quiet) >= self.required_prefill_response_num
 
 
@@ -838,3 +865,4 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
+    asks_for_pieces = True
