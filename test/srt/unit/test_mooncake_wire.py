@@ -770,6 +770,25 @@ def test_a_rank_that_gives_up_late_is_answered_too(monkeypatch: pytest.MonkeyPat
     world.close()
 
 
+def test_a_request_that_waits_for_its_turn_answers_at_once(world: World) -> None:
+    """Its sender is not polled until its prompt has been computed, which with a long queue can take minutes."""
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    prefill = world.prefill[0].manager
+    give_up(request)
+
+    def settled() -> bool:
+        prefill.settle()
+        return request.receivers[0].writers_done()
+
+    until(settled, "decode is answered")
+    request.send()
+    assert request.senders[0].poll() == KVPoll.Failed and world.prefill[0].library.written == 0
+    reasons(request.senders)
+    prefill.settle()
+    assert not prefill.given_up
+    world.assert_books_closed()
+
+
 def test_nothing_is_sent_for_a_request_that_decode_gave_up(world: World) -> None:
     request = world.request(1, 24, 4).bootstrap(fenced=True)
     give_up(request)
@@ -973,6 +992,16 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
     holder.finish()
     reasons(request.senders)
     world.assert_books_closed()
+    world.close()
+
+
+def test_mla_has_no_staging_buffer_and_needs_none(monkeypatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True, staging=True)
+    request = world.request(1, 30, 8).bootstrap().send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    assert world.decode[0].manager.staging_offer is None
     world.close()
 
 

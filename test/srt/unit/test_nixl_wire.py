@@ -688,6 +688,27 @@ def test_a_failure_on_one_prefill_rank_is_answered_by_all(monkeypatch):
         assert BAD not in rank.manager.transfer_infos and BAD not in rank.manager.live_rooms
 
 
+def test_a_request_that_waits_for_its_turn_answers_when_decode_gives_it_up(world):
+    """Its sender is not polled until its prompt has been computed, which with a long queue can take minutes."""
+    request = world.request(BAD).bootstrap()
+    (receiver,), prefill = request.receivers, world.prefill[0].manager
+    receiver.fenced = True
+    receiver.cancel()
+    assert receiver.poll() == KVPoll.Failed
+
+    def settled() -> bool:
+        prefill.settle()
+        receiver.kv_mgr.update_transfer_status()
+        return receiver.writers_done()
+
+    until(settled, "decode is answered")
+    request.send()
+    request.wait_senders(KVPoll.Failed)
+    assert not world.wire.transfers
+    prefill.settle()
+    assert not prefill.given_up and not prefill.live_rooms and not prefill.refused
+
+
 def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_ended(world):
     """The engine has let go of the request, and no other comes whose poll could look after it."""
     world.wire.held = True

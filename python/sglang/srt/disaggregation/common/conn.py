@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import requests
@@ -18,6 +19,7 @@ from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_ROUTE,
     DECODE_PREFIX_VERSION,
+    GIVEN_UP,
     KvTransferCounters,
     check_decode_prefix,
 )
@@ -64,8 +66,9 @@ class CommonKVManager(engine.CommonKVManager):
         # Why a room ended, None if it ended well; why its request was refused, until its sender reads it.
         self.ended_rooms: dict[int, str | None] = {}
         self.refused: dict[int, str] = {}
-        # Rooms with a sender on this prefill.
-        self.live_rooms: set[int] = set()
+        # Rooms with a sender on this prefill, and those of them that decode has given up and not been answered about.
+        self.live_rooms: dict[int, CommonKVSender] = {}
+        self.given_up: deque[int] = deque()
         # The thread that reads decode's messages and the scheduler both change these books and transfer_infos.
         self.room_lock = threading.RLock()
         super().__init__(*args, **kwargs)
@@ -137,11 +140,25 @@ class CommonKVManager(engine.CommonKVManager):
         """Forget what decode asked for ``room`` and remember that it has ended, and why if it failed."""
         with self.room_lock:
             self.transfer_infos.pop(room, None)
-            self.live_rooms.discard(room)
+            self.live_rooms.pop(room, None)
             _remember(self.ended_rooms, room, reason)
 
+    def give_up(self, room: int) -> None:
+        """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
+        self.refused[room] = GIVEN_UP
+        self.given_up.append(room)
+
     def settle(self) -> None:
-        """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll."""
+        """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll.
+
+        A request that waits for its turn is not polled: here it fails, and decode is told, when decode gives it up.
+        """
+        for _ in range(len(self.given_up)):
+            room = self.given_up.popleft()
+            sender = self.live_rooms.get(room)
+            # Some of it may still be being written.
+            if sender is not None and sender.poll() != KVPoll.Failed:
+                self.given_up.append(room)
 
     def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0) -> None:
         """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them.
@@ -173,7 +190,7 @@ class CommonKVSender(engine.CommonKVSender):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
         with mgr.room_lock:
             mgr.ended_rooms.pop(bootstrap_room, None)
-            mgr.live_rooms.add(bootstrap_room)
+            mgr.live_rooms[bootstrap_room] = self
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     def read_decode_prefix(self) -> tuple[int, int | None]:

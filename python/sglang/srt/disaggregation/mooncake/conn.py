@@ -301,7 +301,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             # Else it has been told of its success.
         elif room in self.live_rooms:
             self.cancels.setdefault(room, set()).add(peer)
-            self.refused[room] = GIVEN_UP
+            self.give_up(room)
         else:
             self.end_room(room, self.refuse(room, GIVEN_UP))
             self.request_status.pop(room, None)
@@ -552,13 +552,18 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return radix and self.disaggregation_mode == DisaggregationMode.DECODE
 
     def _init_staging_allocator(self) -> None:
-        """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`."""
+        """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`.
+
+        And that there is none with MLA, which has no heads to tell apart.
+        """
+        if self.has_radix and self.is_mla_backend:
+            return
         super()._init_staging_allocator()
         if self.has_radix:
             self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
 
     def set_kv_buffer_tensors(self, k_buffers: list, v_buffers: list, page_size: int) -> None:
-        """Adds the books of decode's staging buffer, which need the KV pool. MLA has no heads to tell apart."""
+        """Adds the books of decode's staging buffer, which need the KV pool."""
         super().set_kv_buffer_tensors(k_buffers, v_buffers, page_size)
         if self.staging_offer is not None:
             rank = self.kv_args.engine_rank % self.attn_tp_size

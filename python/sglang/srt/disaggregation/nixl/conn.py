@@ -209,7 +209,7 @@ class NixlKVManager(engine.NixlKVManager):
         """
         with self.room_lock:
             if room in self.live_rooms:
-                self.refused[room] = GIVEN_UP
+                self.give_up(room)
             elif room not in self.ended_rooms:
                 self._refuse(room, agent_name, GIVEN_UP)
                 self.end_room(room, GIVEN_UP)
@@ -269,7 +269,8 @@ class NixlKVManager(engine.NixlKVManager):
         return handle
 
     def settle(self) -> None:
-        """Tell decode of the failed senders whose last write has ended."""
+        """Adds that decode is told of the failed senders whose last write has ended."""
+        super().settle()
         self.unsettled = [sender for sender in self.unsettled if not sender.settled()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:

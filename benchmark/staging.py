@@ -1,0 +1,103 @@
+"""What staging buffers are worth between different TP sizes, over Mooncake.
+
+    python benchmark/staging.py [--requests N] [--prompt N] [--prefill-tp N] [--decode-tp N]
+
+One decode worker with the flag and staging buffers, and two prefill workers, one with and one without. New prompts go
+to the two in turns, one at a time; the last half of each was answered before, so that decode holds the first. Printed
+is the time that prefill says a transfer took, from its first chunk to its end, and the time to the first token, in
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import tempfile
+import threading
+import time
+
+import requests
+
+from sglang_pd_radix.cluster import RADIX_FLAG, Cluster
+from sglang_pd_radix.make_model import make_model
+
+STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "256"}
+PAGE = 16
+
+
+def transfer_ms(url: str) -> tuple[float, int]:
+    """The sum over all transfers of this prefill, and their number."""
+    text = requests.get(url + "/metrics", timeout=30).text
+    found = [
+        sum(float(x) for x in re.findall(rf"^sglang:kv_transfer_latency_ms_{part}{{.*?}} (\S+)$", text, re.MULTILINE))
+        for part in ("sum", "count")
+    ]
+    return found[0], int(found[1])
+
+
+def ask(cluster: Cluster, prefill: int, ids: list[int], port: int) -> float:
+    """Seconds until the first token."""
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": port,
+        "bootstrap_room": random.randrange(1, 2**62),
+    }
+    began = time.perf_counter()
+    other = threading.Thread(
+        target=requests.post, args=(cluster.prefill_urls[prefill] + "/generate",), kwargs={"json": body, "timeout": 300}
+    )
+    other.start()
+    requests.post(cluster.decode_urls[0] + "/generate", json=body, timeout=300).raise_for_status()
+    taken = time.perf_counter() - began
+    other.join()
+    return taken
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--requests", type=int, default=10, metavar="N", help="to each prefill (default: 10)")
+    parser.add_argument("--prompt", type=int, default=2048, metavar="N", help="tokens (default: 2048)")
+    parser.add_argument("--prefill-tp", type=int, default=1, metavar="N")
+    parser.add_argument("--decode-tp", type=int, default=2, metavar="N")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(
+            str(make_model(f"{folder}/model")),
+            prefill=2,
+            prefill_args=["--tp-size", str(args.prefill_tp)],
+            prefill_env=[STAGING, {}],
+            decode_args=[RADIX_FLAG, "--tp-size", str(args.decode_tp)],
+            decode_env=STAGING,
+            common_args=["--page-size", str(PAGE), "--max-total-tokens", "65536", "--enable-metrics"],
+            backend="mooncake",
+        )
+        with cluster:
+            ports = [process.bootstrap_port for process in cluster.processes if process.role == "prefill"]
+            took: list[list[float]] = [[], []]
+            first: list[list[float]] = [[], []]
+            for number in range(args.requests + 1):
+                for prefill in (0, 1):
+                    ids = [random.randrange(300, 4000) for _ in range(args.prompt)]
+                    ask(cluster, prefill, ids[: args.prompt // 2], ports[prefill] or 0)
+                    before = transfer_ms(cluster.prefill_urls[prefill])
+                    seconds = ask(cluster, prefill, ids, ports[prefill] or 0)
+                    after = transfer_ms(cluster.prefill_urls[prefill])
+                    assert after[1] == before[1] + 1, f"{after[1] - before[1]} transfers where one was expected"
+                    if number:  # the first ones set up connections
+                        took[prefill].append(after[0] - before[0])
+                        first[prefill].append(1e3 * seconds)
+    print(f"prefill TP {args.prefill_tp}, decode TP {args.decode_tp}, {args.prompt} tokens, half of them on decode")
+    for name, transfers, tokens in zip(("with staging", "without"), took, first, strict=True):
+        print(
+            f"{name}: transfer {statistics.median(transfers):.1f} ms ({min(transfers):.1f}–{max(transfers):.1f}), "
+            f"TTFT {statistics.median(tokens):.0f} ms ({min(tokens):.0f}–{max(tokens):.0f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
