@@ -178,3 +178,20 @@ def test_runs_are_counted_as_the_engine_groups_them(sources: list[int], targets:
     assert count_runs(source, target) == expected
     length = min(len(source), len(target))
     assert len(group_concurrent_contiguous(source[:length], target[:length])[0]) == expected
+
+
+def test_the_stock_is_not_refilled_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step takes a page now and then; each eviction costs about as much as one of many pages."""
+    monkeypatch.delenv(STOCK, raising=False)
+    world = World(size=6400, page_size=4, stock=None)
+    world.tree.insert(InsertParams(key=RadixKey(list(range(6400)), None), value=torch.arange(4, 6404)))
+    world.allocator.free_pages = world.allocator.free_pages[:0]
+    world.tree.refill_stock()
+    assert world.allocator.available_size() == world.tree.stock == 400
+    evictions: list[int] = []
+    evict = world.tree._evict
+    monkeypatch.setattr(world.tree, "_evict", lambda n, **how: evictions.append(n) or evict(n, **how))
+    for _ in range(40):
+        assert world.allocator.alloc(4) is not None
+        world.tree.refill_stock()
+    assert evictions == [52, 52, 52]

@@ -201,9 +201,13 @@ class World:
 
     def assert_books_closed(self, *rooms: int) -> None:
         for rank in self.prefill:
+            # As every step of its scheduler does.
+            rank.manager.settle()
             until(lambda rank=rank: not rank.manager.transfer_infos, "prefill forgets what decode asked for")
             assert not rank.manager.request_status and not rank.manager.failure_records
             assert not rank.manager.live_rooms and not rank.manager.refused and not rank.manager.cancels
+            until(lambda rank=rank: not rank.manager.queued, "its queues are empty")
+            assert not rank.manager.given_up
         for rank in self.decode:
             manager = rank.manager
             assert not manager.request_status and not manager.failure_records
@@ -786,6 +790,46 @@ def test_a_request_that_waits_for_its_turn_answers_at_once(world: World) -> None
     reasons(request.senders)
     prefill.settle()
     assert not prefill.given_up
+    world.assert_books_closed()
+
+
+def test_queued_chunks_are_not_sent_for_a_new_request_of_the_room(world: World) -> None:
+    """A client that tries again under the same number, while the queue still has some of its first try."""
+    library = world.prefill[0].library
+    first, other = world.request(1, 24, 4).bootstrap(fenced=True), world.request(2, 24, 4, aux=1).bootstrap()
+    other.base += 8
+    library.gate.clear()
+    library.writing.clear()
+    other.send()
+    assert library.writing.wait(5)
+    first.send(3)
+    give_up(first)
+    first.wait_senders(KVPoll.Failed)
+    wait_quiet(first)
+    again = world.request(1, 24, 4).start_prefill().start_decode().ask()
+    on_prefill, on_decode = again.fail()
+    assert "chunks of an earlier request" in on_prefill and "chunks of an earlier request" in on_decode
+    library.gate.set()
+    other.wait_senders(KVPoll.Success)
+    reasons(first.senders)
+    for end in (*other.senders, *other.receivers):
+        end.clear()
+    world.assert_books_closed()
+    world.request(1, 24, 4).bootstrap().send().wait_senders(KVPoll.Success)
+
+
+def test_a_request_that_is_given_up_and_aborted_leaves_no_record(world: World) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    prefill = world.prefill[0].manager
+    give_up(request)
+
+    def settled() -> bool:
+        prefill.settle()
+        return request.receivers[0].writers_done()
+
+    until(settled, "decode is answered")
+    request.senders[0].abort()
+    assert request.senders[0].poll() == KVPoll.Failed
     world.assert_books_closed()
 
 

@@ -706,7 +706,9 @@ def test_a_request_that_waits_for_its_turn_answers_when_decode_gives_it_up(world
     request.wait_senders(KVPoll.Failed)
     assert not world.wire.transfers
     prefill.settle()
-    assert not prefill.given_up and not prefill.live_rooms and not prefill.refused
+    request.senders[0].abort()
+    assert request.senders[0].poll() == KVPoll.Failed
+    assert not prefill.given_up and not prefill.live_rooms and not prefill.refused and not prefill.failure_records
 
 
 def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_ended(world):

@@ -44,6 +44,8 @@ STOCK = "SGLANG_DISAGGREGATION_DECODE_FREE_STOCK"
 DEFAULT_STOCK = 1 / 16
 # Leaves that one step evicts for the stock: it must not be felt.
 STOCK_LEAVES = 16
+# The part of the stock that may be missing before it is refilled.
+STOCK_SLACK = 1 / 8
 
 
 def stock_part() -> float:
@@ -250,7 +252,8 @@ class DecodeRadixCache(RadixCache):
         it; it is not part of what they are budgeted.
         """
         short = self.stock - self.token_to_kv_pool_allocator.available_size()
-        if short > 0:
+        # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
+        if short > self.stock * STOCK_SLACK:
             self._evict(short, exact=True, max_leaves=STOCK_LEAVES)
 
     def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None) -> int:

@@ -66,9 +66,9 @@ class CommonKVManager(engine.CommonKVManager):
         # Why a room ended, None if it ended well; why its request was refused, until its sender reads it.
         self.ended_rooms: dict[int, str | None] = {}
         self.refused: dict[int, str] = {}
-        # Rooms with a sender on this prefill, and those of them that decode has given up and not been answered about.
+        # The senders of this prefill by room, and those that decode has given up and not been answered about.
         self.live_rooms: dict[int, CommonKVSender] = {}
-        self.given_up: deque[int] = deque()
+        self.given_up: deque[CommonKVSender] = deque()
         # The thread that reads decode's messages and the scheduler both change these books and transfer_infos.
         self.room_lock = threading.RLock()
         super().__init__(*args, **kwargs)
@@ -93,7 +93,7 @@ class CommonKVManager(engine.CommonKVManager):
             version, pieces = int(answer["version"]), bool(answer.get("pieces"))
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", bootstrap_addr, e)
-            del self.prefill_info_table[bootstrap_addr]
+            self.prefill_info_table.pop(bootstrap_addr, None)
             return False
         takes = self.prefix_peers[bootstrap_addr] = version == DECODE_PREFIX_VERSION
         (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(bootstrap_addr)
@@ -146,7 +146,7 @@ class CommonKVManager(engine.CommonKVManager):
     def give_up(self, room: int) -> None:
         """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
         self.refused[room] = GIVEN_UP
-        self.given_up.append(room)
+        self.given_up.append(self.live_rooms[room])
 
     def settle(self) -> None:
         """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll.
@@ -154,11 +154,14 @@ class CommonKVManager(engine.CommonKVManager):
         A request that waits for its turn is not polled: here it fails, and decode is told, when decode gives it up.
         """
         for _ in range(len(self.given_up)):
-            room = self.given_up.popleft()
-            sender = self.live_rooms.get(room)
-            # Some of it may still be being written.
-            if sender is not None and sender.poll() != KVPoll.Failed:
-                self.given_up.append(room)
+            sender = self.given_up.popleft()
+            status = sender.poll()
+            if status == KVPoll.Success:
+                # Decode has been told of that.
+                self.refused.pop(sender.bootstrap_room, None)
+            elif status != KVPoll.Failed:
+                # Some of it is being written.
+                self.given_up.append(sender)
 
     def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0) -> None:
         """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them.
@@ -185,6 +188,7 @@ class CommonKVSender(engine.CommonKVSender):
     _accepted: bool = False
     # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     _infos: dict = {}
+    _why: str | None = None
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
@@ -238,10 +242,19 @@ class CommonKVSender(engine.CommonKVSender):
     def _failed(self) -> bool:
         return self.conclude_state == KVPoll.Failed
 
+    def why(self, default: str = "no reason was recorded") -> str:
+        """Why this request failed; it leaves the manager's book when first asked for."""
+        if self._why is None:
+            with self.kv_mgr.failure_lock:
+                self._why = self.kv_mgr.failure_records.pop(self.bootstrap_room, default)
+        return self._why
+
     def _heed_refusal(self) -> None:
         """Fail if decode's request for this room could not be used, or decode has given it up."""
+        if self._failed():
+            return
         reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
-        if reason is not None and not self._failed():
+        if reason is not None:
             self.fail(reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -250,7 +263,7 @@ class CommonKVSender(engine.CommonKVSender):
 
     def failure_exception(self) -> None:
         """Replaces the engine's, which does not say what failed."""
-        raise RuntimeError(self.kv_mgr.failure_reason(self.bootstrap_room))
+        raise RuntimeError(self.why())
 
 
 class CommonKVReceiver(engine.CommonKVReceiver):

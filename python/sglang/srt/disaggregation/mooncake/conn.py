@@ -111,13 +111,22 @@ class WatchedQueue:
 
     It knows the room whose chunk the worker is busy with. Chunks of which something has to go through decode's staging
     buffer wait here until decode has granted it, while others pass. prepare: writes what can be written of a chunk by
-    way of that buffer; True when nothing is left of it there, None when the chunk must not be sent at all.
+    way of that buffer; True when nothing is left of it there, None when the chunk must not be sent at all. done: called
+    with the room of a chunk that the worker has done with.
     """
 
-    def __init__(self, queue, executor: concurrent.futures.Executor, prepare: Callable[[Any], bool | None]) -> None:
+    def __init__(
+        self,
+        queue,
+        executor: concurrent.futures.Executor,
+        prepare: Callable[[Any], bool | None],
+        done: Callable[[int], None],
+    ) -> None:
         self.queue = queue
         self.executor = executor
         self.prepare = prepare
+        self.done = done
+        self.chunk: Any = None
         self.writes: set[concurrent.futures.Future] = set()
         self.room: int | None = None
         self.lock = threading.Lock()
@@ -130,6 +139,9 @@ class WatchedQueue:
     def get(self):
         """The next chunk. To ask for it means to be done with the last one."""
         self._rest()
+        if self.chunk is not None:
+            self.done(self.chunk.room)
+            self.chunk = None
         while True:
             if not self.news:
                 item = self.queue.get()
@@ -140,6 +152,7 @@ class WatchedQueue:
             chunk = self._first_ready(self.news[0])
             if chunk is not None:
                 self._begin(chunk.room)
+                self.chunk = chunk
                 return chunk
             self.news.popleft()
 
@@ -171,6 +184,7 @@ class WatchedQueue:
                 del self.waiting[room], self.since[room]
             if done.pop(0):
                 return chunk
+            self.done(room)
         return None
 
     def wake(self, room: int) -> None:
@@ -186,6 +200,7 @@ class WatchedQueue:
 
     def put(self, chunk) -> None:
         """Put a chunk back, as the engine does when staging memory is short."""
+        self.chunk = None
         self.queue.put(chunk)
 
     def defer(self, room: int, job: Callable[[], None]) -> bool:
@@ -212,6 +227,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.cancels: dict[int, set[Peer]] = {}
         # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
         self.piece_sizes: dict[str, tuple[engine.KVArgsRegisterInfo, int]] = {}
+        # Prefill: chunks that are queued or being written, by room.
+        self.queued: dict[int, int] = defaultdict(int)
         # Prefill: when each decode rank was last asked whether it is there, and whether it was gone.
         self.probes: dict[Peer, tuple[float, bool]] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
@@ -269,6 +286,9 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             # The request failed here before decode had asked for it.
             self._tell_when_quiet(room, _listeners([info]), ended)
             return
+        if room in self.queued and not infos:
+            # They would be written to this request's pages, and end it.
+            raise ValueError("chunks of an earlier request of this room are still queued")
         if session in infos:
             logger.error("Ignored a repeated request of decode session %s for room %s", session, room)
             return
@@ -329,6 +349,9 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         for start, end in pieces or [(index_slice.start, index_slice.stop)]:
             part = slice(start - index_slice.start, end - index_slice.start)
             is_last = is_last_chunk and end == index_slice.stop
+            if infos:
+                with self.room_lock:
+                    self.queued[bootstrap_room] += 1
             super().add_transfer_request(
                 bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
             )
@@ -340,7 +363,9 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
-        watched = WatchedQueue(queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer))
+        watched = WatchedQueue(
+            queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer), self._on_chunk_done
+        )
         self.watched_queues.append(watched)
         while True:
             try:
@@ -350,6 +375,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
                 logger.exception("Transfer of room %s failed", watched.room)
                 if watched.room in self.request_status:
                     self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
+
+    def _on_chunk_done(self, room: int) -> None:
+        with self.room_lock:
+            self.queued[room] -= 1
+            if self.queued[room] <= 0:
+                del self.queued[room]
 
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written to decode at this moment."""
@@ -677,7 +708,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
     """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
 
     _told = False
-    _why: str | None = None
 
     def tell_failure(self, reason: str) -> None:
         """Tell every decode rank that asked this one for KV, once."""
@@ -689,7 +719,9 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         self.kv_mgr.tell_failure(self.bootstrap_room, infos.values(), reason)
 
     def abort(self) -> None:
-        """Adds to the engine's abort that decode is told."""
+        """Adds to the engine's abort that decode is told, and that what has failed is not aborted."""
+        if self._failed():
+            return
         super().abort()
         self.tell_failure("aborted on prefill")
 
@@ -736,9 +768,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
     def _close_failed(self, default: str) -> None:
         """Tell decode, and close the books but for the reason."""
         if self._why is None:
-            with self.kv_mgr.failure_lock:
-                self._why = self.kv_mgr.failure_records.pop(self.bootstrap_room, default)
-            self.tell_failure(self._why)
+            self.tell_failure(self.why(default))
             self.clear()
 
     def clear(self) -> None:

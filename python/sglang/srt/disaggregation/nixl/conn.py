@@ -357,7 +357,7 @@ class NixlKVSender(engine.NixlKVSender):
         room = self.bootstrap_room
         with self.kv_mgr.room_lock:
             infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
-        reason = self.kv_mgr.failure_records.get(room, "no reason was recorded")
+        reason = self.why()
         # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
         # count for that of the rank that writes.
         listeners = [name for name, info in infos.items() if info.dummy is False]
@@ -379,8 +379,8 @@ class NixlKVSender(engine.NixlKVSender):
             self.fail(f"transfer over NIXL failed: {e!r}")
 
     def abort(self) -> None:
-        """Adds to the engine's abort that it comes too late when everything has been posted; there it goes unseen."""
-        if not self.has_sent:
+        """Adds to the engine's abort that it comes too late when everything has been posted, or the request failed."""
+        if not (self.has_sent or self._failed()):
             super().abort()
 
     def _states(self) -> list[str]:
@@ -416,6 +416,9 @@ class NixlKVSender(engine.NixlKVSender):
                 manager.end_room(room)
                 return KVPoll.Success
             status = manager.check_status(room)
+            if status == KVPoll.Success:
+                # A rank that has nothing to send, with context parallelism.
+                manager.end_room(room)
             if status != KVPoll.WaitingForInput or self.accept_decode_prefix():
                 return status
         if "PROC" in states:
