@@ -286,7 +286,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             # The request failed here before decode had asked for it.
             self._tell_when_quiet(room, _listeners([info]), ended)
             return
-        if room in self.queued and not infos:
+        if room in self.queued and not infos and info.names_prefix:
             # They would be written to this request's pages, and end it.
             raise ValueError("chunks of an earlier request of this room are still queued")
         if session in infos:
@@ -349,7 +349,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         for start, end in pieces or [(index_slice.start, index_slice.stop)]:
             part = slice(start - index_slice.start, end - index_slice.start)
             is_last = is_last_chunk and end == index_slice.stop
-            if infos:
+            if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
                 with self.room_lock:
                     self.queued[bootstrap_room] += 1
             super().add_transfer_request(
