@@ -129,22 +129,11 @@ class Tree(DecodeRadixCache):
         return super()._evict(*args, **kwargs)
 
 
-class Decode(DecodeWorker):
-    """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is the part to keep free."""
+class DrivenDecode(DecodeWorker):
+    """A decode worker whose requests are moved on by hand. Its options are those of `DecodeWorker`."""
 
-    def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK):
-        super().__init__(
-            POOL,
-            page,
-            max_reqs=2 * RUNNING,
-            max_len=32_768,
-            reserved=512,
-            stock=0 if engine_order else int(stock * POOL) // page * page,
-            tree_type=Tree,
-        )
-        if engine_order:
-            self.allocator.long_runs_last = False
-            self.allocator.alloc_long_runs = self.allocator.alloc
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self._ids = itertools.count(1)
 
     def add(self, prompt: list[int], max_new: int) -> Req:
@@ -197,6 +186,24 @@ class Decode(DecodeWorker):
     def finish(self, req: Req) -> None:
         self.running.remove(req)
         release_kv_cache(req, self.tree)
+
+
+class Decode(DrivenDecode):
+    """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is the part to keep free."""
+
+    def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK):
+        super().__init__(
+            POOL,
+            page,
+            max_reqs=2 * RUNNING,
+            max_len=32_768,
+            reserved=512,
+            stock=0 if engine_order else int(stock * POOL) // page * page,
+            tree_type=Tree,
+        )
+        if engine_order:
+            self.allocator.long_runs_last = False
+            self.allocator.alloc_long_runs = self.allocator.alloc
 
 
 @dataclass

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import statistics
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import time
 import requests
 
 from sglang_pd_radix.cluster import RADIX_FLAG, Cluster
+from sglang_pd_radix.demo import parse_counters
 from sglang_pd_radix.make_model import make_model
 
 STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "256"}
@@ -33,11 +33,8 @@ def transfers(url: str) -> tuple[float, int]:
     while len(found) < 2 or found[-1] != found[-2]:
         time.sleep(0.2)
         text = requests.get(url + "/metrics", timeout=30).text
-        total, count = (
-            sum(map(float, re.findall(rf"^sglang:kv_transfer_latency_ms_{part}{{.*?}} (\S+)$", text, re.MULTILINE)))
-            for part in ("sum", "count")
-        )
-        found.append((total, int(count)))
+        sums = parse_counters(text, {part: f"sglang:kv_transfer_latency_ms_{part}" for part in ("sum", "count")})
+        found.append((sums.get("sum", 0.0), int(sums.get("count", 0))))
     return found[-1]
 
 

@@ -11,15 +11,13 @@ of thread CPU time per request. No network, no model, no other processes.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from decode_worker import DecodeWorker
-from fragmentation import Decode
+from fragmentation import DrivenDecode
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -28,19 +26,10 @@ POOL, PAGE, AT_ONCE, PROMPT, ANSWER = 32_768, 16, 16, 384, 32
 PARTS = ("admission", "commit", "slots for tokens", "finish")
 
 
-class Worker(Decode):
-    """A decode worker of this size, with the cache that is asked for."""
-
-    def __init__(self, tree_type: type):
-        DecodeWorker.__init__(
-            self, POOL, PAGE, max_reqs=2 * AT_ONCE, max_len=1024, reserved=ANSWER, tree_type=tree_type
-        )
-        self._ids = itertools.count(1)
-
-
 def serve(tree_type: type, prompts: list[list[int]]) -> dict[str, float]:
     """Seconds of each part for all requests."""
-    worker, times = Worker(tree_type), dict.fromkeys(PARTS, 0.0)
+    worker = DrivenDecode(POOL, PAGE, max_reqs=2 * AT_ONCE, max_len=1024, reserved=ANSWER, tree_type=tree_type)
+    times = dict.fromkeys(PARTS, 0.0)
     left = list(reversed(prompts))
     live: list[Req] = []
 

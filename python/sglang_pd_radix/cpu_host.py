@@ -421,30 +421,6 @@ def _patch_staging_buffer(module: Any) -> None:
     module._USE_TRITON_STAGING = False
 
 
-def _patch_staging_handler(module: Any) -> None:
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
-    import wrapt
-
-    class Done:
-        """A CUDA stream or event where everything is done at once."""
-
-        def __init__(self, device: Any = None) -> None:
-            pass
-
-        def record(self, stream: Any) -> None:
-            pass
-
-        def query(self) -> bool:
-            return True
-
-    class HostTorch(wrapt.ObjectProxy):
-        cuda = SimpleNamespace(set_device=lambda device: None, Stream=Done, Event=Done, stream=lambda s: nullcontext())
-
-    module.torch = HostTorch(module.torch)
-
-
 # -- MLA -----------------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +457,6 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "nixl_cu12._api": _patch_nixl_api,
     "nixl_cu13._api": _patch_nixl_api,
     "sglang.srt.disaggregation.common.staging_buffer": _patch_staging_buffer,
-    "sglang.srt.disaggregation.common.staging_handler": _patch_staging_handler,
     "sglang.srt.disaggregation.nixl.conn": _patch_nixl,
     "sglang.srt.distributed.parallel_state": _patch_parallel_state,
     "sglang.srt.layers.rotary_embedding.factory": _patch_rope,

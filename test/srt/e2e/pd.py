@@ -146,6 +146,37 @@ def conversations(send: Ask, clients: int = 4, turns: int = 3, seed: int = 1, ma
         return list(pool.map(talk, range(clients)))
 
 
+TP2 = ["--tp-size", "2"]
+
+
+def tp_cluster(clusters, model, backend, **options) -> Cluster:
+    """Prefill 0 and decode 0 have one rank, prefill 1 and decode 1 have two; prompts go in chunks of 64 tokens."""
+    return clusters.get(
+        model,
+        prefill=2,
+        decode=2,
+        prefill_args=[[], TP2],
+        decode_args=[[FLAG], [FLAG, *TP2]],
+        common_args=["--page-size", "16", "--chunked-prefill-size", "64"],
+        backend=backend,
+        **options,
+    )
+
+
+def check_tp_pair(cluster: Cluster, truth: dict, prefill_tp: int, decode_tp: int) -> None:
+    """The workers of a `tp_cluster` with these sizes say what the truth says, and their pools are sound."""
+    pair = Pair(cluster, prefill_tp - 1, decode_tp - 1)
+    pair.flush()
+    assert conversations(pair) == truth["conversations"]
+    # Again, now with everything in the tree: a full hit on every rank.
+    base = base_prompt(16)
+    assert pair(base)["output_ids"] == truth["base", 16]
+    again = pair(base)
+    assert again["output_ids"] == truth["base", 16]
+    assert again["meta_info"]["cached_tokens_details"]["transferred"] == 0
+    pair.check_idle()
+
+
 def hit_lengths(page: int) -> Iterator[tuple[str, list[int], int]]:
     """(name, prompt, what decode must have held) after the prompt ``base`` has been answered, for one page size."""
     base = base_prompt(page)

@@ -689,6 +689,16 @@ def wait_quiet(request: Request) -> None:
         until(receiver.writers_done, "no writer is left")
 
 
+def wait_settled(request: Request) -> None:
+    """Decode is answered, although no scheduler polls the request on prefill."""
+
+    def settled() -> bool:
+        request.world.prefill[0].manager.settle()
+        return request.receivers[0].writers_done()
+
+    until(settled, "decode is answered")
+
+
 def test_pages_of_an_aborted_request_are_kept_until_its_write_is_done(world: World) -> None:
     library = world.prefill[0].library
     request = world.request(1, 24, 4).bootstrap(fenced=True)
@@ -779,12 +789,7 @@ def test_a_request_that_waits_for_its_turn_answers_at_once(world: World) -> None
     request = world.request(1, 24, 4).bootstrap(fenced=True)
     prefill = world.prefill[0].manager
     give_up(request)
-
-    def settled() -> bool:
-        prefill.settle()
-        return request.receivers[0].writers_done()
-
-    until(settled, "decode is answered")
+    wait_settled(request)
     request.send()
     assert request.senders[0].poll() == KVPoll.Failed and world.prefill[0].library.written == 0
     reasons(request.senders)
@@ -820,14 +825,8 @@ def test_queued_chunks_are_not_sent_for_a_new_request_of_the_room(world: World) 
 
 def test_a_request_that_is_given_up_and_aborted_leaves_no_record(world: World) -> None:
     request = world.request(1, 24, 4).bootstrap(fenced=True)
-    prefill = world.prefill[0].manager
     give_up(request)
-
-    def settled() -> bool:
-        prefill.settle()
-        return request.receivers[0].writers_done()
-
-    until(settled, "decode is answered")
+    wait_settled(request)
     request.senders[0].abort()
     assert request.senders[0].poll() == KVPoll.Failed
     world.assert_books_closed()

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.decode_prefix import (
     KvTransferCounters,
     check_decode_prefix,
 )
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,12 @@ class CommonKVManager(engine.CommonKVManager):
         super().__init__(*args, **kwargs)
         self.counters = KvTransferCounters.get(self.server_args)
 
+    @property
+    def has_radix(self) -> bool:
+        """Whether this is a decode worker that keeps a radix cache."""
+        radix = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
+        return radix and self.disaggregation_mode == DisaggregationMode.DECODE
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Adds one question to the handshake with a new prefill, when this decode worker keeps a radix cache.
 
@@ -83,7 +90,7 @@ class CommonKVManager(engine.CommonKVManager):
         known = bootstrap_addr in self.prefill_info_table
         if not super().try_ensure_parallel_info(bootstrap_addr):
             return False
-        if known or not getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False):
+        if known or not self.has_radix:
             return True
         try:
             reply = requests.get(f"http://{bootstrap_addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -172,10 +179,10 @@ class CommonKVManager(engine.CommonKVManager):
         page_bytes = sum(min(item, theirs) for item in self.kv_args.kv_item_lens)
         self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)
 
-    def failure_reason(self, room: int) -> str:
-        """Why a request failed, as recorded, or that nobody said."""
+    def failure_reason(self, room: int, default: str = "no reason was recorded") -> str:
+        """Why a request failed, as recorded, or that nobody said. It leaves the book with that."""
         with self.failure_lock:
-            return self.failure_records.pop(room, "no reason was recorded")
+            return self.failure_records.pop(room, default)
 
 
 class CommonKVSender(engine.CommonKVSender):
@@ -245,8 +252,7 @@ class CommonKVSender(engine.CommonKVSender):
     def why(self, default: str = "no reason was recorded") -> str:
         """Why this request failed; it leaves the manager's book when first asked for."""
         if self._why is None:
-            with self.kv_mgr.failure_lock:
-                self._why = self.kv_mgr.failure_records.pop(self.bootstrap_room, default)
+            self._why = self.kv_mgr.failure_reason(self.bootstrap_room, default)
         return self._why
 
     def _heed_refusal(self) -> None:

@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_b
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
 from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -576,12 +575,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     # ---- decode: messages of prefill workers ----
 
-    @property
-    def has_radix(self) -> bool:
-        """Whether this is a decode worker that keeps a radix cache."""
-        radix = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
-        return radix and self.disaggregation_mode == DisaggregationMode.DECODE
-
     def _init_staging_allocator(self) -> None:
         """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`.
 
@@ -807,9 +800,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
-        manager = self.kv_mgr
-        if manager.staging is not None and self.require_staging and self.bootstrap_addr in manager.piece_peers:
-            manager.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
+        if self._offers_staging and self.require_staging:
+            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
         states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos:
             dummy = peer["is_dummy"]
@@ -838,20 +830,25 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             self.conclude_state = state = KVPoll.Failed
         return self.once_metadata_landed(state)
 
+    @property
+    def _offers_staging(self) -> bool:
+        """Whether this worker has a staging buffer and this request's prefill asks for pieces of it."""
+        return self.kv_mgr.staging is not None and self.bootstrap_addr in self.kv_mgr.piece_peers
+
     def _register_kv_args(self) -> None:
         """Adds that with a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
 
         Others fill it by the engine's grid; offered none, they send without.
         """
+        if not self._offers_staging:
+            super()._register_kv_args()
+            return
         manager = self.kv_mgr
-        offered = manager.staging is not None and self.bootstrap_addr in manager.piece_peers
-        if offered:
-            manager._staging_ctx.allocator = manager.staging_offer
+        manager._staging_ctx.allocator = manager.staging_offer
         try:
             super()._register_kv_args()
         finally:
-            if offered:
-                manager._staging_ctx.allocator = None
+            manager._staging_ctx.allocator = None
 
     def clear(self) -> None:
         """Puts off the engine's while prefill, or a copy from the staging buffer, may still write to its pages."""
