@@ -56,6 +56,8 @@ class DecodeWorker:
         group: dist.ProcessGroup | None = None,
         queue_type: type[Queue] = Queue,
         tree_type: type[DecodeRadixCache] = DecodeRadixCache,
+        admission: str = "prefix",
+        max_overtaken: int = 64,
     ):
         if group is None:
             if not dist.is_initialized():
@@ -69,6 +71,8 @@ class DecodeWorker:
             served_model_name="m",
             disaggregation_mode="decode",
             disaggregation_transfer_backend="nixl",
+            disaggregation_decode_admission=admission,
+            disaggregation_decode_max_overtaken=max_overtaken,
         )
         set_global_server_args_for_scheduler(args)
         self.allocator = make_allocator(size, page_size, kv)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["ServerArgs"]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
+# How often a request may be overtaken before it goes first.
+DEFAULT_MAX_OVERTAKEN = 64
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 
@@ -28,6 +30,8 @@ class ServerArgs(engine.ServerArgs):
     """Server arguments with the decode radix cache flag and the combinations it is verified for."""
 
     disaggregation_decode_enable_radix_cache: bool = False
+    disaggregation_decode_admission: str = "prefix"
+    disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,23 @@ class ServerArgs(engine.ServerArgs):
             dest="disaggregation_decode_enable_radix_cache",
             action="store_true",
             help="Keep a radix cache on a PD decode worker, so that prefill sends only the KV decode does not hold.",
+        )
+
+        parser.add_argument(
+            "--disaggregation-decode-admission",
+            choices=("prefix", "fcfs"),
+            default="prefix",
+            help="Order in which a decode worker with a radix cache admits requests. prefix: those whose prompt is "
+            "mostly in the tree go first, and one that extends a prompt in transfer waits for it instead of having it "
+            "sent again. fcfs: first come, first served, and nobody waits for others.",
+        )
+        parser.add_argument(
+            "--disaggregation-decode-max-overtaken",
+            type=int,
+            default=DEFAULT_MAX_OVERTAKEN,
+            metavar="N",
+            help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
+            "earlier; then it goes first. 0: none.",
         )
 
     def _handle_pd_disaggregation(self) -> None:
@@ -87,6 +108,10 @@ class ServerArgs(engine.ServerArgs):
                 envs.SGLANG_DISAGG_STAGING_BUFFER.get() and self.disaggregation_transfer_backend != "mooncake"
             ),
         }
+        if self.disaggregation_decode_max_overtaken < 0:
+            raise ValueError(
+                f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
+            )
         # Not at the top: the tree needs the engine's modules, which need this one.
         from sglang.srt.mem_cache.decode_radix_cache import stock_part
 

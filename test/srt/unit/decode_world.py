@@ -34,8 +34,9 @@ class Receiver:
     metadata_room = None
     fenced = False
 
-    def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True):
+    def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True, prefill: str = "10.0.0.1:1"):
         self.world, self.req = world, req
+        self.bootstrap_addr = prefill
         self.peer_takes_prefix = peer_takes_prefix
         self.state = KVPoll.Bootstrapping
         self.asked = False
@@ -87,6 +88,7 @@ class World(DecodeWorker):
         max_reqs: int = 8,
         group=None,
         stock: int | None = 0,
+        **options,
     ):
         self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.kv.cpu_offloading_chunk_size = 8
@@ -99,6 +101,7 @@ class World(DecodeWorker):
             stock=stock,
             kv=self.kv,
             group=group,
+            **options,
         )
         self._ids = itertools.count(1)
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
@@ -108,7 +111,14 @@ class World(DecodeWorker):
     # ---- what happens to requests ----
 
     def arrive(
-        self, prompt: list[int], extra_key=None, max_new: int = 4, warmup: bool = False, peer_takes_prefix: bool = True
+        self,
+        prompt: list[int],
+        extra_key=None,
+        max_new: int = 4,
+        warmup: bool = False,
+        peer_takes_prefix: bool = True,
+        prefill: str = "10.0.0.1:1",
+        priority: int | None = None,
     ) -> DecodeRequest:
         n = next(self._ids)
         req = Req(
@@ -121,8 +131,9 @@ class World(DecodeWorker):
             bootstrap_port=1,
             bootstrap_room=n,
             disagg_mode=DisaggregationMode.DECODE,
+            priority=priority,
         )
-        decode_req = DecodeRequest(req, Receiver(self, req, peer_takes_prefix and not warmup))
+        decode_req = DecodeRequest(req, Receiver(self, req, peer_takes_prefix and not warmup, prefill))
         self.queue.queue.append(decode_req)
         return decode_req
 
@@ -130,12 +141,12 @@ class World(DecodeWorker):
         decode_req.kv_receiver.state = KVPoll.WaitingForInput
 
     def step(self) -> list[Req]:
-        """One pass of the engine's ``process_decode_queue`` and the prebuilt batch after it. Returns what got ready."""
+        """One pass of the scheduler's ``process_decode_queue``, and the prebuilt batch. Returns what got ready."""
         self.waiting.extend(self.queue.resume_retracted_reqs())
         if not self.queue.retracted_queue:
             admitted, _ = self.queue.pop_preallocated()
             self.transfer.extend(admitted)
-            self.waiting.extend(self.transfer.pop_transferred())
+        self.waiting.extend(self.transfer.pop_transferred())
         ready, self.scheduler.waiting_queue = self.waiting, []
         for req in ready:
             req.init_next_round_input(self.tree)
@@ -245,6 +256,17 @@ class World(DecodeWorker):
             mine = set(decode_req.kv_receiver.page_indices)
             assert not mine & (free | in_tree | written)
             written |= mine
+        # What is known of each prompt that waits, or is waited for, is what the tree would say now.
+        places = [dr.place for dr in self.queue.queue + self.transfer.queue if hasattr(dr, "place")]
+        watches = [place.watch for place in places if place.watch is not None]
+        assert set(watches) == set(self.tree.watches)
+        for watch in watches:
+            found = self.tree.peek(watch.token_ids, watch.extra_key)
+            assert self.tree.found(watch) == found and watch.length == found.length
+            assert watch.node is (found.path[-1] if found.path else self.tree.root_node)
+        # Nobody waits for a transfer that has ended.
+        transfers = {dr.place for dr in self.transfer.queue}
+        assert all(place.leader is None or place.leader.owner in transfers or not place.coming for place in places)
         # No reader sees KV of another prefix, in requests that run or in the tree.
         for req in self.waiting + self.running:
             tokens = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]

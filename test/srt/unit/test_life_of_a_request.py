@@ -55,10 +55,8 @@ class Life(RuleBasedStateMachine):
     def fail(self, i):
         decode_req = self.pick(self.world.transfer.queue, i)
         decode_req.kv_receiver.abort()
-        # As in the engine, a retracted request that waits for memory goes before everything else.
-        if not self.world.queue.retracted_queue:
-            self.world.step()
-            assert aborted(decode_req.req)
+        self.world.step()
+        assert aborted(decode_req.req)
 
     @precondition(lambda self: self.world.transfer.quarantine)
     @rule(i=st.integers(0, 9), num_pages=st.integers(0, 4), quiet=st.booleans())

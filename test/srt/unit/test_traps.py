@@ -333,7 +333,8 @@ def test_trap_08_only_the_last_chunk_ends_a_transfer(chunk, prompt_len):
 
 def test_trap_09_an_admitted_request_is_not_matched_again():
     """A longer match at the prebuilt batch moved the border of what the tree holds, and finish freed wrong slots."""
-    world, prompt = World(size=128), tokens(1, 24)
+    # By prefix, the second would wait for the first.
+    world, prompt = World(size=128, admission="fcfs"), tokens(1, 24)
     serve_to_end(world, prompt[:8])
     first = world.arrive(prompt)
     world.handshake(first)
@@ -365,8 +366,8 @@ def test_trap_10_a_blocked_head_leaves_the_tree_alone(page_size):
     head = world.arrive(prompt[:18] + tokens(3, 30))
     world.handshake(head)
     asked: list[int] = []
-    peek = world.tree.peek
-    world.tree.peek = lambda *args: asked.append(1) or peek(*args)
+    descend = world.tree.descend
+    world.tree.descend = lambda *args: asked.append(1) or descend(*args)
     before = snapshot(world)
     for _ in range(100):
         world.step()
@@ -633,7 +634,8 @@ def lagging(rank: int, behind: int, polls_only: bool) -> list[tuple]:
     late = behind if rank == 1 else 0
     if behind < 0:
         late = -behind if rank == 0 else 0
-    one, two = me.arrive(tokens(1, 22)), me.arrive(tokens(1, 14) + tokens(2, 8))
+    # They share too little for the second to wait for the first.
+    one, two = me.arrive(tokens(1, 22)), me.arrive(tokens(1, 8) + tokens(2, 14))
 
     def data(decode_req: DecodeRequest) -> None:
         me.world.complete(decode_req)

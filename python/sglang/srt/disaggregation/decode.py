@@ -6,21 +6,24 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.decode_admission import Line, Place, admission_order
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
 from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, is_warmup
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,13 +32,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["DecodePreallocQueue", "DecodeTransferQueue"]
 
-# Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
-# their queues were not; what stands further back is not admissible before these are.
-WINDOW = 256
-# With several TP ranks, requests that one step may admit; figures that all must share; and these with two per request.
-CANDIDATES = 8
-SHARED_FIGURES = 5
-STATE_SIZE = SHARED_FIGURES + 2 * CANDIDATES
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
 # Never written to.
@@ -57,8 +53,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.has_radix = isinstance(self.tree_cache, DecodeRadixCache)
         self.num_ranks = dist.get_world_size(self.gloo_group)
         self.counters = KvTransferCounters.get(self.scheduler.server_args)
-        # The request that did not fit, what it takes, and the tree's state when it was asked.
-        self._blocked: tuple[str, AdmissionPlan, tuple[int, int]] | None = None
+        if self.has_radix:
+            options: Any = self.scheduler.server_args
+            by_prefix = options.disaggregation_decode_admission == "prefix"
+            overtaken = options.disaggregation_decode_max_overtaken if by_prefix else 0
+            self.line = self.transfer_queue.line = Line(self.radix, by_prefix, overtaken)
+        # The request that did not fit, what it takes, what was kept from it, and the state in which it was asked.
+        self._blocked: tuple[str, AdmissionPlan, int, tuple[int, ...]] | None = None
         # Steps in a row in which the TP ranks were not in the same state.
         self._disagreements = 0
         self._steps = 0
@@ -99,7 +100,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """
         if not self.has_radix:
             return super().pop_preallocated(rids_to_check)
-        self.radix.refill_stock()
+        # First, so that who waited for what has just arrived goes on in this step.
+        self.transfer_queue.collect()
+        if self._blocked is None:
+            self.radix.refill_stock()
         self._resolve_pending_reqs()
         if self._nothing_new():
             return [], []
@@ -111,14 +115,30 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.scheduler.stream_output([decode_req.req], decode_req.req.return_logprob)
         if failed:
             self._forget(failed)
+            for decode_req in failed:
+                self.line.leave(self._place(decode_req))
         admitted = self._admit_ready(candidates)
         if admitted:
             self._forget(admitted)
         self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
         return admitted, failed
 
+    def _place(self, decode_req: engine.DecodeRequest) -> Place:
+        """The place of a request in the line, which it joins when it is first asked for."""
+        place = getattr(decode_req, "place", None)
+        if place is None:
+            req = decode_req.req
+            priority = 0
+            if getattr(self.scheduler, "enable_priority_scheduling", False):
+                # As in the engine's own order of requests.
+                priority = req.priority * (1 if self.scheduler.schedule_low_priority_values_first else -1)
+            prompt = None if is_warmup(req) else req.origin_input_ids
+            prefill = getattr(decode_req.kv_receiver, "bootstrap_addr", None)
+            place = decode_req.place = self.line.enter(prompt, req.extra_key, priority, prefill)
+        return place
+
     def _nothing_new(self) -> bool:
-        """Whether this step can be left out: all handshakes are done and the first request still does not fit.
+        """Whether this step can be left out: all handshakes are done and what goes next still does not fit.
 
         Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
         decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
@@ -131,19 +151,18 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return False
         retractable = self._retractable_tokens()
         budget = self._free_or_evictable() - self._reserve(retractable, count_retracted=True)
-        return self._still_blocked(window[0].req, budget, retractable)
+        _, plan, kept, asked_in = self._blocked
+        return asked_in == self._asked_in() and plan.needed(retractable) > budget - kept
 
     def _forget(self, decode_reqs: Sequence[engine.DecodeRequest]) -> None:
         gone = {id(dr) for dr in decode_reqs}
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
 
-    def _agree(self) -> Iterable[tuple[engine.DecodeRequest, bool]] | None:
+    def _agree(self) -> list[tuple[engine.DecodeRequest, bool]] | None:
         """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.
 
-        Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their
-        negatives, the figures that admission decides by. Equal figures on all ranks make the minimum of a figure and
-        the negated minimum of its negative the same; then all ranks go on to the same decisions. Ranks whose queue or
-        pool differ skip the step. A request of which their trees hold different prefixes goes without one.
+        Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
+        skip the step. A request of which their trees hold different prefixes goes without one.
 
         Returns the requests that may be admitted, in order, and whether each may match; None to skip the step.
         """
@@ -151,57 +170,66 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not window:
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return []
+        places = [self._place(dr) for dr in window]
         polls = [int(dr.kv_receiver.poll()) for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
-            # Looked at one by one: most of a long queue stands behind the first that does not fit.
-            return ((dr, _takes_prefix(dr)) for dr in window if dr.waiting_for_input)
-        capable = [int(_takes_prefix(dr)) for dr in window]
+            return [(window[i], _takes_prefix(window[i])) for i in self._order(window, places)]
 
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
-        order = sorted(range(len(window)), key=lambda i: not window[i].waiting_for_input)
-        candidates = sorted(order[:CANDIDATES])
-        state = self._state(window)
-        for i in candidates:
-            state += self._held(window[i])
-        state += [0] * (STATE_SIZE - len(state))
-        pad = [0] * (WINDOW - len(window))
-        mine = torch.tensor(state + [-figure for figure in state] + polls + pad + capable + pad, dtype=torch.int64)
-        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self.gloo_group)
-        agreed = mine.tolist()
-        low, high = agreed[:STATE_SIZE], [-figure for figure in agreed[STATE_SIZE : 2 * STATE_SIZE]]
-        if low[:SHARED_FIGURES] != high[:SHARED_FIGURES]:
-            self._on_disagreement(low[:SHARED_FIGURES], high[:SHARED_FIGURES])
+        order = self._order(window, places)
+        late = [i for i in range(len(window)) if not window[i].waiting_for_input]
+        picked = [i for i in order if not places[i].coming][:CANDIDATES]
+        picked += late[: CANDIDATES - len(picked)]
+        chosen = set(picked)
+        told = agree(
+            self.gloo_group,
+            self._state(window, [i for i in order if i in chosen or places[i].coming]),
+            [self._held(places[i]) for i in picked],
+            polls,
+            [_takes_prefix(dr) for dr in window],
+        )
+        if not told.in_step:
+            self._on_disagreement(told.low, told.high)
             return None
         self._disagreements = 0
-        self._take_polls(window, agreed[2 * STATE_SIZE : 2 * STATE_SIZE + len(window)])
-        able = agreed[2 * STATE_SIZE + WINDOW :]
-        result = []
-        for n, i in enumerate(candidates):
-            figures = slice(SHARED_FIGURES + 2 * n, SHARED_FIGURES + 2 * n + 2)
-            if window[i].waiting_for_input:
-                result.append((window[i], bool(able[i]) and low[figures] == high[figures]))
-        return result
+        self._take_polls(window, told.polls)
+        same = dict(zip(picked, told.same, strict=True))
+        return [
+            (window[i], told.capable[i] and same.get(i, True))
+            for i in [*order, *late]
+            if (i in chosen or places[i].coming) and window[i].waiting_for_input
+        ]
 
-    def _held(self, decode_req: engine.DecodeRequest) -> tuple[int, int]:
-        """Matched and unlocked tokens of a queued request; the tree is asked again only when it has changed."""
-        tree, req = self.radix, decode_req.req
-        as_of = (tree.growth, tree.locks_taken, tree.locks_released, tree.evictable_size())
-        known = getattr(decode_req, "held", None)
-        if known is None or known[0] != as_of:
-            found = tree.peek(req.origin_input_ids, req.extra_key)
-            known = decode_req.held = (as_of, (found.length, found.evictable))
-        return known[1]
+    def _order(self, window: list[engine.DecodeRequest], places: list[Place]) -> list[int]:
+        """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
+        ready = [i for i, dr in enumerate(window) if dr.waiting_for_input]
+        now = time.monotonic()
+        candidates = []
+        for i in ready:
+            if _takes_prefix(window[i]):
+                self.line.look(places[i], now)
+            candidates.append(self.line.candidate(places[i], len(window[i].req.origin_input_ids)))
+        return [ready[n] for n in admission_order(candidates, self.line.max_overtaken)]
 
-    def _state(self, window: list[engine.DecodeRequest]) -> list[int]:
+    def _held(self, place: Place) -> tuple[int, int]:
+        """Matched and unlocked tokens of a queued request."""
+        if place.watch is None:
+            return 0, 0
+        return place.watch.length, self.radix.found(place.watch).evictable
+
+    def _state(self, window: list[engine.DecodeRequest], order: list[int]) -> list[int]:
         """The figures that must be the same on all ranks for them to decide alike."""
         rooms = ",".join(str(dr.req.bootstrap_room) for dr in window)
+        line = ",".join(f"{i}/{self._place(window[i]).coming}" for i in order)
         return [
             len(self.queue),
             zlib.crc32(rooms.encode()),
             self.token_to_kv_pool_allocator.available_size(),
             self.radix.evictable_size(),
             len(self.retracted_queue),
+            zlib.crc32(line.encode()),
+            self.radix.watches.leaders,
         ]
 
     def _take_polls(self, window: list[engine.DecodeRequest], polls: list[int]) -> None:
@@ -230,7 +258,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return
         logger.error(
             "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, evictable, "
-            "retracted): lowest %s, highest %s. The unlocked part of the tree is dropped on all of them.",
+            "retracted, order, leaders): lowest %s, highest %s. "
+            "The unlocked part of the tree is dropped on all of them.",
             self._disagreements,
             low,
             high,
@@ -259,54 +288,99 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     # ---- admission ----
 
-    def _admit_ready(self, candidates: Iterable[tuple[engine.DecodeRequest, bool]]) -> list[engine.DecodeRequest]:
-        """Admit requests in order, until one does not fit. Each comes with whether it may match."""
+    def _admit_ready(self, candidates: list[tuple[engine.DecodeRequest, bool]]) -> list[engine.DecodeRequest]:
+        """Admit requests in the order given, until one does not fit. Each comes with whether it may match."""
+        line, now = self.line, time.monotonic()
         admitted: list[engine.DecodeRequest] = []
+        waiting = [dr for dr, _ in candidates if not isinstance(dr.req.finished_reason, FINISH_ABORT)]
+        # Requests that may still go out of their turn in this step; and those that wait, whose turn it is last.
+        slack = line.slack([dr.place for dr in waiting if not dr.place.coming])
+        in_turn = sorted((dr.place for dr in waiting), key=lambda place: -place.arrival)
+        # Kept for those that wait for a transfer of others and will then go first.
+        promised = 0
         retractable: int | None = None
         reserve: int | None = None
+        was_blocked = self._blocked
+        self._blocked = None
         for decode_req, may_match in candidates:
-            req = decode_req.req
+            req, place = decode_req.req, decode_req.place
             if isinstance(req.finished_reason, FINISH_ABORT):
                 continue
-            if reserve is None:
-                retractable = self._retractable_tokens()
-                reserve = self._reserve(retractable, count_retracted=True)
+            while in_turn and (in_turn[-1].coming or in_turn[-1].admitted_at):
+                in_turn.pop()
+            may_match = may_match and self.radix.takes(req)
+            if may_match and (coming := line.look_again(place, now)):
+                promised += max(0, self._plan(req, req.origin_input_ids, self._found(place)).soon - coming)
+                continue
             if self.req_to_token_pool.available_size() <= 0:
                 break
             if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
                 break
-            budget = self._free_or_evictable() - reserve
-            if self._still_blocked(req, budget, retractable):
-                break
-            plan = self._plan(req, req.origin_input_ids, may_match and self.radix.takes(req))
-            if plan.needed(retractable) > budget:
-                if self._blocked is None or self._blocked[0] != req.rid:
+            if reserve is None:
+                retractable = self._retractable_tokens()
+                reserve = self._reserve(retractable, count_retracted=True)
+            plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
+            kept = promised + self._wanted_by_others(place, plan)
+            if plan.needed(retractable) > self._free_or_evictable() - reserve - kept:
+                if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
-                self._block(req, plan)
+                self._block(req, plan, kept)
                 break
-            self._blocked = None
+            if place is not in_turn[-1]:
+                if slack <= 0:
+                    break
+                slack -= 1
             evicted = self._admit(req, req.origin_input_ids, plan)
             reserve += self.num_reserved_decode_tokens
+            if place.following_since is not None:
+                self.counters.followed(place.watch.length - place.held_alone, place.waited_s)
+            line.admitted(place, len(req.origin_input_ids) - plan.found.length)
             self._request_kv(decode_req)
             admitted.append(decode_req)
             if evicted and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
+        if admitted:
+            gone = {id(dr) for dr in admitted}
+            left = [dr.place for dr in waiting if id(dr) not in gone and not dr.place.coming]
+            self.counters.overtaken(line.passed_by(left, [dr.place for dr in admitted]))
         return admitted
 
-    def _block(self, req: Req, plan: AdmissionPlan) -> None:
-        self._blocked = (req.rid, plan, (self.radix.growth, self.radix.locks_taken))
+    def _found(self, place: Place) -> PrefixPeek:
+        return NOTHING if place.watch is None else self.radix.found(place.watch)
+
+    def _wanted_by_others(self, place: Place, plan: AdmissionPlan) -> int:
+        """Tokens that could be evicted for a request, but for which others wait that may go before it does.
+
+        Nothing once it has been overtaken as often as the bound allows, or when nothing else would free memory.
+        """
+        if plan.delta <= self.token_to_kv_pool_allocator.available_size():
+            return 0
+        if place.overtaken >= self.line.max_overtaken or not self._others_move():
+            return 0
+        return self.radix.watches.wanted_unlocked() - plan.found.evictable
+
+    def _others_move(self) -> bool:
+        """Whether requests are under way that will give memory back."""
+        return bool(self.transfer_queue.queue or self._committed() or self.scheduler.running_batch.reqs)
+
+    def _block(self, req: Req, plan: AdmissionPlan, kept: int) -> None:
+        self._blocked = (req.rid, plan, kept, self._asked_in())
+
+    def _asked_in(self) -> tuple[int, ...]:
+        """What must have changed for a request that did not fit to fit now, other than free memory."""
+        tree = self.radix
+        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders
 
     def _still_blocked(self, req: Req, budget: int, retractable: int | None) -> bool:
         """Whether ``req`` was found not to fit, and neither the budget nor the tree has changed enough since.
 
-        Costs the same for any prompt: the tree is asked again only when something came into it or was locked.
+        Costs the same for any prompt.
         """
         if self._blocked is None:
             return False
-        rid, plan, state = self._blocked
-        unchanged = rid == req.rid and state == (self.radix.growth, self.radix.locks_taken)
-        return unchanged and plan.needed(retractable) > budget
+        rid, plan, kept, asked_in = self._blocked
+        return rid == req.rid and asked_in == self._asked_in() and plan.needed(retractable) > budget - kept
 
     def _free_or_evictable(self) -> int:
         return self.token_to_kv_pool_allocator.available_size() + self.radix.evictable_size()
@@ -323,18 +397,23 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         )
         moving = self.transfer_queue.queue + self.transfer_queue.quarantine
         kept = sum(dr.req.cache_protected_len for dr in moving)
-        kept += sum(r.cache_protected_len for r in self.scheduler.waiting_queue)
+        kept += sum(r.cache_protected_len for r in self._committed())
         return private + max(0, self.radix.protected_size() - kept)
 
     def _reserve(self, retractable: int | None, count_retracted: bool) -> int:
         """Tokens that admission must leave alone: the engine's reservations for its other requests."""
         allocatable = self._allocatable_tokens(retractable_tokens=retractable, count_retracted=count_retracted)
-        return self.token_to_kv_pool_allocator.available_size() - allocatable
+        # Of these the engine does not know: they have left one queue and not reached the next.
+        arrived = self.num_reserved_decode_tokens * len(self.transfer_queue.arrived)
+        return self.token_to_kv_pool_allocator.available_size() - allocatable + arrived
 
-    def _plan(self, req: Req, token_ids: list[int], may_match: bool) -> AdmissionPlan:
-        """What admitting ``req`` with KV for ``token_ids`` takes. Changes nothing."""
+    def _committed(self) -> list[Req]:
+        """Requests whose KV has come and that do not decode yet."""
+        return [*self.transfer_queue.arrived, *self.scheduler.waiting_queue]
+
+    def _plan(self, req: Req, token_ids: list[int], found: PrefixPeek) -> AdmissionPlan:
+        """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
         page, num_tokens = self.token_to_kv_pool_allocator.page_size, len(token_ids)
-        found = self.radix.peek(token_ids, req.extra_key) if may_match else NOTHING
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
 
         def beyond_prefix(tokens: int) -> int:
@@ -412,9 +491,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, budget, None):
                 break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
-            plan = self._plan(req, token_ids, self.radix.takes(req))
+            found = self.radix.peek(token_ids, req.extra_key) if self.radix.takes(req) else NOTHING
+            plan = self._plan(req, token_ids, found)
             if plan.needed(None) > budget:
-                self._block(req, plan)
+                self._block(req, plan, 0)
                 break
             self._blocked = None
             self._admit(req, token_ids, plan)
@@ -443,6 +523,11 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
         self.quarantine: list[engine.DecodeRequest] = []
+        # Set by the queue before this one, which is made after it.
+        self.line: Line
+        # What has arrived in this step, and whether that has been asked already.
+        self.arrived: list[Req] = []
+        self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
             # The engine's way through the staging buffer; receivers have their own, see delta_staging.py.
             self.enable_staging = False
@@ -460,6 +545,18 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """
         if not isinstance(self.tree_cache, DecodeRadixCache):
             return super().pop_transferred(rids_to_check)
+        self.collect()
+        self._collected = False
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def collect(self) -> None:
+        """Take in what has arrived, once in a step; `pop_transferred` hands it on."""
+        if not self._collected:
+            self._collected = True
+            self.arrived = self._poll_transfers()
+
+    def _poll_transfers(self) -> list[Req]:
         if not self.queue and not self.quarantine:
             return []
         pollers = [dr.kv_receiver for dr in self.queue] + [_Writers(dr) for dr in self.quarantine]
@@ -479,9 +576,12 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 still.append(decode_req)
             elif isinstance(decode_req.req.finished_reason, FINISH_ABORT):
                 # Another request's metadata came into its buffer.
+                self.line.leave(decode_req.place)
                 self._report_failed(decode_req.req)
                 released.append(decode_req)
             else:
+                self.tree_cache.commit_req(decode_req.req)
+                self.line.committed(decode_req.place)
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
         for decode_req in released:
@@ -520,6 +620,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _fail(self, decode_req: engine.DecodeRequest) -> None:
         """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
         req = decode_req.req
+        # Of those that waited for it, the first becomes the leader of the others.
+        self.line.leave(decode_req.place)
         message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
         try:
             decode_req.kv_receiver.failure_exception()

@@ -154,6 +154,16 @@ class KvTransferCounters:
             self._blocked = counter(
                 "decode_admissions_blocked", "Requests that had to wait for KV memory at least once."
             )
+            self._followed = counter(
+                "decode_followed_requests", "Requests that waited for the transfer of another, with which they share."
+            )
+            self._not_sent_twice = counter(
+                "decode_followed_tokens", "Prompt tokens that came into the tree while their request waited for them."
+            )
+            self._following = counter(
+                "decode_following_seconds", "Time that requests waited for transfers of others, summed."
+            )
+            self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -173,6 +183,16 @@ class KvTransferCounters:
     def blocked(self) -> None:
         if self.enabled:
             self._blocked.inc()
+
+    def followed(self, num_tokens: int, seconds: float) -> None:
+        if self.enabled:
+            self._followed.inc()
+            self._not_sent_twice.inc(max(num_tokens, 0))
+            self._following.inc(seconds)
+
+    def overtaken(self, num_requests: int) -> None:
+        if self.enabled:
+            self._overtaken.inc(num_requests)
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

@@ -31,6 +31,8 @@ class Req(engine.Req):
     decode_prefix_len: int | None = None
     # The same at its first admission, when prefill was asked for the rest; a resume asks prefill for nothing.
     transfer_prefix_len: int | None = None
+    # Its KV slots as the engine wants them when the prebuilt batch is made, from commit until then.
+    committed_indices: torch.Tensor | None = None
     # The tree's generation when this request's KV was computed; None before admission.
     kv_generation: int | None = None
     # The key of the message from which the next request is made; see Scheduler.handle_generate_request.
@@ -54,6 +56,7 @@ class Req(engine.Req):
         """Adds what admission set, since a resume matches anew."""
         super().reset_for_retract()
         self.cache_protected_len = 0
+        self.committed_indices = None
 
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
         """Load the offloaded KV of the tokens from ``start`` on; the tree still holds those before it."""

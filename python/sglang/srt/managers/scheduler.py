@@ -115,6 +115,16 @@ class Scheduler(engine.Scheduler):
                 req.disagg_kv_sender.abort()
                 req.disagg_kv_sender.poll()
 
+    def process_decode_queue(self) -> None:
+        """Adds that transfers are also taken in while retracted requests wait for memory.
+
+        The engine leaves them alone until all retracted ones are back: if what these wait for is held by transfers,
+        both wait for ever.
+        """
+        super().process_decode_queue()
+        if isinstance(self.tree_cache, DecodeRadixCache) and self.disagg_decode_prealloc_queue.retracted_queue:
+            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+
     # ---- quarantine: pages of failed transfers are neither free nor a request's ----
 
     def _has_quarantine(self) -> bool:

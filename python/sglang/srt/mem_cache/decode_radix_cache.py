@@ -8,13 +8,14 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def is_warmup(req: Req) -> bool:
 class DecodeRadixCache(RadixCache):
     """Radix cache of a decode worker.
 
-    Differs from the engine's in four ways: it can be asked without being changed (`peek`), it evicts an exact number
-    of pages (`evict_shortfall`), it only takes KV that has been committed, and it keeps a ledger of its locks.
+    Differs from the engine's in five ways: it can be asked without being changed (`peek`), it evicts an exact number
+    of pages (`evict_shortfall`), it knows what queued requests match (`watches`) and evicts that last, it only takes KV
+    that has been committed, and it keeps a ledger of its locks.
     """
 
     @classmethod
@@ -110,6 +112,12 @@ class DecodeRadixCache(RadixCache):
         # there may since have been used, locked or grown on: that is found out when its turn comes.
         self._victims: list[tuple[Any, int, TreeNode]] = []
         self._listed: set[TreeNode] = set()
+        # Leaves that came up for eviction and were spared because a queued request matches all of them.
+        self._spared: dict[TreeNode, None] = {}
+        if hasattr(self, "watches"):
+            self.watches.on_reset()
+        else:
+            self.watches = PrefixWatches(self, self._no_longer_spared)
         self.generation = getattr(self, "generation", 0) + 1
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
@@ -140,37 +148,63 @@ class DecodeRadixCache(RadixCache):
 
         token_ids: list of ints, as long as the request may match. Cost: one comparison per token, at C speed.
         """
-        page = self.page_size
-        end = len(token_ids) // page * page
-        node: TreeNode = self.root_node
         path: list[TreeNode] = []
         length = evictable = span = 0
+        for node, span in self.descend(self.root_node, 0, token_ids, extra_key):
+            path.append(node)
+            length += span
+            if node.lock_ref == 0:
+                evictable += span
+        return PrefixPeek(length, evictable, path, span)
+
+    def descend(
+        self, node: TreeNode, length: int, token_ids: Sequence[int], extra_key: str | None
+    ) -> Iterator[tuple[TreeNode, int]]:
+        """The nodes below ``node`` that hold what follows the first ``length`` tokens, each with how many it holds.
+
+        ``node`` ends where these tokens end. Nothing is touched; cost: one comparison per token, at C speed.
+        """
+        page = self.page_size
+        end = len(token_ids) // page * page
         while length < end:
             child = node.children.get(self.get_child_key_fn(RadixKey(token_ids[length : length + page], extra_key)))
             if child is None:
-                break
+                return
             held = child.key.token_ids
             wanted = token_ids[length : min(length + len(held), end)]
-            span = len(held) if held == wanted else self._common_pages(held, wanted) * page
-            path.append(child)
-            length += span
-            if child.lock_ref == 0:
-                evictable += span
+            span = len(held) if held == wanted else self.common_length(held, wanted)
+            yield child, span
             if span < len(held):
-                break
+                return
+            length += span
             node = child
-        return PrefixPeek(length, evictable, path, span)
 
-    def _common_pages(self, a: Sequence[int], b: Sequence[int]) -> int:
-        """Pages that ``a`` and ``b`` share from their start; a prefix is equal up to some page and never after."""
-        page, low, high = self.page_size, 0, min(len(a), len(b)) // self.page_size
+    def common_length(self, a: Sequence[int], b: Sequence[int], known: int = 0) -> int:
+        """Tokens, whole pages, that ``a`` and ``b`` share from their start; the first ``known`` are known to be equal.
+
+        A prefix is equal up to some page and never after, so the end is found by halving.
+        """
+        page, low, high = self.page_size, known // self.page_size, min(len(a), len(b)) // self.page_size
         while low < high:
             mid = (low + high + 1) // 2
             if a[low * page : mid * page] == b[low * page : mid * page]:
                 low = mid
             else:
                 high = mid - 1
-        return low
+        return low * page
+
+    def found(self, watch: Watch) -> PrefixPeek:
+        """What `peek` would find of a watched prompt. Cost: the depth of its node."""
+        path: list[TreeNode] = []
+        evictable, node, span = 0, watch.node, watch.in_last
+        while node is not self.root_node:
+            path.append(node)
+            if node.lock_ref == 0:
+                evictable += span
+            node = node.parent
+            span = len(node.key)
+        path.reverse()
+        return PrefixPeek(watch.length, evictable, path, watch.in_last)
 
     def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
         """Lock what `peek` found; the tree must not have changed in between.
@@ -222,6 +256,9 @@ class DecodeRadixCache(RadixCache):
         """
         if not self.takes(req):
             return
+        if req.committed_indices is not None:
+            req.prefix_indices, req.committed_indices = req.committed_indices, None
+            return
         fill_ids = req.fill_ids
         req.fill_ids = fill_ids[: req.kv_committed_len]
         try:
@@ -231,6 +268,19 @@ class DecodeRadixCache(RadixCache):
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         super().cache_finished_req(req, is_insert=is_insert and self.takes(req))
+
+    def commit_req(self, req: Req) -> None:
+        """Put the KV of ``req``, all of which has just arrived, into the tree, without waiting for its prebuilt batch.
+
+        Requests that follow it, and copies of the same pages that others bring, find it at once. To the engine the
+        request still begins at position 0; see `cache_unfinished_req`.
+        """
+        if not self.takes(req):
+            return
+        # What the engine wants to find in it after its own call, when the batch is made.
+        nothing = req.prefix_indices
+        self.cache_unfinished_req(req)
+        req.committed_indices, req.prefix_indices = req.prefix_indices, nothing
 
     def evict_shortfall(self, num_tokens: int) -> int:
         """Evict ``num_tokens`` rounded up to pages, and no more: the last victim is split and keeps its head.
@@ -245,7 +295,7 @@ class DecodeRadixCache(RadixCache):
         return EvictResult(num_tokens_evicted=self._evict(params.num_tokens, exact=False))
 
     def refill_stock(self) -> None:
-        """Evict what the free list lacks to its stock, a few leaves at a time.
+        """Evict what the free list lacks to its stock, a few leaves at a time, and nothing that a request waits for.
 
         A pool without one hands each request the pages of whatever leaves just went for it, and each decode step cuts
         the next long run up: with a stock there are long runs and short ones to choose from. Requests may use all of
@@ -254,13 +304,17 @@ class DecodeRadixCache(RadixCache):
         short = self.stock - self.token_to_kv_pool_allocator.available_size()
         # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
         if short > self.stock * STOCK_SLACK:
-            self._evict(short, exact=True, max_leaves=STOCK_LEAVES)
+            self._evict(short, exact=True, max_leaves=STOCK_LEAVES, wanted_too=False)
 
-    def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None) -> int:
+    def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None, wanted_too: bool = True) -> int:
+        """Evict leaves in the order of the eviction policy; what queued requests match goes last, if at all.
+
+        Of a leaf that they match in part, the rest goes first. Among what they match, that for which fewest wait.
+        """
         start = time.perf_counter()
         if self.eviction_policy == "mru":
             # The only policy by which a node in the list can move towards the front.
-            self._victims, self._listed = [], set()
+            self._victims, self._listed, self._spared = [], set(), {}
             for leaf in self.evictable_leaves:
                 self._list_victim(leaf)
         allocator = self.token_to_kv_pool_allocator
@@ -268,10 +322,23 @@ class DecodeRadixCache(RadixCache):
         if batching:
             allocator.free_group_begin()
         freed = leaves = 0
-        while freed < num_tokens and leaves != max_leaves and (node := self._next_victim()) is not None:
+        while freed < num_tokens and leaves != max_leaves:
+            node = self._next_victim()
+            if node is not None:
+                keep = self.watches.wanted(node)
+                if keep == len(node.key):
+                    self._spared[node] = None
+                    self._listed.add(node)
+                    continue
+            else:
+                node = self._least_wanted() if wanted_too else None
+                if node is None:
+                    break
+                keep = 0
             leaves += 1
-            keep = (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size
-            if exact and keep > 0:
+            if exact:
+                keep = max(keep, (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size)
+            if keep > 0:
                 head = self._split_node(node.key, node, keep)
                 head.last_access_time, head.creation_time = node.last_access_time, node.creation_time
             allocator.free(node.value)
@@ -282,6 +349,42 @@ class DecodeRadixCache(RadixCache):
             allocator.free_group_end()
         self.update_eviction_metrics(freed, start)
         return freed
+
+    def _least_wanted(self) -> TreeNode | None:
+        """Take the leaf for which fewest requests wait, the oldest of these, off the list of the spared."""
+        spared = [node for node in self._spared if node in self.evictable_leaves]
+        if not spared:
+            return None
+        node = min(spared, key=lambda n: (self.watches.waiting(n), self.eviction_strategy.get_priority(n), n.id))
+        self._unlist(node)
+        return node
+
+    def _no_longer_spared(self, node: TreeNode) -> None:
+        if node in self._spared:
+            self._unlist(node)
+            if node in self.evictable_leaves:
+                self._list_victim(node)
+
+    def _unlist(self, node: TreeNode) -> None:
+        self._spared.pop(node, None)
+        self._listed.discard(node)
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        """Adds that what waits for ``child`` learns of it."""
+        upper = super()._split_node(key, child, split_len)
+        self.watches.on_split(upper, child)
+        return upper
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        """Adds that what waits for ``node`` learns of it."""
+        super()._delete_leaf(node)
+        self._unlist(node)
+        self.watches.on_removal(node)
+
+    def _record_store_event(self, node: TreeNode) -> None:
+        """Adds to what the engine does with each new leaf that what waits for it learns of it."""
+        super()._record_store_event(node)
+        self.watches.on_new_leaf(node)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
         """Adds to the engine's bookkeeping of evictable leaves that a new one is listed for eviction."""

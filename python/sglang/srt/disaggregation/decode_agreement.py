@@ -1,0 +1,76 @@
+"""How the TP ranks of a decode worker agree on what admission does next, in one collective per step.
+
+Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their negatives,
+the figures that admission decides by. The minimum of a figure and the negated minimum of its negative are the least and
+the greatest value over the ranks: where they are the same, all ranks have it.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["CANDIDATES", "WINDOW", "Agreement", "agree"]
+
+# Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
+# their queues were not; what stands further back is not looked at before these are admitted.
+WINDOW = 256
+# Requests that one step may admit where there are several ranks.
+CANDIDATES = 8
+SHARED_FIGURES = 7
+_STATE = SHARED_FIGURES + 2 * CANDIDATES
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What all ranks know after the collective.
+
+    low, high: the least and greatest of each shared figure. polls, capable: of each request of the window, by MIN.
+    same: for each candidate, whether all ranks' trees hold the same of it.
+    """
+
+    low: list[int]
+    high: list[int]
+    polls: list[int]
+    capable: list[bool]
+    same: list[bool]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks are in the same state; if not, all of them see that, and skip the step."""
+        return self.low == self.high
+
+
+def agree(
+    group: dist.ProcessGroup,
+    shared: Sequence[int],
+    held: Sequence[tuple[int, int]],
+    polls: Sequence[int],
+    capable: Sequence[bool],
+) -> Agreement:
+    """Reduce over ``group``.
+
+    shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
+    `CANDIDATES`. polls, capable: for each request of the window, at most `WINDOW`.
+    """
+    state = [*shared, *(figure for two in held for figure in two)]
+    state += [0] * (_STATE - len(state))
+    pad = [0] * (WINDOW - len(polls))
+    mine = [*state, *(-figure for figure in state), *polls, *pad, *map(int, capable), *pad]
+    reduced = torch.tensor(mine, dtype=torch.int64)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
+    agreed = reduced.tolist()
+    low, high = agreed[:_STATE], [-figure for figure in agreed[_STATE : 2 * _STATE]]
+    first = 2 * _STATE
+    return Agreement(
+        low=low[:SHARED_FIGURES],
+        high=high[:SHARED_FIGURES],
+        polls=agreed[first : first + len(polls)],
+        capable=[bool(flag) for flag in agreed[first + WINDOW : first + WINDOW + len(polls)]],
+        same=[low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)],
+    )

@@ -1,0 +1,209 @@
+"""Where prompts that wait stand in the decode tree, kept up to date by the tree's own changes.
+
+A prompt is compared with the tree once, when its watch begins. After that only what changes in the tree moves it: a new
+leaf behind its match, a split, an eviction. So a queue of any length can be ordered by what the tree holds of each
+request without asking the tree again in every step, and the tree knows which nodes somebody waits for.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["PrefixWatches", "Watch"]
+
+
+class Watch:
+    """A prompt and its place in the tree.
+
+    token_ids: the prompt. length: tokens of it that the tree holds, whole pages. node, in_last: where the match ends,
+    and how many tokens of that node belong to it. leading: its request has been admitted and its KV is on the way; it
+    no longer waits for what the tree holds. owner: whoever watches.
+    """
+
+    __slots__ = ("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "place", "common")
+
+    def __init__(self, token_ids: Sequence[int], extra_key: str | None, owner: Any, root: TreeNode):
+        self.token_ids = token_ids
+        self.extra_key = extra_key
+        self.owner = owner
+        self.length = 0
+        self.node, self.in_last = root, 0
+        self.leading = False
+        # The next page of the prompt, as the tree tells children apart: requests of one place share at least that.
+        self.place: tuple[int, Any] = (0, None)
+        # Tokens from the start, whole pages, that it shares with each leader it was compared with.
+        self.common: dict[Watch, int] = {}
+
+
+class PrefixWatches:
+    """All watches of one tree, by node, and there by place: how far into the node, and the page that comes next."""
+
+    def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
+        """on_leave: told of a node that a waiting prompt no longer matches, or matches less of."""
+        self._tree = tree
+        self._on_leave = on_leave
+        self._at: dict[TreeNode, dict[tuple[int, Any], dict[Watch, None]]] = {}
+        # Advanced when a leader comes or goes.
+        self.leaders = 0
+
+    def __iter__(self) -> Iterator[Watch]:
+        for places in self._at.values():
+            for group in places.values():
+                yield from group
+
+    def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
+        """Begin to watch a prompt. Cost: one `peek`."""
+        watch = Watch(token_ids, extra_key, owner, self._tree.root_node)
+        self._descend(watch, self._tree.root_node)
+        return watch
+
+    def remove(self, watch: Watch) -> None:
+        """End a watch."""
+        self._take(watch)
+        if watch.leading:
+            self._forget_leader(watch)
+
+    def lead(self, watch: Watch) -> None:
+        """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way."""
+        self._take(watch)
+        watch.leading = True
+        watch.common.clear()
+        self.leaders += 1
+        self._put(watch, watch.node, watch.in_last)
+
+    def _forget_leader(self, leader: Watch) -> None:
+        self.leaders += 1
+        for watch in self._group(leader):
+            watch.common.pop(leader, None)
+
+    def leader(self, watch: Watch) -> tuple[Watch, int] | None:
+        """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
+
+        Cost: each pair of prompts is compared once, at C speed; and a few steps.
+        """
+        best: tuple[Watch, int] | None = None
+        for other in self._group(watch):
+            if not other.leading:
+                continue
+            shared = watch.common.get(other)
+            if shared is None:
+                shared = self._tree.common_length(watch.token_ids, other.token_ids, watch.length)
+                watch.common[other] = shared
+            if shared > watch.length and (best is None or shared - watch.length > best[1]):
+                best = other, shared - watch.length
+        return best
+
+    def _group(self, watch: Watch) -> Iterable[Watch]:
+        if watch.place[1] is None:
+            # The tree holds all of it that can be shared.
+            return ()
+        return self._at.get(watch.node, {}).get(watch.place, ())
+
+    # ---- what eviction asks ----
+
+    def wanted(self, node: TreeNode) -> int:
+        """Tokens from the start of ``node``, whole pages, that some waiting prompt matches up to and not beyond."""
+        places = self._at.get(node)
+        if not places:
+            return 0
+        return max((place[0] for place, group in places.items() if any(not w.leading for w in group)), default=0)
+
+    def waiting(self, node: TreeNode) -> int:
+        """Prompts whose match ends in ``node`` and that wait."""
+        return sum(not watch.leading for group in self._at.get(node, {}).values() for watch in group)
+
+    def wanted_unlocked(self) -> int:
+        """Tokens of the tree that waiting prompts match and no request has locked."""
+        root = self._tree.root_node
+        whole: set[TreeNode] = set()
+        ends: dict[TreeNode, int] = {}
+        for node in self._at:
+            if node is root or node.lock_ref or not (part := self.wanted(node)):
+                continue
+            ends[node] = part
+            above = node.parent
+            while above is not root and not above.lock_ref and above not in whole:
+                whole.add(above)
+                above = above.parent
+        return sum(len(node.key) for node in whole) + sum(part for node, part in ends.items() if node not in whole)
+
+    # ---- what happens to the tree ----
+
+    def on_reset(self) -> None:
+        """The tree is empty, with a new root."""
+        watches = list(self)
+        self._at.clear()
+        for watch in watches:
+            watch.length = 0
+            self._put(watch, self._tree.root_node, 0)
+
+    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """``upper`` has taken the first tokens of ``lower`` from it."""
+        places = self._at.pop(lower, None)
+        if not places:
+            return
+        size = len(upper.key)
+        for group in places.values():
+            for watch in group:
+                above = watch.in_last <= size
+                self._put(watch, upper if above else lower, watch.in_last - (0 if above else size))
+        self._on_leave(lower)
+
+    def on_removal(self, node: TreeNode) -> None:
+        """The leaf ``node`` has been evicted."""
+        places = self._at.pop(node, None)
+        if not places:
+            return
+        parent = node.parent
+        for group in places.values():
+            for watch in group:
+                watch.length -= watch.in_last
+                self._put(watch, parent, 0 if parent is self._tree.root_node else len(parent.key))
+
+    def on_new_leaf(self, node: TreeNode) -> None:
+        """A leaf has been added."""
+        parent = node.parent
+        places = self._at.get(parent)
+        if not places:
+            return
+        full = 0 if parent is self._tree.root_node else len(parent.key)
+        group = places.get((full, self._tree.get_child_key_fn(node.key)))
+        for watch in list(group or ()):
+            self._take(watch)
+            self._descend(watch, parent)
+
+    # ---- books ----
+
+    def _descend(self, watch: Watch, node: TreeNode) -> None:
+        """Match on from the end of ``node``, at which ``watch`` stands."""
+        in_last = 0 if node is self._tree.root_node else len(node.key)
+        for child, span in self._tree.descend(node, watch.length, watch.token_ids, watch.extra_key):
+            node, in_last = child, span
+            watch.length += span
+        self._put(watch, node, in_last)
+
+    def _put(self, watch: Watch, node: TreeNode, in_last: int) -> None:
+        page = self._tree.page_size
+        following = watch.token_ids[watch.length : watch.length + page]
+        key = self._tree.get_child_key_fn(RadixKey(following, watch.extra_key)) if len(following) == page else None
+        watch.node, watch.in_last, watch.place = node, in_last, (in_last, key)
+        self._at.setdefault(node, {}).setdefault(watch.place, {})[watch] = None
+
+    def _take(self, watch: Watch) -> None:
+        places = self._at[watch.node]
+        group = places[watch.place]
+        del group[watch]
+        if not group:
+            del places[watch.place]
+            if not places:
+                del self._at[watch.node]
+        if not watch.leading:
+            self._on_leave(watch.node)
