@@ -5,7 +5,9 @@ What lies outside the worker is left to its user: the network and the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeReqToTok
 from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -41,6 +44,7 @@ class DecodeWorker:
 
     max_reqs: requests that run at a time, and as many more that are preallocated, each of at most ``max_len`` tokens.
     reserved: tokens kept for each request's answer. stock: tokens kept free, None for the default part of the pool.
+    tree_type: the engine's ``ChunkCache`` makes it a worker without the flag. options: more arguments of the server.
     """
 
     def __init__(
@@ -55,9 +59,8 @@ class DecodeWorker:
         kv: MHATokenToKVPool | None = None,
         group: dist.ProcessGroup | None = None,
         queue_type: type[Queue] = Queue,
-        tree_type: type[DecodeRadixCache] = DecodeRadixCache,
-        admission: str = "prefix",
-        max_overtaken: int = 64,
+        tree_type: type[BasePrefixCache] = DecodeRadixCache,
+        options: Mapping[str, Any] | None = None,
     ):
         if group is None:
             if not dist.is_initialized():
@@ -71,8 +74,11 @@ class DecodeWorker:
             served_model_name="m",
             disaggregation_mode="decode",
             disaggregation_transfer_backend="nixl",
-            disaggregation_decode_admission=admission,
-            disaggregation_decode_max_overtaken=max_overtaken,
+            **{
+                "disaggregation_decode_admission": "prefix",
+                "disaggregation_decode_max_overtaken": 64,
+                **(options or {}),
+            },
         )
         set_global_server_args_for_scheduler(args)
         self.allocator = make_allocator(size, page_size, kv)

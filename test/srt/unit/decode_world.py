@@ -88,7 +88,7 @@ class World(DecodeWorker):
         max_reqs: int = 8,
         group=None,
         stock: int | None = 0,
-        **options,
+        options: dict | None = None,
     ):
         self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.kv.cpu_offloading_chunk_size = 8
@@ -101,7 +101,7 @@ class World(DecodeWorker):
             stock=stock,
             kv=self.kv,
             group=group,
-            **options,
+            options=options,
         )
         self._ids = itertools.count(1)
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.

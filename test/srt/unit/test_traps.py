@@ -334,7 +334,7 @@ def test_trap_08_only_the_last_chunk_ends_a_transfer(chunk, prompt_len):
 def test_trap_09_an_admitted_request_is_not_matched_again():
     """A longer match at the prebuilt batch moved the border of what the tree holds, and finish freed wrong slots."""
     # By prefix, the second would wait for the first.
-    world, prompt = World(size=128, admission="fcfs"), tokens(1, 24)
+    world, prompt = World(size=128, options={"disaggregation_decode_admission": "fcfs"}), tokens(1, 24)
     serve_to_end(world, prompt[:8])
     first = world.arrive(prompt)
     world.handshake(first)

@@ -1,0 +1,117 @@
+"""What is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bench.least import Keeper, PageIndex
+from bench.stats import percentile
+
+from sim.workload import Request
+
+if TYPE_CHECKING:
+    from sim.decode import SimulatedDecode
+
+
+@dataclass(eq=False)
+class Record:
+    """One request's life; times in seconds. tokens: of its answer so far. prefix_len: tokens that decode held of it."""
+
+    request: Request
+    arrived: float
+    admitted: float | None = None
+    first: float | None = None
+    done: float | None = None
+    tokens: int = 0
+    prefix_len: int = 0
+    sent_pages: int = 0
+
+    @property
+    def ttft(self) -> float:
+        assert self.first is not None
+        return self.first - self.arrived
+
+    @property
+    def itl(self) -> float:
+        """Mean seconds between its tokens."""
+        assert self.first is not None and self.done is not None
+        return (self.done - self.first) / (self.request.answer - 1)
+
+
+@dataclass
+class Gauges:
+    """What one decode worker held, looked at before each stride, and its means over time."""
+
+    retracted: int = 0
+    decoded: int = 0
+    peak_running: int = 0
+    peak_held: int = 0
+    peak_queued: int = 0
+    running_time: float = 0.0
+    held_time: float = 0.0
+    moving_time: float = 0.0
+    series: list[tuple[float, int, int, int, int]] = field(default_factory=list)
+    _at: float = 0.0
+    _last: tuple[int, int, int] = (0, 0, 0)
+
+    def take(self, worker: SimulatedDecode) -> None:
+        now = worker.clock.now
+        running, held, moving = self._last
+        passed = now - self._at
+        self.running_time += running * passed
+        self.held_time += held * passed
+        self.moving_time += moving * passed
+        running, moving, queued = len(worker.running), len(worker.transfer.queue), len(worker.queue.queue)
+        held = (worker.size - worker.allocator.available_size() - worker.tree.evictable_size()) * worker.scale
+        self._at, self._last = now, (running, held, moving)
+        self.peak_running = max(self.peak_running, running)
+        self.peak_held = max(self.peak_held, held)
+        self.peak_queued = max(self.peak_queued, queued)
+        self.series.append((now, running, moving, queued, held))
+
+
+class Least:
+    """Slots that had to be sent at least: what one worker that forgets nothing would have lacked."""
+
+    def __init__(self, page: int):
+        self.keeper = Keeper(PageIndex(page))
+        self.pages = 0
+
+    def asked(self, prompt: Sequence[int]) -> int:
+        lacking = self.keeper.send(prompt)
+        self.pages += lacking
+        return lacking
+
+
+def summary(records: Sequence[Record], least_pages: int, began: float, gauges: Sequence[Gauges]) -> dict[str, Any]:
+    """The figures of the measured requests. least_pages: pages that had to be sent for them."""
+    done = [r for r in records if r.request.measured]
+    assert done and all(r.done is not None for r in done)
+    end = max(r.done or 0.0 for r in done)
+    ttfts = [r.ttft for r in done]
+    itls = [r.itl for r in done if r.request.answer > 1]
+    span = end - began
+    sent = sum(r.sent_pages for r in done)
+    return {
+        "requests": len(done),
+        "seconds": span,
+        "requests_per_s": len(done) / span,
+        "ttft_p50": percentile(ttfts, 50),
+        "ttft_p99": percentile(ttfts, 99),
+        "ttft_mean": sum(ttfts) / len(ttfts),
+        "ttft_max": max(ttfts),
+        "itl_mean": sum(itls) / len(itls) if itls else 0.0,
+        "pages_sent": sent,
+        "pages_least": least_pages,
+        "sent_over_least": sent / least_pages,
+        "hit": sum(r.prefix_len for r in done) / sum(r.request.length for r in done),
+        "peak_running": max(g.peak_running for g in gauges),
+        "mean_running": sum(g.running_time for g in gauges) / max(g._at for g in gauges),
+        "mean_moving": sum(g.moving_time for g in gauges) / max(g._at for g in gauges),
+        "peak_held": max(g.peak_held for g in gauges),
+        "mean_held": sum(g.held_time for g in gauges) / max(g._at for g in gauges),
+        "retracted": sum(g.retracted for g in gauges),
+        "peak_queued": max(g.peak_queued for g in gauges),
+    }

@@ -1,0 +1,147 @@
+"""A PD deployment simulated around the real decode worker, at a scale that two cores cannot carry.
+
+Decode's queues, tree, pool and allocator are the real ones; prefill, links, decode steps and clients are models on a
+simulated clock (``sim/times.py`` has their constants and where these come from). Slots of the pool are numbers only.
+
+    python benchmark/simulate.py                                       # all workloads and modes
+    python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
+
+Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
+order of arrival, ``new`` the defaults. ``--set`` changes a size of a workload (``h.pool=``), a constant of time
+(``times.step=``) or an argument of the decode server (``args.NAME=``).
+
+With ``published`` in modes off and today: exits with 1 unless on / off in requests/s is within 15% of the 1.32 that was
+measured there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+# Before the engine is imported, which warns of what a CPU host lacks.
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from sim.deployment import Deployment  # noqa: E402
+from sim.workload import KINDS, fields_of  # noqa: E402
+
+ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
+# What each mode asks of the decode server.
+MODES: dict[str, dict[str, Any]] = {
+    "off": {ADMISSION: "prefix", OVERTAKEN: 64},
+    "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
+    "new": {ADMISSION: "prefix", OVERTAKEN: 64},
+}
+MEASURED, TOLERANCE = 1.32, 0.15
+
+
+def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """Run one workload in one mode; returns the figures. Raises ValueError naming a setting that there is not."""
+    sizes, options, constants = KINDS[key](), dict(MODES[mode]), {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        group, _, field = name.partition(".")
+        if group == "args":
+            options[field] = int(value) if value.isdigit() else value
+        elif group == "times":
+            constants[field] = value
+        elif group not in KINDS or field not in fields_of(KINDS[group]()):
+            raise ValueError(f"--set {setting}: there is no such size")
+        elif group == key:
+            setattr(sizes, field, fields_of(sizes)[field](value))
+    workload = sizes.make()
+    for field, value in constants.items():
+        if not hasattr(workload.times, field):
+            raise ValueError(f"--set times.{field}: there is no such constant")
+        setattr(workload.times, field, type(getattr(workload.times, field))(value))
+    began = time.process_time()
+    figures = Deployment(workload, mode == "off", options).run()
+    return {"workload": key, "mode": mode, **figures, "cpu_seconds": time.process_time() - began}
+
+
+def line(figures: dict[str, Any]) -> str:
+    """One run in one line, for trying things out."""
+    f = figures
+    return (
+        f"{f['workload']:9} {f['mode']:6} {f['requests_per_s']:7.2f} req/s  "
+        f"TTFT p50 {f['ttft_p50']:.3f} p99 {f['ttft_p99']:.3f} max {f['ttft_max']:.3f} s  "
+        f"ITL {1e3 * f['itl_mean']:.1f} ms  sent/least {f['sent_over_least']:.2f}  hit {f['hit']:.2f}  "
+        f"running {f['mean_running']:.1f} (peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
+        f"held {f['mean_held']:.0f} (peak {f['peak_held']})  retracted {f['retracted']}  "
+        f"prefill busy {f['prefill_busy']:.2f}  [{f['cpu_seconds']:.1f} s CPU]"
+    )
+
+
+def calibration(results: Sequence[dict[str, Any]]) -> tuple[str, bool] | None:
+    """Whether the published run's gain comes out; None if it was not run in both modes."""
+    rates = {f["mode"]: f["requests_per_s"] for f in results if f["workload"] == "published"}
+    if not {"off", "today"} <= rates.keys():
+        return None
+    ratio = rates["today"] / rates["off"]
+    good = abs(ratio / MEASURED - 1) <= TOLERANCE
+    verdict = "within" if good else "NOT within"
+    text = f"{rates['off']:.2f} -> {rates['today']:.2f} requests/s, {ratio:.2f} x; measured 1.21 -> 1.59, {MEASURED} x"
+    return f"calibration: {text}: {verdict} {TOLERANCE:.0%}", good
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """All runs as Markdown."""
+    rows = [
+        "| workload | mode | requests/s | / off | TTFT p50, s | p99 | ITL mean, ms | sent / least "
+        "| running, mean (peak) | tokens held, mean (peak) | retracted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for f in results:
+        off = [o["requests_per_s"] for o in results if o["workload"] == f["workload"] and o["mode"] == "off"]
+        ratio = f"{f['requests_per_s'] / off[0]:.2f}" if off else ""
+        rows.append(
+            f"| {f['workload']} | {f['mode']} | {f['requests_per_s']:.2f} | {ratio} "
+            f"| {f['ttft_p50']:.3f} | {f['ttft_p99']:.3f} | {1e3 * f['itl_mean']:.1f} | {f['sent_over_least']:.2f} "
+            f"| {f['mean_running']:.1f} ({f['peak_running']}) | {f['mean_held']:,.0f} ({f['peak_held']:,}) "
+            f"| {f['retracted']} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Simulate, print the tables, return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--workload", default=",".join(KINDS), metavar="KEY,...", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--modes", default=",".join(MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    keys, modes = args.workload.split(","), args.modes.split(",")
+    for asked, known in ((keys, KINDS), (modes, MODES)):
+        if unknown := set(asked) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    results = []
+    # The calibration comes first.
+    for key in sorted(keys, key=lambda key: key != "published"):
+        for mode in modes:
+            try:
+                results.append(simulate(key, mode, args.settings))
+            except ValueError as error:
+                parser.error(str(error))
+            print(line(results[-1]), file=sys.stderr, flush=True)
+    checked = calibration(results)
+    if checked:
+        print(checked[0] + "\n")
+    print(table(results))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as out:
+            json.dump(results, out, indent=1)
+    return 0 if checked is None or checked[1] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
