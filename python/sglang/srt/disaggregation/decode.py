@@ -326,7 +326,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     self.counters.blocked()
                 self._block(req, plan, kept)
                 break
-            if place is not in_turn[-1]:
+            if place is not in_turn[-1] and place.overtaken < line.max_overtaken:
                 if slack <= 0:
                     break
                 slack -= 1
