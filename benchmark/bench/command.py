@@ -30,14 +30,17 @@ from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
 # A quick run shows every workload but the one that takes a deployment of its own.
-QUICK_KEYS = ("a", "b", "c", "d", "e", "f")
+QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h")
 QUICK: dict[str, dict[str, Any]] = {
-    "a": {"prefixes": 4, "requests": 96, "answer": 128},
+    "a": {"prefixes": 6, "requests": 96, "concurrency": 38, "rounds": 2},
+    "aw": {"prefixes": 4, "requests": 96, "answer": 128},
     "b": {"prefixes": 12, "per_group": 4, "answer": 16, "concurrency": 32},
     "c": {"clients": 4, "turns": 4, "answer": 16},
     "d": {"herds": 2, "size": 8, "answer": 8},
     "e": {"requests": 32, "concurrency": 8, "answer": 16},
     "f": {"requests": 30},
+    "g": {"prefixes": 5, "requests": 64, "concurrency": 32, "rounds": 2},
+    "h": {"prefixes": 14, "requests": 84, "concurrency": 42},
 }
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
@@ -51,9 +54,11 @@ SHAPE = ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, interm
 
 _EPILOG = """
 Workloads:
-  a   shared prefixes, decode short of memory       d   a herd of requests with the same new prefix
-  b   many small groups, long answers               e   no sharing: the overhead
-  c   multi-turn chat                               f   a trace (fm: over several decode workers)
+  a   shared prefixes, decode short of memory,      e   no sharing: the overhead
+      from a cold start (aw: warm, a few at once)   f   a trace (fm: over several decode workers)
+  b   many small groups, long answers               g   churn: new prefixes come to a pool full of old ones
+  c   multi-turn chat                               h   more prefixes than fit at once, in random order
+  d   a herd of requests with the same new prefix
 
   pd-radix bench --quick
   pd-radix bench --only a --set a.concurrency=128 --set a.pool=65536 --out report

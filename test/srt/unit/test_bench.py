@@ -48,24 +48,85 @@ def test_a_workload_is_the_same_every_time_and_other_with_another_seed(key):
 
 
 def test_shared_prefixes_share_what_they_say():
-    made = make("a", prefixes=3, at_once=3, shared=20, suffix=2, requests=9, answer=10)
-    (asked,), (warm,) = made.rounds, made.warm
+    made = make("a", prefixes=3, shared=20, suffix=2, requests=9, answer=10, rounds=1)
+    (asked,) = made.rounds
     assert sorted(r.group for r in asked) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     for r in asked:
         assert len(r.ids) == 22 and 5 <= r.answer <= 15
         assert all((r.ids[:20] == other.ids[:20]) == (r.group == other.group) for other in asked)
     assert len({r.ids for r in asked}) == 9
-    assert [w.ids[:20] for w in warm] == [next(r.ids[:20] for r in asked if r.group == g) for g in range(3)]
-    assert not {w.ids for w in warm} & {r.ids for r in asked}
 
 
-def test_shared_prefixes_come_some_at_a_time():
-    made = make("a", prefixes=5, at_once=2, shared=20, suffix=2, requests=20)
+def prefixes_of(made, shared):
+    return [{r.ids[:shared] for r in asked} for asked in made.rounds]
+
+
+def test_shared_prefixes_come_cold_all_at_once_and_again_in_every_round():
+    made = make("a", prefixes=5, shared=20, suffix=2, requests=33, rounds=3)
+    assert not made.warm
+    assert [len(asked) for asked in made.rounds] == [11, 11, 11] and made.requests == 33
+    first, *later = prefixes_of(made, 20)
+    assert len(first) == 5 and all(used == first for used in later)
+    orders = [[r.group for r in asked] for asked in made.rounds]
+    assert orders[0] != sorted(orders[0]) and orders[0] != orders[1]
+    assert len({r.ids for asked in made.rounds for r in asked}) == 33
+
+
+def test_the_default_of_a_is_the_published_run():
+    """20 prefixes of about 50K of 54.5K tokens, 128 clients, 1000 requests; some 37 of them fit without sharing."""
+    sizes = workload.SharedPrefixes()
+    assert (sizes.prefixes, sizes.concurrency, sizes.requests) == (20, 128, 1000)
+    assert sizes.shared / (sizes.shared + sizes.suffix) == pytest.approx(50 / 54.5, abs=0.001)
+    whole = math.ceil((sizes.shared + sizes.suffix) / 16) * 16
+    assert sizes.pool / (whole + sizes.answer / 2 + sizes.reserve) == pytest.approx(37, abs=1)
+    assert sizes.pool / (sizes.prefixes * sizes.shared) == pytest.approx(2, abs=0.3)
+
+
+def test_churn_has_new_prefixes_in_every_round_and_a_pool_for_22_whole_prompts():
+    made = make("g", prefixes=4, shared=20, suffix=2, requests=24, rounds=3)
+    used = prefixes_of(made, 20)
+    assert [len(u) for u in used] == [4, 4, 4] and len(set.union(*used)) == 12
+    assert not made.warm
+    sizes = workload.Churn()
+    whole = math.ceil((sizes.shared + sizes.suffix) / 16) * 16
+    assert sizes.pool // (whole + sizes.answer // 2 + sizes.reserve) in (21, 22, 23) and sizes.concurrency > 23
+    # Where they share, all clients fit beside the prefixes: what is slow then is not the pool.
+    own = whole - sizes.shared // 16 * 16 + sizes.answer // 2
+    assert sizes.prefixes * sizes.shared + sizes.concurrency * own < sizes.pool
+
+
+def test_more_prefixes_than_fit_do_not_fit():
+    sizes = workload.CrowdedPrefixes()
+    made = make("h")
+    assert not made.warm and len(made.rounds) == 1 and len({r.group for r in made.rounds[0]}) == sizes.prefixes
+    whole = math.ceil((sizes.shared + sizes.suffix) / 16) * 16
+    own = whole - sizes.shared // 16 * 16
+    assert sizes.prefixes * (sizes.shared // 16 * 16 + own + sizes.reserve) > sizes.pool
+    assert sizes.pool >= 4 * whole
+
+
+def test_warm_prefixes_come_some_at_a_time_and_each_was_asked_for():
+    made = make("aw", prefixes=5, at_once=2, shared=20, suffix=2, requests=20)
     assert [{r.group for r in asked} for asked in made.rounds] == [{0, 1}, {2, 3}, {4}]
     assert [[r.group for r in warm] for warm in made.warm] == [[0, 1], [2, 3], [4]]
     assert made.requests == 20
-    together = make("a", prefixes=5, at_once=5, shared=20, suffix=2, requests=20)
+    for asked, warm in zip(made.rounds, made.warm, strict=True):
+        assert {r.ids[:20] for r in asked} == {w.ids[:20] for w in warm}
+        assert not {w.ids for w in warm} & {r.ids for r in asked}
+    together = make("aw", prefixes=5, at_once=5, shared=20, suffix=2, requests=20)
     assert {r.ids for r in together.rounds[0]} == {r.ids for asked in made.rounds for r in asked}
+
+
+@pytest.mark.parametrize("key", command.QUICK_KEYS)
+def test_a_quick_workload_fits_the_one_quick_deployment(key):
+    sizes = workload.KINDS[key]()
+    for name, value in {**command.QUICK.get(key, {}), **command.QUICK_SHAPE}.items():
+        assert hasattr(sizes, name)
+        setattr(sizes, name, value)
+    sizes.check(key)
+    made = sizes.make(key, TOKENS)
+    assert made.longest + sizes.reserve < sizes.pool
+    assert made.requests <= 130
 
 
 def test_groups_are_as_many_as_they_say():
@@ -88,11 +149,12 @@ def test_the_longest_request():
         ("a.shared=many", "takes int"),
         ("a.answer=1", "--set a.answer=1: must be at least 2"),
         ("a.requests=0", "--set a.requests=0: must be at least 1"),
+        ("a.rounds=1001", "--set a.rounds=1001: there are only 1000 requests"),
     ],
 )
 def test_a_size_that_makes_no_sense_is_refused(setting, said):
     with pytest.raises(PdRadixError, match=re.escape(said)):
-        workload.apply_settings({"a": workload.SharedPrefix()}, [setting])
+        workload.apply_settings({"a": workload.SharedPrefixes()}, [setting])
 
 
 # ---- traces ----
@@ -385,7 +447,7 @@ def test_the_command_says_what_it_can_measure(capsys):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--only", "a,z"], "z is not one of a, b, c, d, e, f, fm"),
+        (["--only", "a,z"], "z is not one of a, aw, b, c, d, e, f, fm, g, h"),
         (["--only", "a,"], "an empty name is not one of"),
         (["--runs", "0"], "--runs 0: must be at least 1"),
         (["--sample-every", "0"], "--sample-every 0: must be at least 0.1"),
