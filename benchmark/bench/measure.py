@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 import queue
 import subprocess
 import sys
@@ -254,6 +255,7 @@ def run_once(
             began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
             rounds.append(
                 {
+                    "requests": len(answers),
                     "duration_s": ended - began,
                     "least_pages": least,
                     "prompt_pages": pages_of(prompts, page_size),
@@ -265,7 +267,7 @@ def run_once(
             before = after
     finally:
         samples = watch.stop()
-    figures = figures_of(asked, rounds, samples, index)
+    figures = figures_of(asked, rounds, samples, index, deployment.used_peak(variant))
     figures["least_pages_with_warm_up"] = figures["least_pages"] + warm_pages
     began = min(a.start_s for a in asked)
     series = [
@@ -325,8 +327,12 @@ def figures_of(
     rounds: Sequence[dict[str, float]],
     samples: Sequence[Sample],
     index: PageIndex,
+    used_peak: float,
 ) -> dict[str, float]:
-    """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts."""
+    """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts.
+
+    used_peak: the most tokens that requests held on decode, as it recorded them itself.
+    """
     duration = sum(r["duration_s"] for r in rounds)
     ttft = [a.ttft_s for a in asked]
     itl = [gap for a in asked for gap in a.itl_s]
@@ -336,6 +342,7 @@ def figures_of(
         return sum(r[name] for r in rounds)
 
     held, least_held = resident(asked, samples, index)
+    least_peak = peak_to_hold(asked, index)
     return {
         "duration_s": duration,
         "requests_per_s": len(asked) / duration,
@@ -360,25 +367,51 @@ def figures_of(
         "running_max": max((s.running for s in samples), default=0),
         "used_tokens_max": max((s.used_tokens for s in samples), default=0),
         "held_over_least": held / least_held if least_held else float("nan"),
+        "used_peak": used_peak,
+        "least_peak": least_peak,
+        "peak_over_least": used_peak / least_peak,
     }
 
 
 def resident(asked: Sequence[Asked], samples: Sequence[Sample], index: PageIndex) -> tuple[float, float]:
     """Tokens that requests held on decode, and the fewest that could do, each summed over the samples.
 
-    Only moments count at which an answer was under way. The fewest: `tokens_to_hold` of the requests that had their
-    first token and not yet their last, by the clients' clock.
+    Only moments count at which an answer was under way. The fewest: see `fewest_tokens`.
+    """
+    fewest_at = fewest_tokens(asked, index)
+    held = fewest = 0.0
+    for sample in samples:
+        least = fewest_at(sample.at_s)
+        if least:
+            held += sample.used_tokens
+            fewest += least
+    return held, fewest
+
+
+def peak_to_hold(asked: Sequence[Asked], index: PageIndex) -> int:
+    """The most of `fewest_tokens` at any moment. What must be held grows but for where an answer ends."""
+    fewest_at = fewest_tokens(asked, index)
+    # The moment itself would be after the end.
+    return max(fewest_at(math.nextafter(a.start_s + a.latency_s, 0.0)) for a in asked)
+
+
+def fewest_tokens(asked: Sequence[Asked], index: PageIndex) -> Callable[[float], int]:
+    """The fewest tokens that decode can hold, as a function of the time by the clients' clock (seconds).
+
+    `tokens_to_hold` of the requests that had their first token and not yet their last. A request whose KV is on its way
+    has its pages already and no token yet, so it is not among them: what decode holds for it is above the least.
     """
     pages = [index.pages(a.prompt) for a in asked]
     times = [a.token_times() for a in asked]
-    held = fewest = 0.0
-    for sample in samples:
-        active = [
-            (pages[i], len(a.prompt), bisect.bisect_right(times[i], sample.at_s))
-            for i, a in enumerate(asked)
-            if times[i][0] <= sample.at_s < a.start_s + a.latency_s
-        ]
-        if active:
-            held += sample.used_tokens
-            fewest += tokens_to_hold(active, index.page_size)
-    return held, fewest
+
+    def fewest(at_s: float) -> int:
+        return tokens_to_hold(
+            [
+                (pages[i], len(a.prompt), bisect.bisect_right(times[i], at_s))
+                for i, a in enumerate(asked)
+                if times[i][0] <= at_s < a.start_s + a.latency_s
+            ],
+            index.page_size,
+        )
+
+    return fewest

@@ -149,7 +149,7 @@ class SharedPrefixes(Prefixes):
     reserve: int = 64
     shared: int = 1000
     suffix: int = 90
-    answer: int = 96
+    answer: int = 80
     requests: int = 1000
     concurrency: int = 128
     rounds: int = 5
@@ -180,9 +180,10 @@ class Churn(SharedPrefixes):
     """The same with ``prefixes`` new prefixes in every round, which come to a pool full of the old ones."""
 
     # Room for 22 whole prompts with their answers, so for all 64 clients only where they share.
-    pool: int = 26624
+    pool: int = 27648
     prefixes: int = 12
-    requests: int = 384
+    answer: int = 192
+    requests: int = 480
     concurrency: int = 64
     rounds: int = 4
 
@@ -199,6 +200,7 @@ class CrowdedPrefixes(SharedPrefixes):
     # All prefixes and next to nothing else: at most half of them beside the requests that use them.
     pool: int = 12288
     prefixes: int = 12
+    answer: int = 192
     requests: int = 360
     concurrency: int = 64
     rounds: int = 1

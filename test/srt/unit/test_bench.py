@@ -319,7 +319,7 @@ def test_figures_of_a_run_by_hand():
         measure.Sample(2.5, 1, 1, 12, 9, 100),  # the first, with 2 tokens: 4 + 1 + 2
         measure.Sample(4.0, 1, 0, 12, 9, 300),  # the second, with 1 token: 4 + 1 + 1
     ]
-    figures = measure.figures_of(requests, rounds, samples, index)
+    figures = measure.figures_of(requests, rounds, samples, index, 14.0)
     assert figures["requests_per_s"] == 2 / 5
     assert figures["output_tokens_per_s"] == 5 / 5
     assert figures["ttft_p50_s"] == 2.0
@@ -327,8 +327,22 @@ def test_figures_of_a_run_by_hand():
     assert figures["tpot_p50_s"] == 1.5
     assert figures["answering_mean"] == (2 + 2) / 5
     assert figures["held_over_least"] == pytest.approx(24 / 13)
+    assert figures["least_peak"] == 4 + 1 + 2  # just before the first ends; the second has its first token then
+    assert figures["peak_over_least"] == 2.0
     assert figures["running_max"] == 1
     assert figures["prefill_cpu_s"] == 1.5 and figures["decode_cpu_s"] == 0.5
+
+
+def test_the_least_peak_is_of_what_is_answered_at_one_moment():
+    index = least.PageIndex(PAGE)
+    shared = [1, 2, 3, 4]
+    together = [asked([*shared, 5], 0.0, 1.0, [1.0, 1.0]), asked([*shared, 6], 0.0, 2.0, [0.5] * 4)]
+    # Just before 3.0 the first has 2 of its 3 tokens, and the second those of 2.0 and 2.5: 4 + (1 + 2) + (1 + 2).
+    assert measure.peak_to_hold(together, index) == 10
+    apart = [together[0], asked([*shared, 6], 5.0, 2.0, [0.5] * 4)]
+    assert measure.peak_to_hold(apart, index) == 4 + 1 + 4
+    # A request whose first token is not there yet is not counted, however long it has been sent.
+    assert measure.peak_to_hold([together[0], asked([*shared, 6], 0.0, 9.0, [])], index) == 4 + 1 + 2
 
 
 def run_entry(variant, number, requests_per_s, sent):
@@ -341,8 +355,17 @@ def run_entry(variant, number, requests_per_s, sent):
         "least_pages_with_warm_up": 4,
     }
     rounds = [
-        {"prompt_tokens": 30, "reused_tokens": 16, "sent_bytes": sent / 2, "least_pages": 2, "prompt_pages": 5}
-        for _ in range(2)
+        {
+            "requests": 6,
+            "duration_s": 3.0 / requests_per_s if n else 6.0,
+            "ttft_p50_s": 1.0 / requests_per_s,
+            "prompt_tokens": 30,
+            "reused_tokens": 16,
+            "sent_bytes": sent / 2,
+            "least_pages": 2,
+            "prompt_pages": 5,
+        }
+        for n in range(2)
     ]
     series = [{"s": s, "running": s, "waiting": 0, "used_tokens": 10 * s, "sent_bytes": s} for s in range(3)]
     return {
@@ -385,8 +408,67 @@ def test_bytes_of_a_page_come_from_the_runs_without_cache():
     (entry,) = a_document()["workloads"]
     assert entry["page_bytes"] == 100
     assert [run["figures"]["sent_over_least"] for run in entry["runs"]] == [2.5, 1.0, 2.5, 1.1]
-    assert entry["ratios"]["on"]["requests_per_s"] == {"median": 1.75, "low": 1.5, "high": 2.0, "runs": 2}
+    assert entry["ratios"]["on"]["requests_per_s"] == {"median": 1.75, "low": 1.5, "high": 2.0, "runs": 2, "worst": 1.5}
     assert entry["summary"]["off"]["requests_per_s"] == {"median": 3, "low": 2, "high": 4, "runs": 2}
+
+
+def test_the_worst_run_is_the_least_favourable_one():
+    figures = {figure.key: figure for figure in report.FIGURES}
+    spread = stats.Spread(1.0, 0.5, 3.0, 2)
+    assert report.with_worst(figures["requests_per_s"], spread)["worst"] == 0.5
+    assert report.with_worst(figures["ttft_p99_s"], spread)["worst"] == 3.0
+    assert math.isnan(report.with_worst(figures["running_max"], spread)["worst"])
+    heading, rows = report.table(a_document()["workloads"][0])
+    assert heading == ["", "off", "on", "on / off", "worst"]
+    assert next(row for row in rows if row[0] == "requests/s")[3:] == ["1.750 (1.500–2.000)", "1.500"]
+
+
+def test_the_table_over_all_says_what_is_required():
+    heading, (row,) = report.headline(a_document())
+    cells = dict(zip(heading, row, strict=True))
+    assert cells["requests/s, on / off"] == "1.75 (1.5)"
+    assert cells["TTFT p99, on / off"] == "1 (1)"
+    assert cells["KV sent / least possible, on"] == "1.050 (1.100)"
+    assert cells["held at most / least possible, on"] == "1.000"
+
+
+def test_rounds_are_told_apart():
+    heading, rows = report.rounds_table(a_document()["workloads"][0])
+    assert [row[0] for row in rows] == ["1", "2"]
+    first, second = (dict(zip(heading, row, strict=True)) for row in rows)
+    assert (first["requests/s, off"], second["requests/s, off"]) == ("1.00", "6.00")
+    assert (first["requests/s, on / off"], second["requests/s, on / off"]) == ("1.000 (1.000)", "1.750 (1.500)")
+    assert second["TTFT p50, ms, on"] == "229"
+    assert second["TTFT p50, on / off"] == "0.583 (0.667)"
+    assert first["KV sent / least possible, on"] == "1.050"
+    one_round = a_document(chat=False)["workloads"][0]
+    assert report.in_rounds(one_round)
+    for run in one_round["runs"]:
+        del run["rounds"][1:]
+    assert not report.in_rounds(one_round) and not report.in_rounds(a_document(chat=True)["workloads"][0])
+
+
+def test_further_sides_are_compared_with_off_and_on_with_them(tmp_path):
+    runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 6, 400), run_entry("today", 1, 3, 800)]
+    document = a_document(runs=runs, variants=["off", "on", "today"])
+    (entry,) = document["workloads"]
+    assert {label: r["requests_per_s"]["median"] for label, r in entry["ratios"].items()} == {
+        "on": 3,
+        "today": 1.5,
+        "on / today": 2,
+    }
+    heading, rows = report.table(entry)
+    assert heading[1:] == ["off", "on", "on / off", "worst", "today", "today / off", "worst", "on / today", "worst"]
+    assert all(len(row) == len(heading) for row in rows)
+    assert [row[0] for row in report.headline(document)[1]] == [
+        "(a) x < y & z",
+        "(a) x < y & z: today / off",
+        "(a) x < y & z: on / today",
+    ]
+    heading, rows = report.rounds_table(entry)
+    assert len(heading) == len(set(heading)) == len(rows[0])
+    report.write(document, tmp_path)
+    assert report.MORE_COLORS[0] in (tmp_path / "charts" / "a-running.svg").read_text()
 
 
 def test_answers_that_differ_are_counted():
@@ -410,19 +492,29 @@ def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
     for svg in (f for f in files if f.suffix == ".svg"):
         ElementTree.fromstring(svg.read_text())
     text = (tmp_path / "report.md").read_text()
-    assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) |" in text
+    assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) | 1.500 |" in text
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
-    assert set(widths) <= {5, 7, 9}
+    assert set(widths) == {6, 10, 7 if chat else 11}
 
 
 def test_every_policy_is_compared_with_itself():
     names = ["off cache_aware", "on cache_aware", "off round_robin", "on round_robin"]
-    assert report.pairs({"variants": names}) == [tuple(names[:2]), tuple(names[2:])]
+    assert report.pairs({"variants": names}) == [report.Pair(*names[:2]), report.Pair(*names[2:])]
     shape = deploy.Shape(100, 10, 2, ("cache_aware", "round_robin"))
     made = deploy.variants(shape)
     assert [v.name for v in made] == names
     assert [v.workers for v in made] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert [v.name for v in deploy.variants(deploy.Shape(100, 10))] == ["off", "on"]
+    more = deploy.variants(shape, [deploy.OFF, deploy.ON, deploy.Side("today")])
+    assert [v.name for v in more[:3]] == ["off cache_aware", "on cache_aware", "today cache_aware"]
+    assert [v.workers for v in more[:3]] == [(0, 1), (2, 3), (4, 5)]
+    titles = [(p.title, p.label) for p in report.pairs({"variants": [v.name for v in more]})]
+    assert titles[:3] == [
+        ("on / off", "on cache_aware"),
+        ("today / off", "today cache_aware"),
+        ("on / today", "on cache_aware / today cache_aware"),
+    ]
+    assert len(titles) == 6
 
 
 def test_ticks_are_round():
@@ -453,6 +545,13 @@ def test_the_command_says_what_it_can_measure(capsys):
         (["--sample-every", "0"], "--sample-every 0: must be at least 0.1"),
         (["--only", "a", "--trace", "x"], "--trace is for the workloads f and fm"),
         (["--model", "/none"], "no model at /none"),
+        (["--compare", "today"], "--compare today: write NAME:OPTIONS"),
+        (["--compare", "on:--x"], "on is the name of something else"),
+        (["--compare", "b:--x", "--compare", "b:--y"], "b is the name of something else"),
+        (["--compare", "b:x"], "b: x is neither an engine option nor VARIABLE=value"),
+        (["--on", "A=1 b"], "on: b is neither an engine option nor VARIABLE=value"),
+        (["--on", "'"], "on: ': No closing quotation"),
+        (["--compare", "b:--disaggregation-decode-enable-radix-cache"], "is there already"),
         (["--", "--disaggregation-decode-enable-radix-cache"], "is what the benchmark switches"),
     ],
 )
@@ -483,3 +582,20 @@ def test_both_sides_share_the_prefill_worker_and_only_one_has_the_flag(tmp_path)
     decode = planned["decode-3"].command
     assert decode[decode.index("--max-total-tokens") + 1] == "500"
     assert decode[decode.index("--num-reserved-decode-tokens") + 1] == "20"
+
+
+def test_a_side_has_options_and_environment_of_its_own(tmp_path):
+    args = cli.build_parser("bench").parse_args(
+        ["bench", "--on", "--x 'a b'", "--compare", "today:A=1 B=2=3 --y --z=C=4", "--compare", "plain:"]
+    )
+    sides = command.chosen_sides(args)
+    assert [s.name for s in sides] == ["off", "on", "today", "plain"]
+    assert sides[1].options == ("--x", "a b")
+    assert sides[2].options == ("--y", "--z=C=4") and dict(sides[2].env) == {"A": "1", "B": "2=3"}
+    made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path, sides=sides)
+    planned = {process.name: process for process in made.cluster._plan()}
+    flag = "--disaggregation-decode-enable-radix-cache"
+    assert [flag in planned[f"decode-{i}"].command for i in range(4)] == [False, True, True, True]
+    assert ["--y" in planned[f"decode-{i}"].command for i in range(4)] == [False, False, True, False]
+    assert [planned[f"decode-{i}"].env.get("B") for i in range(4)] == [None, None, "2=3", None]
+    assert planned["decode-2"].url in planned["router-today"].command
