@@ -228,7 +228,8 @@ def run_once(
     watch = Watch(deployment, variant, every_s)
     watch.start()
     try:
-        for i, requests in enumerate(workload.rounds):
+        asked_together = [sum(workload.rounds, [])] if workload.stream else workload.rounds
+        for i, requests in enumerate(asked_together):
             if workload.warm:
                 warm = workload.warm[i]
                 _ask(load, url, warm, [r.ids for r in warm], workload.concurrency, False, check)
@@ -267,6 +268,7 @@ def run_once(
             before = after
     finally:
         samples = watch.stop()
+    told_apart = rounds_of_stream(asked, list(map(len, workload.rounds))) if workload.stream else rounds
     figures = figures_of(asked, rounds, samples, index, deployment.used_peak(variant))
     figures["least_pages_with_warm_up"] = figures["least_pages"] + warm_pages
     began = min(a.start_s for a in asked)
@@ -285,13 +287,29 @@ def run_once(
         variant.name,
         number,
         figures,
-        rounds,
+        told_apart,
         series,
         [a.ttft_s for a in asked],
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
         deployment.problems(variant),
     )
+
+
+def rounds_of_stream(asked: Sequence[Asked], sizes: Sequence[int]) -> list[dict[str, float]]:
+    """What the clients saw of rounds of ``sizes`` requests that followed each other without a pause.
+
+    A round lasts (seconds) from the moment when as many answers were complete as the rounds before it have requests to
+    that when its own number of further ones was. What workers count is not told apart.
+    """
+    ends = sorted(a.start_s + a.latency_s for a in asked)
+    found, first, began = [], 0, min(a.start_s for a in asked)
+    for size in sizes:
+        ended = ends[first + size - 1]
+        ttft = [a.ttft_s for a in asked[first : first + size]]
+        found.append({"requests": size, "duration_s": ended - began, "ttft_p50_s": percentile(ttft, 50)})
+        first, began = first + size, ended
+    return found
 
 
 def _ask(

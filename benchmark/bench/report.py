@@ -215,6 +215,8 @@ def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     rows = [[str(i + 1)] for i in range(len(entry["runs"][0]["rounds"]))]
     shown: set[str] = set()
 
+    known = set(ROUND_FIGURES) & set(_figures_of_round(entry["runs"][0]["rounds"][0], entry["page_bytes"]))
+
     def values(name: str, number: int, figure: Figure) -> list[float]:
         rounds = [run["rounds"][number] for run in entry["runs"] if run["variant"] == name]
         return [_figures_of_round(r, entry["page_bytes"])[figure.key] for r in rounds]
@@ -222,7 +224,7 @@ def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     for pair in pairs(entry):
         fresh = [name for name in (pair.below, pair.above) if name not in shown]
         shown.update(fresh)
-        for figure in (f for f in FIGURES if f.key in ROUND_FIGURES):
+        for figure in (f for f in FIGURES if f.key in known):
             for name in fresh:
                 heading.append(f"{figure.name}, {name}")
                 for i, row in enumerate(rows):
@@ -240,12 +242,11 @@ ROUND_FIGURES = ("requests_per_s", "ttft_p50_s", "sent_over_least")
 
 
 def _figures_of_round(record: Document, page_bytes: float) -> dict[str, float]:
-    least = record["least_pages"] * page_bytes
-    return {
-        "requests_per_s": record["requests"] / record["duration_s"],
-        "ttft_p50_s": record["ttft_p50_s"],
-        "sent_over_least": record["sent_bytes"] / least if least else math.nan,
-    }
+    figures = {"requests_per_s": record["requests"] / record["duration_s"], "ttft_p50_s": record["ttft_p50_s"]}
+    if "sent_bytes" in record:
+        least = record["least_pages"] * page_bytes
+        figures["sent_over_least"] = record["sent_bytes"] / least if least else math.nan
+    return figures
 
 
 def in_rounds(entry: Document) -> bool:
@@ -296,8 +297,8 @@ def sizes_line(entry: Document) -> str:
 
 
 _LEGEND = (
-    "Cells: median (least–greatest) over the runs; on / off is taken of neighbouring runs, and worst is the least favourable "
-    "of them (in brackets where a cell has two numbers). The least possible is computed from the workload alone."
+    "Cells: median (least–greatest) over the runs; on / off is taken of neighbouring runs, and worst is the least "
+    "favourable of them (in brackets where a cell has two numbers). The least possible is computed from the workload."
 )
 
 

@@ -33,7 +33,7 @@ class Request:
 
 @dataclass
 class Workload:
-    """Rounds of requests: a round begins when every answer of the one before is complete.
+    """Rounds of requests: a round begins when every answer of the one before is complete, in a ``stream`` at once.
 
     ``warm`` has, for each round (or for none), what is asked before it and not measured. In a ``chat``, round n holds
     turn n of every client, one request each in the order of clients, and each prompt begins with the previous prompt
@@ -47,6 +47,7 @@ class Workload:
     warm: list[list[Request]] = field(default_factory=list)
     concurrency: int | None = None
     chat: bool = False
+    stream: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +98,7 @@ class Sizes:
         """Raise PdRadixError naming the first size that makes no workload."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip") else 1
+            least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip", "pause") else 1
             if isinstance(value, (int, float)) and value < least:
                 raise PdRadixError(f"--set {key}.{f.name}={value}: must be at least {least}")
 
@@ -141,10 +142,11 @@ class Prefixes(Sizes):
 @dataclass
 class SharedPrefixes(Prefixes):
     """The same in ``rounds`` rounds over all prefixes in random order, from a cold start: nothing is asked before, and
-    nothing is emptied between rounds."""
+    nothing is emptied between rounds. With a ``pause`` (1) a round waits until the one before is answered."""
 
     # The lengths of the published run divided by 50, with its 20 prefixes, 128 clients and 1000 requests. The pool is
-    # about twice the prefixes: without the cache it holds some 37 requests, as in that run.
+    # about twice the prefixes: without the cache it holds some 37 requests, as in that run. With pauses, most requests
+    # would be of the crowd that begins a round: this machine has not the time for rounds of many times 128 requests.
     pool: int = 45056
     reserve: int = 64
     shared: int = 1000
@@ -153,6 +155,7 @@ class SharedPrefixes(Prefixes):
     requests: int = 1000
     concurrency: int = 128
     rounds: int = 5
+    pause: int = 0
 
     title = "shared prefixes"
 
@@ -168,7 +171,10 @@ class SharedPrefixes(Prefixes):
             numbers = range(n * self.requests // self.rounds, (n + 1) * self.requests // self.rounds)
             rounds.append(self.ask(key, tokens, numbers, f"{n}", self.called(n)))
         title = f"{self.title}: {self.prefixes} prefixes, {self.share}, {self.rounds} round{'s'[: self.rounds > 1]}"
-        return Workload(key, f"{title}, cold", dataclasses.asdict(self), rounds, concurrency=self.concurrency)
+        stream = not self.pause
+        return Workload(
+            key, f"{title}, cold", dataclasses.asdict(self), rounds, concurrency=self.concurrency, stream=stream
+        )
 
     def called(self, number: int) -> str:
         """What the prefixes of round ``number`` are called; rounds that call them alike share them."""
@@ -186,6 +192,7 @@ class Churn(SharedPrefixes):
     requests: int = 480
     concurrency: int = 64
     rounds: int = 4
+    pause: int = 1
 
     title = "churn, new prefixes every round"
 

@@ -72,6 +72,11 @@ def test_shared_prefixes_come_cold_all_at_once_and_again_in_every_round():
     assert len({r.ids for asked in made.rounds for r in asked}) == 33
 
 
+def test_rounds_of_a_follow_without_a_pause_and_those_of_churn_wait():
+    assert make("a").stream and not make("g").stream
+    assert not make("a", pause=1).stream and make("a", pause=1).rounds == make("a").rounds
+
+
 def test_the_default_of_a_is_the_published_run():
     """20 prefixes of about 50K of 54.5K tokens, 128 clients, 1000 requests; some 37 of them fit without sharing."""
     sizes = workload.SharedPrefixes()
@@ -345,6 +350,15 @@ def test_the_least_peak_is_of_what_is_answered_at_one_moment():
     assert measure.peak_to_hold([together[0], asked([*shared, 6], 0.0, 9.0, [])], index) == 4 + 1 + 2
 
 
+def test_rounds_of_a_stream_are_counted_by_what_is_complete():
+    requests = [asked([1], start, ttft, [1.0]) for start, ttft in ((0, 1), (0, 4), (2, 2), (5, 3))]
+    # Complete at 2, 5, 5 and 9.
+    assert measure.rounds_of_stream(requests, [2, 2]) == [
+        {"requests": 2, "duration_s": 5, "ttft_p50_s": 2.5},
+        {"requests": 2, "duration_s": 4, "ttft_p50_s": 2.5},
+    ]
+
+
 def run_entry(variant, number, requests_per_s, sent):
     figures = {f.key: 1.0 for f in report.FIGURES}
     figures |= {
@@ -441,6 +455,11 @@ def test_rounds_are_told_apart():
     assert second["TTFT p50, ms, on"] == "229"
     assert second["TTFT p50, on / off"] == "0.583 (0.667)"
     assert first["KV sent / least possible, on"] == "1.050"
+    streamed = a_document()["workloads"][0]
+    for run in streamed["runs"]:
+        for r in run["rounds"]:
+            del r["sent_bytes"]
+    assert not any("KV sent" in name for name in report.rounds_table(streamed)[0])
     one_round = a_document(chat=False)["workloads"][0]
     assert report.in_rounds(one_round)
     for run in one_round["runs"]:
