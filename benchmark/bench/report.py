@@ -225,10 +225,15 @@ def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:
         fresh = [name for name in (pair.below, pair.above) if name not in shown]
         shown.update(fresh)
         for figure in (f for f in FIGURES if f.key in known):
+            over_least = figure.key in OVER_LEAST
             for name in fresh:
+                if over_least and name == pair.below:
+                    continue  # all of every prompt, whatever the round
                 heading.append(f"{figure.name}, {name}")
                 for i, row in enumerate(rows):
                     row.append(number(Spread.of(values(name, i, figure)).median, figure))
+            if over_least:
+                continue
             heading.append(f"{figure.name.partition(',')[0]}, {pair.title}")
             for i, row in enumerate(rows):
                 spread = with_worst(figure, paired_ratio(values(pair.above, i, figure), values(pair.below, i, figure)))
