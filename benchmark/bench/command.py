@@ -62,8 +62,9 @@ Workloads:
   d   a herd of requests with the same new prefix
 
   pd-radix bench --quick
-  pd-radix bench --only a --set a.concurrency=128 --set a.pool=65536 --out report
+  pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
+  pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_STOCK=0 --num-reserved-decode-tokens 128"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
 
 Engine options for all workers follow after --.
@@ -91,15 +92,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
         default="",
-        metavar="'OPTIONS'",
-        help="engine options for the decode workers with the flag alone; VARIABLE=value before them sets environment",
+        metavar="OPTIONS",
+        help="engine options, in quotes (--on='--x y'), for the side with the flag alone; VARIABLE=value before "
+        "them is its environment",
     )
     parser.add_argument(
         "--compare",
         action="append",
         default=[],
-        metavar="NAME:'OPTIONS'",
-        help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; can be repeated",
+        metavar="NAME:OPTIONS",
+        help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; repeatable",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
     parser.add_argument(
