@@ -8,6 +8,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -24,20 +25,23 @@ from sglang_pd_radix.make_model import ModelShape, make_model
 from sglang_pd_radix.up import RADIX_ALIAS, RADIX_FLAG, check_model
 
 from . import report
-from .deploy import Deployment, Shape, engine_options
+from .deploy import OFF, Deployment, Shape, Side, engine_options
 from .measure import LoadGenerator, Run, run_once
 from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
 # A quick run shows every workload but the one that takes a deployment of its own.
-QUICK_KEYS = ("a", "b", "c", "d", "e", "f")
+QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h")
 QUICK: dict[str, dict[str, Any]] = {
-    "a": {"prefixes": 4, "requests": 96, "answer": 128},
+    "a": {"prefixes": 6, "requests": 96, "concurrency": 38, "rounds": 2},
+    "aw": {"prefixes": 4, "requests": 96, "answer": 128},
     "b": {"prefixes": 12, "per_group": 4, "answer": 16, "concurrency": 32},
     "c": {"clients": 4, "turns": 4, "answer": 16},
     "d": {"herds": 2, "size": 8, "answer": 8},
     "e": {"requests": 32, "concurrency": 8, "answer": 16},
     "f": {"requests": 30},
+    "g": {"prefixes": 5, "requests": 64, "concurrency": 32, "rounds": 2},
+    "h": {"prefixes": 14, "requests": 84, "concurrency": 42},
 }
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
@@ -51,13 +55,16 @@ SHAPE = ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, interm
 
 _EPILOG = """
 Workloads:
-  a   shared prefixes, decode short of memory       d   a herd of requests with the same new prefix
-  b   many small groups, long answers               e   no sharing: the overhead
-  c   multi-turn chat                               f   a trace (fm: over several decode workers)
+  a   shared prefixes, decode short of memory,      e   no sharing: the overhead
+      from a cold start (aw: warm, a few at once)   f   a trace (fm: over several decode workers)
+  b   many small groups, long answers               g   churn: new prefixes come to a pool full of old ones
+  c   multi-turn chat                               h   more prefixes than fit at once, in random order
+  d   a herd of requests with the same new prefix
 
   pd-radix bench --quick
-  pd-radix bench --only a --set a.concurrency=128 --set a.pool=65536 --out report
+  pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
+  pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_STOCK=0 --num-reserved-decode-tokens 128"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
 
 Engine options for all workers follow after --.
@@ -82,6 +89,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f and fm")
     parser.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl", help="KV transfer (default: nixl)")
+    parser.add_argument(
+        "--on",
+        default="",
+        metavar="OPTIONS",
+        help="engine options, in quotes (--on='--x y'), for the side with the flag alone; VARIABLE=value before "
+        "them is its environment",
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="NAME:OPTIONS",
+        help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; repeatable",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
     parser.add_argument(
         "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
@@ -111,6 +132,19 @@ def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
     return sizes
 
 
+def chosen_sides(args: argparse.Namespace) -> list[Side]:
+    """What to compare: off, on, and what ``--compare`` names. Raises PdRadixError."""
+    sides = [OFF, Side.parse("on", args.on)]
+    for given in args.compare:
+        name, colon, text = given.partition(":")
+        if not colon or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise PdRadixError(f"--compare {given}: write NAME:OPTIONS, NAME of small letters, digits and -")
+        if name in [side.name for side in sides] or name in ("least", "possible"):
+            raise PdRadixError(f"--compare {given}: {name} is the name of something else, take another")
+        sides.append(Side.parse(name, text))
+    return sides
+
+
 def shape_of(sizes: Sizes) -> Shape:
     """The deployment that a workload needs."""
     policies = tuple(getattr(sizes, "policies", "cache_aware").split(","))
@@ -124,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         raise PdRadixError(f"--runs {runs}: must be at least 1")
     if args.sample_every < 0.1:
         raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds")
-    sizes = chosen_sizes(args)
+    sizes, sides = chosen_sizes(args), chosen_sides(args)
     if args.sizes:
         for key, entry in sizes.items():
             print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
@@ -148,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
             model = str(make_model(Path(scratch) / "model", SHAPE))
         load = LoadGenerator(model, args.out / "logs" / "load.log")
         try:
-            _all(args, sizes, runs, model, options, page_size, load, document, show)
+            _all(args, sizes, sides, runs, model, options, page_size, load, document, show)
         except BaseException:
             if document["workloads"]:  # what is complete is worth keeping
                 _finish(document, args, runs, started)
@@ -163,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
 def _all(
     args: argparse.Namespace,
     sizes: dict[str, Sizes],
+    sides: Sequence[Side],
     runs: int,
     model: str,
     options: Sequence[str],
@@ -181,15 +216,15 @@ def _all(
 
         logs = args.out / "logs" / f"deployment-{number}"
         began = time.monotonic()
-        with Deployment(model, shape, options, args.backend, logs, progress) as deployment:
+        with Deployment(model, shape, options, args.backend, logs, progress, sides=sides) as deployment:
             show.now("waiting for the load generator")
             load.wait_ready()
             info = deployment.info(deployment.variants[0])
             document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
             document["setting"] |= {"page_size": page_size, "model": args.model or "pd-radix make-model"}
             show.done(
-                f"1 prefill and {2 * shape.decode} decode workers serve after {time.monotonic() - began:.0f} s "
-                f"(pool of each decode worker: {shape.pool} tokens)"
+                f"1 prefill and {len(sides) * shape.decode} decode workers serve after "
+                f"{time.monotonic() - began:.0f} s (pool of each decode worker: {shape.pool} tokens)"
             )
             # Neither the tokens that special meanings are likely for (the first), nor the last.
             tokens = Tokens(range(load.vocabulary // 4, load.vocabulary * 3 // 4), args.seed)
@@ -202,6 +237,7 @@ def _all(
                     )
                 measured = _measure(deployment, load, workload, runs, page_size, args.sample_every, show)
                 measured["shape"] = vars(shape)
+                measured["sides"] = {side.name: {"options": side.options, "env": dict(side.env)} for side in sides}
                 if document["setting"]["dtype"].endswith("float32") and any(
                     r["different_answers"] for r in measured["runs"]
                 ):
@@ -323,13 +359,18 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    heading, rows = report.headline(document)
-    table = Table(title=Text(report.describe(document)), title_justify="left", box=box.SIMPLE)
-    for i, name in enumerate(heading):
-        table.add_column(name, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+
+    def show(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(title=Text(title), title_justify="left", box=box.SIMPLE)
+        for i, name in enumerate(heading):
+            table.add_column(name, justify="right" if i else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+    show(report.describe(document), *report.headline(document))
+    for entry in filter(report.in_rounds, document["workloads"]):
+        show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
     for entry in document["workloads"]:
         for problem in entry["problems"]:
             console.print(Text(f"FAILED: ({entry['key']}) {problem}", style="bold red"), soft_wrap=True)

@@ -7,6 +7,9 @@ polls without a break, which would slow down the other side where cores are few.
 
 from __future__ import annotations
 
+import itertools
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +26,8 @@ from sglang_pd_radix.demo import (
     server_info,
     summed_counters,
 )
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.up import RADIX_ALIAS
 
 OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
 # What a worker that shares a machine of this size can hold, and more requests than any workload here has.
@@ -41,6 +46,36 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Side:
+    """What is compared: decode workers without (``off``) or with the flag, engine options and environment of theirs."""
+
+    name: str
+    radix: bool = True
+    options: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Side:
+        """The side with the flag that ``text`` says, as a shell would: ``VARIABLE=value ... --option ...``."""
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise PdRadixError(f"{name}: {text}: {error}") from None
+        env = list(itertools.takewhile(_ASSIGNMENT.match, words))
+        options = words[len(env) :]
+        if options and not options[0].startswith("-"):
+            raise PdRadixError(f"{name}: {options[0]} is neither an engine option nor VARIABLE=value")
+        if has_option(options, RADIX_FLAG, RADIX_ALIAS):
+            raise PdRadixError(f"{name}: {RADIX_FLAG} is there already: remove it")
+        pairs = [assignment.partition("=")[::2] for assignment in env]
+        return cls(name, True, tuple(options), tuple(pairs))
+
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+OFF, ON = Side("off", radix=False), Side("on")
+
+
+@dataclass(frozen=True)
 class Variant:
     """One side under one policy: what is measured against the others."""
 
@@ -50,14 +85,14 @@ class Variant:
     workers: tuple[int, ...]
 
 
-def variants(shape: Shape) -> list[Variant]:
-    """Off and on, for each policy; their decode workers are numbered off first."""
+def variants(shape: Shape, sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
+    """All sides, for each policy; their decode workers are numbered in the order of sides."""
     found = []
     for policy in shape.policies:
-        for radix in (False, True):
-            workers = tuple(range(shape.decode * radix, shape.decode * (radix + 1)))
-            name = ("on" if radix else "off") + (f" {policy}" if len(shape.policies) > 1 else "")
-            found.append(Variant(name, radix, policy, workers))
+        for i, side in enumerate(sides):
+            workers = tuple(range(shape.decode * i, shape.decode * (i + 1)))
+            name = side.name + (f" {policy}" if len(shape.policies) > 1 else "")
+            found.append(Variant(name, side.radix, policy, workers))
     return found
 
 
@@ -72,19 +107,22 @@ class Deployment:
     log_dir: Path
     on_progress: Callable[[Progress], None] | None = None
     prefill_pool: int = PREFILL_POOL
+    sides: Sequence[Side] = (OFF, ON)
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.variants = variants(shape)
+        self.variants = variants(shape, self.sides)
         decode = ["--max-total-tokens", str(shape.pool), "--num-reserved-decode-tokens", str(shape.reserve)]
+        side_of = [side for side in self.sides for _ in range(shape.decode)]
         self.cluster = Cluster(
             self.model,
-            decode=2 * shape.decode,
+            decode=len(side_of),
             common_args=self.options,
             prefill_args=["--max-total-tokens", str(self.prefill_pool)],
-            decode_args=[[*decode, *([RADIX_FLAG] * (i >= shape.decode))] for i in range(2 * shape.decode)],
+            decode_args=[[*decode, *([RADIX_FLAG] * side.radix), *side.options] for side in side_of],
+            decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.
             routers={_router(v): (v.workers, ["--policy", v.policy, "--disable-health-check"]) for v in self.variants},
             backend=self.backend,
@@ -124,6 +162,14 @@ class Deployment:
     def info(self, variant: Variant) -> dict[str, Any]:
         """What the first decode worker of this variant says of itself."""
         return server_info(self.decode_urls(variant)[0])
+
+    def used_peak(self, variant: Variant) -> float:
+        """The most tokens that requests held on decode since the caches were emptied, by its own record.
+
+        Of several workers the sum, as if they had had it at the same moment.
+        """
+        pools = [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
+        return float(sum(pool["used_peak"] for pool in pools))
 
     def counters(self, variant: Variant) -> dict[str, float]:
         """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""

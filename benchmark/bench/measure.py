@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 import queue
 import subprocess
 import sys
@@ -227,7 +228,8 @@ def run_once(
     watch = Watch(deployment, variant, every_s)
     watch.start()
     try:
-        for i, requests in enumerate(workload.rounds):
+        asked_together = [sum(workload.rounds, [])] if workload.stream else workload.rounds
+        for i, requests in enumerate(asked_together):
             if workload.warm:
                 warm = workload.warm[i]
                 _ask(load, url, warm, [r.ids for r in warm], workload.concurrency, False, check)
@@ -254,6 +256,7 @@ def run_once(
             began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
             rounds.append(
                 {
+                    "requests": len(answers),
                     "duration_s": ended - began,
                     "least_pages": least,
                     "prompt_pages": pages_of(prompts, page_size),
@@ -265,7 +268,8 @@ def run_once(
             before = after
     finally:
         samples = watch.stop()
-    figures = figures_of(asked, rounds, samples, index)
+    told_apart = rounds_of_stream(asked, list(map(len, workload.rounds))) if workload.stream else rounds
+    figures = figures_of(asked, rounds, samples, index, deployment.used_peak(variant))
     figures["least_pages_with_warm_up"] = figures["least_pages"] + warm_pages
     began = min(a.start_s for a in asked)
     series = [
@@ -283,13 +287,29 @@ def run_once(
         variant.name,
         number,
         figures,
-        rounds,
+        told_apart,
         series,
         [a.ttft_s for a in asked],
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
         deployment.problems(variant),
     )
+
+
+def rounds_of_stream(asked: Sequence[Asked], sizes: Sequence[int]) -> list[dict[str, float]]:
+    """What the clients saw of rounds of ``sizes`` requests that followed each other without a pause.
+
+    A round lasts (seconds) from the moment when as many answers were complete as the rounds before it have requests to
+    that when its own number of further ones was. What workers count is not told apart.
+    """
+    ends = sorted(a.start_s + a.latency_s for a in asked)
+    found, first, began = [], 0, min(a.start_s for a in asked)
+    for size in sizes:
+        ended = ends[first + size - 1]
+        ttft = [a.ttft_s for a in asked[first : first + size]]
+        found.append({"requests": size, "duration_s": ended - began, "ttft_p50_s": percentile(ttft, 50)})
+        first, began = first + size, ended
+    return found
 
 
 def _ask(
@@ -325,8 +345,12 @@ def figures_of(
     rounds: Sequence[dict[str, float]],
     samples: Sequence[Sample],
     index: PageIndex,
+    used_peak: float,
 ) -> dict[str, float]:
-    """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts."""
+    """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts.
+
+    used_peak: the most tokens that requests held on decode, as it recorded them itself.
+    """
     duration = sum(r["duration_s"] for r in rounds)
     ttft = [a.ttft_s for a in asked]
     itl = [gap for a in asked for gap in a.itl_s]
@@ -336,6 +360,7 @@ def figures_of(
         return sum(r[name] for r in rounds)
 
     held, least_held = resident(asked, samples, index)
+    least_peak = peak_to_hold(asked, index)
     return {
         "duration_s": duration,
         "requests_per_s": len(asked) / duration,
@@ -360,25 +385,51 @@ def figures_of(
         "running_max": max((s.running for s in samples), default=0),
         "used_tokens_max": max((s.used_tokens for s in samples), default=0),
         "held_over_least": held / least_held if least_held else float("nan"),
+        "used_peak": used_peak,
+        "least_peak": least_peak,
+        "peak_over_least": used_peak / least_peak,
     }
 
 
 def resident(asked: Sequence[Asked], samples: Sequence[Sample], index: PageIndex) -> tuple[float, float]:
     """Tokens that requests held on decode, and the fewest that could do, each summed over the samples.
 
-    Only moments count at which an answer was under way. The fewest: `tokens_to_hold` of the requests that had their
-    first token and not yet their last, by the clients' clock.
+    Only moments count at which an answer was under way. The fewest: see `fewest_tokens`.
+    """
+    fewest_at = fewest_tokens(asked, index)
+    held = fewest = 0.0
+    for sample in samples:
+        least = fewest_at(sample.at_s)
+        if least:
+            held += sample.used_tokens
+            fewest += least
+    return held, fewest
+
+
+def peak_to_hold(asked: Sequence[Asked], index: PageIndex) -> int:
+    """The most of `fewest_tokens` at any moment. What must be held grows but for where an answer ends."""
+    fewest_at = fewest_tokens(asked, index)
+    # The moment itself would be after the end.
+    return max(fewest_at(math.nextafter(a.start_s + a.latency_s, 0.0)) for a in asked)
+
+
+def fewest_tokens(asked: Sequence[Asked], index: PageIndex) -> Callable[[float], int]:
+    """The fewest tokens that decode can hold, as a function of the time by the clients' clock (seconds).
+
+    `tokens_to_hold` of the requests that had their first token and not yet their last. A request whose KV is on its way
+    has its pages already and no token yet, so it is not among them: what decode holds for it is above the least.
     """
     pages = [index.pages(a.prompt) for a in asked]
     times = [a.token_times() for a in asked]
-    held = fewest = 0.0
-    for sample in samples:
-        active = [
-            (pages[i], len(a.prompt), bisect.bisect_right(times[i], sample.at_s))
-            for i, a in enumerate(asked)
-            if times[i][0] <= sample.at_s < a.start_s + a.latency_s
-        ]
-        if active:
-            held += sample.used_tokens
-            fewest += tokens_to_hold(active, index.page_size)
-    return held, fewest
+
+    def fewest(at_s: float) -> int:
+        return tokens_to_hold(
+            [
+                (pages[i], len(a.prompt), bisect.bisect_right(times[i], at_s))
+                for i, a in enumerate(asked)
+                if times[i][0] <= at_s < a.start_s + a.latency_s
+            ],
+            index.page_size,
+        )
+
+    return fewest

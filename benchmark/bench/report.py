@@ -17,21 +17,27 @@ from .stats import Spread, paired_ratio, percentile
 
 Document = dict[str, Any]
 COLORS = {"off": "#d97706", "on": "#2563eb", "least": "#6b7280"}
+# Of further sides, in turn.
+MORE_COLORS = ("#059669", "#9333ea", "#db2777")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the tables: its key among a run's figures, what it is called, and how it is written."""
+    """A row of the tables: its key among a run's figures, what it is called, and how it is written.
+
+    ``good``: whether "more" or "less" of it is better, "" where neither is.
+    """
 
     key: str
     name: str
     unit: float = 1.0
     digits: int = 2
+    good: str = "less"
 
 
 FIGURES = (
-    Figure("requests_per_s", "requests/s"),
-    Figure("output_tokens_per_s", "output tokens/s", digits=1),
+    Figure("requests_per_s", "requests/s", good="more"),
+    Figure("output_tokens_per_s", "output tokens/s", digits=1, good="more"),
     Figure("ttft_p50_s", "TTFT p50, ms", 1e-3, 0),
     Figure("ttft_p99_s", "TTFT p99, ms", 1e-3, 0),
     Figure("itl_p50_s", "ITL p50, ms", 1e-3, 1),
@@ -42,14 +48,17 @@ FIGURES = (
     Figure("sent_bytes", "KV sent, MiB", 2**20, 1),
     Figure("sent_over_least", "KV sent / least possible", digits=3),
     Figure("held_over_least", "decode tokens held / least possible"),
-    Figure("answering_mean", "requests being answered, mean", digits=1),
-    Figure("running_max", "requests running on decode, most seen", digits=0),
+    Figure("peak_over_least", "decode tokens held at most / least possible", digits=3),
+    Figure("answering_mean", "requests being answered, mean", digits=1, good=""),
+    Figure("running_max", "requests running on decode, most seen", digits=0, good=""),
     # What other guests of a shared machine disturb least.
     Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
     Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
 # What the table over all workloads shows.
-HEADLINE = ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes", "answering_mean")
+HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
+# What it shows of each side for itself.
+OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": "held at most / least possible"}
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -76,20 +85,50 @@ def finish(entry: Document) -> None:
         }
         for name in entry["variants"]
     }
-    entry["ratios"] = {}
-    for off_name, on_name in pairs(entry):
-        entry["ratios"][on_name] = {f.key: vars(ratio(entry, off_name, on_name, f.key)) for f in FIGURES}
+    entry["ratios"] = {
+        pair.label: {f.key: with_worst(f, ratio(entry, pair.below, pair.above, f.key)) for f in FIGURES}
+        for pair in pairs(entry)
+    }
 
 
-def pairs(entry: Document) -> list[tuple[str, str]]:
-    """Names of the variants to compare: off and on, for each of the router's policies."""
-    return [(name, "on" + name[3:]) for name in entry["variants"] if name.startswith("off")]
+@dataclass(frozen=True)
+class Pair:
+    """Two variants of one policy: figures of ``above`` are divided by those of ``below``."""
+
+    below: str
+    above: str
+
+    @property
+    def label(self) -> str:
+        """Its key in a workload's ``ratios``: of what is compared with off, its own name."""
+        return self.above if self.below.startswith("off") else f"{self.above} / {self.below}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.above.partition(' ')[0]} / {self.below.partition(' ')[0]}"
 
 
-def ratio(entry: Document, off: str, on: str, key: str) -> Spread:
-    """On over off of one figure, pair by pair of neighbouring runs."""
-    values = {name: [run["figures"][key] for run in entry["runs"] if run["variant"] == name] for name in (off, on)}
-    return paired_ratio(values[on], values[off])
+def pairs(entry: Document) -> list[Pair]:
+    """What to compare, for each of the router's policies: each side with off, and on with each further side."""
+    found = []
+    for off in (name for name in entry["variants"] if name.partition(" ")[0] == "off"):
+        on, *more = (v for v in entry["variants"] if v != off and v.partition(" ")[2] == off.partition(" ")[2])
+        found.append(Pair(off, on))
+        for other in more:
+            found += [Pair(off, other), Pair(other, on)]
+    return found
+
+
+def ratio(entry: Document, below: str, above: str, key: str) -> Spread:
+    """``above`` over ``below`` of one figure, pair by pair of neighbouring runs."""
+    values = {name: [run["figures"][key] for run in entry["runs"] if run["variant"] == name] for name in (below, above)}
+    return paired_ratio(values[above], values[below])
+
+
+def with_worst(figure: Figure, spread: Spread) -> Document:
+    """A spread of ratios, and that of the least favourable pair of runs; NaN where no direction is better."""
+    worst = {"more": spread.low, "less": spread.high}.get(figure.good, math.nan)
+    return {**vars(spread), "worst": worst}
 
 
 def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
@@ -121,30 +160,103 @@ def ratio_cell(spread: Document) -> str:
     return f"{spread['median']:.3f} ({spread['low']:.3f}–{spread['high']:.3f})"
 
 
+def worst_cell(spread: Document) -> str:
+    return "–" if not spread["runs"] or math.isnan(spread["worst"]) else f"{spread['worst']:.3f}"
+
+
 def table(entry: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of one workload's table."""
+    """Heading and rows of one workload's table: each side once, and behind it what it is compared with."""
     heading, rows = [""], [[figure.name] for figure in FIGURES]
-    for off, on in pairs(entry):
-        heading += [off, on, "on / off"]
+    shown: set[str] = set()
+    for pair in pairs(entry):
+        for name in (pair.below, pair.above):
+            if name not in shown:
+                shown.add(name)
+                heading.append(name)
+                for row, figure in zip(rows, FIGURES, strict=True):
+                    row.append(cell(entry["summary"][name][figure.key], figure))
+        heading += [pair.title, "worst"]
         for row, figure in zip(rows, FIGURES, strict=True):
-            row += [cell(entry["summary"][name][figure.key], figure) for name in (off, on)]
-            row.append(ratio_cell(entry["ratios"][on][figure.key]))
+            spread = entry["ratios"][pair.label][figure.key]
+            row += [ratio_cell(spread), worst_cell(spread)]
     return heading, rows
 
 
 def headline(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of the table over all workloads: on over off."""
+    """Heading and rows of the table over all workloads: each side over off, and in brackets its worst run."""
     shown = [figure for figure in FIGURES if figure.key in HEADLINE]
     heading = ["workload", *(f"{figure.name.partition(',')[0]}, on / off" for figure in shown)]
-    heading += ["KV sent / least possible, on", "answers identical"]
+    heading += [*(f"{name}, on" for name in OVER_LEAST.values()), "answers identical"]
     rows = []
     for entry in document["workloads"]:
-        for _, on in pairs(entry):
-            label = f"({entry['key']}) {entry['title']}" + (f", {on[3:]}" if len(on) > 2 else "")
-            row = [label, *(f"{entry['ratios'][on][figure.key]['median']:.3g}" for figure in shown)]
-            row.append(f"{entry['summary'][on]['sent_over_least']['median']:.3f}")
+        for pair in pairs(entry):
+            label = f"({entry['key']}) {entry['title']}"
+            if pair.label != "on":
+                label += f", {pair.label.removeprefix('on ')}" if pair.title == "on / off" else f": {pair.title}"
+            row = [label]
+            for figure in shown:
+                spread = entry["ratios"][pair.label][figure.key]
+                more = f" ({spread['worst']:.3g})" if spread["runs"] > 1 and not math.isnan(spread["worst"]) else ""
+                row.append(f"{spread['median']:.3g}{more}")
+            summary = entry["summary"][pair.above]
+            row += [f"{summary[key]['median']:.3f}{_worst_of(summary[key])}" for key in OVER_LEAST]
             rows.append([*row, identity(entry)])
     return heading, rows
+
+
+def _worst_of(spread: Document) -> str:
+    """The greatest of a figure of which less is better, where it is another than the median."""
+    return f" ({spread['high']:.3f})" if f"{spread['high']:.3f}" != f"{spread['median']:.3f}" else ""
+
+
+def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of a workload of several rounds: medians over the runs, the worst pair of runs in brackets."""
+    heading = ["round"]
+    rows = [[str(i + 1)] for i in range(len(entry["runs"][0]["rounds"]))]
+    shown: set[str] = set()
+
+    known = set(ROUND_FIGURES) & set(_figures_of_round(entry["runs"][0]["rounds"][0], entry["page_bytes"]))
+
+    def values(name: str, number: int, figure: Figure) -> list[float]:
+        rounds = [run["rounds"][number] for run in entry["runs"] if run["variant"] == name]
+        return [_figures_of_round(r, entry["page_bytes"])[figure.key] for r in rounds]
+
+    for pair in pairs(entry):
+        fresh = [name for name in (pair.below, pair.above) if name not in shown]
+        shown.update(fresh)
+        for figure in (f for f in FIGURES if f.key in known):
+            over_least = figure.key in OVER_LEAST
+            for name in fresh:
+                if over_least and name == pair.below:
+                    continue  # all of every prompt, whatever the round
+                heading.append(f"{figure.name}, {name}")
+                for i, row in enumerate(rows):
+                    row.append(number(Spread.of(values(name, i, figure)).median, figure))
+            if over_least:
+                continue
+            heading.append(f"{figure.name.partition(',')[0]}, {pair.title}")
+            for i, row in enumerate(rows):
+                spread = with_worst(figure, paired_ratio(values(pair.above, i, figure), values(pair.below, i, figure)))
+                more = f" ({spread['worst']:.3f})" if spread["runs"] > 1 else ""
+                row.append(f"{spread['median']:.3f}{more}" if spread["runs"] else "–")
+    return heading, rows
+
+
+# What a round is shown by.
+ROUND_FIGURES = ("requests_per_s", "ttft_p50_s", "sent_over_least")
+
+
+def _figures_of_round(record: Document, page_bytes: float) -> dict[str, float]:
+    figures = {"requests_per_s": record["requests"] / record["duration_s"], "ttft_p50_s": record["ttft_p50_s"]}
+    if "sent_bytes" in record:
+        least = record["least_pages"] * page_bytes
+        figures["sent_over_least"] = record["sent_bytes"] / least if least else math.nan
+    return figures
+
+
+def in_rounds(entry: Document) -> bool:
+    """Whether there are rounds to tell apart; a chat has a table of its turns."""
+    return len(entry["runs"][0]["rounds"]) > 1 and not entry["chat"]
 
 
 def identity(entry: Document) -> str:
@@ -157,7 +269,8 @@ def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of a chat's table by turn: medians over the runs."""
     heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "least possible"]
     rows = []
-    off, on = pairs(entry)[0]
+    first = pairs(entry)[0]
+    off, on = first.below, first.above
     for turn in range(len(entry["runs"][0]["rounds"])):
         of = {name: [run["rounds"][turn] for run in entry["runs"] if run["variant"] == name] for name in (off, on)}
         prompt = Spread.of([r["prompt_tokens"] for r in of[on]]).median
@@ -188,14 +301,17 @@ def sizes_line(entry: Document) -> str:
     return f"{entry['requests']} requests a run; {sizes}"
 
 
+_LEGEND = (
+    "Cells: median (least–greatest) over the runs; on / off is taken of neighbouring runs, and worst is the least "
+    "favourable of them (in brackets where a cell has two numbers). The least possible is computed from the workload."
+)
+
+
 def markdown(document: Document) -> str:
     """The report as Markdown."""
     parts = ["# pd-radix bench", describe(document), f"    {document['setting']['command']}"]
     runs = document["setting"]["runs"]
-    parts.append(
-        f"Runs of both sides took turns, {runs} of each. Cells: median (least–greatest) over the runs; on / off is "
-        "taken of neighbouring runs. The least possible is computed from the workload alone."
-    )
+    parts.append(f"Runs of all sides took turns, {runs} of each. {_LEGEND}")
     parts.append(_markdown_table(*headline(document)))
     for entry in document["workloads"]:
         parts.append(f"## ({entry['key']}) {entry['title']}")
@@ -203,6 +319,8 @@ def markdown(document: Document) -> str:
         parts.append(_markdown_table(*table(entry)))
         if entry["chat"]:
             parts.append(_markdown_table(*turns_table(entry)))
+        if in_rounds(entry):
+            parts.append(_markdown_table(*rounds_table(entry)))
         parts.append(f"Answers identical in all runs: {identity(entry)}.")
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
@@ -212,10 +330,12 @@ def markdown(document: Document) -> str:
 # ---------------------------------------------------------------------------------------------------------- pictures
 
 
-def _look(name: str) -> tuple[str, str]:
-    """Color and dash of a variant: the side gives the color, a second policy a dash."""
+def _look(name: str, names: Sequence[str]) -> tuple[str, str]:
+    """Color and dash of a variant among ``names``: the side gives the color, a second policy a dash."""
     side, _, policy = name.partition(" ")
-    return COLORS[side], "5 3" if policy and policy != "cache_aware" else ""
+    more = [s for s in dict.fromkeys(n.partition(" ")[0] for n in names) if s not in COLORS]
+    color = COLORS.get(side) or MORE_COLORS[more.index(side) % len(MORE_COLORS)]
+    return color, "5 3" if policy and policy != "cache_aware" else ""
 
 
 def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -230,7 +350,7 @@ def charts(entry: Document) -> dict[str, str]:
     faint = 1.0 if many == 1 else 0.45
 
     def line(name: str, points: list[tuple[float, float]], opacity: float = 1.0) -> Line:
-        color, dash = _look(name)
+        color, dash = _look(name, names)
         return Line(name, color, points, opacity, dash)
 
     ttft = [line(n, _cumulative([1e3 * t for run in runs[n] for t in run["ttft_s"]])) for n in names]
@@ -266,7 +386,8 @@ def charts(entry: Document) -> dict[str, str]:
     }
     if entry["chat"]:
         turns = [str(i + 1) for i in range(len(entry["runs"][0]["rounds"]))]
-        off, on = pairs(entry)[0]
+        first = pairs(entry)[0]
+        off, on = first.below, first.above
 
         def of(name: str, key: str) -> list[float]:
             return [Spread.of([run["rounds"][i][key] for run in runs[name]]).median for i in range(len(turns))]
@@ -333,9 +454,8 @@ def html(document: Document) -> str:
     parts = [
         f"<p class=dim>{escape(describe(document))}</p>",
         f"<pre>{escape(setting['command'])}</pre>",
-        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. Runs of both sides "
-        f"took turns, {setting['runs']} of each. Cells: median (least–greatest) over the runs; on / off is taken of "
-        "neighbouring runs. The least possible is computed from the workload alone.</p>",
+        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. Runs of all sides "
+        f"took turns, {setting['runs']} of each. {_LEGEND}</p>",
         _html_table(*headline(document)),
     ]
     for entry in document["workloads"]:
@@ -345,6 +465,8 @@ def html(document: Document) -> str:
         parts.append(_html_table(*table(entry)))
         if entry["chat"]:
             parts.append(_html_table(*turns_table(entry)))
+        if in_rounds(entry):
+            parts.append(_html_table(*rounds_table(entry)))
         parts.append(f"<p>Answers identical in all runs: {identity(entry)}.</p>")
         parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
         parts.append(f"<div class=charts>{''.join(charts(entry).values())}</div>")

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass
 class Workload:
-    """Rounds of requests: a round begins when every answer of the one before is complete.
+    """Rounds of requests: a round begins when every answer of the one before is complete, in a ``stream`` at once.
 
     ``warm`` has, for each round (or for none), what is asked before it and not measured. In a ``chat``, round n holds
     turn n of every client, one request each in the order of clients, and each prompt begins with the previous prompt
@@ -47,6 +47,7 @@ class Workload:
     warm: list[list[Request]] = field(default_factory=list)
     concurrency: int | None = None
     chat: bool = False
+    stream: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +98,7 @@ class Sizes:
         """Raise PdRadixError naming the first size that makes no workload."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip") else 1
+            least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip", "pause") else 1
             if isinstance(value, (int, float)) and value < least:
                 raise PdRadixError(f"--set {key}.{f.name}={value}: must be at least {least}")
 
@@ -106,54 +107,144 @@ class Sizes:
 
 
 @dataclass
-class SharedPrefix(Sizes):
-    """``prefixes`` prefixes of ``shared`` tokens, of which ``at_once`` are in use at a time: a round of requests over
-    them in random order, then the next ones. ``requests`` requests in all, each with a ``suffix`` of its own and an
-    answer of half to one and a half ``answer``, ``concurrency`` at a time. Before a round each of its prefixes is asked
-    for once, which is not measured."""
+class Prefixes(Sizes):
+    """``requests`` requests in all over ``prefixes`` prefixes of ``shared`` tokens, each with a ``suffix`` of its
+    own and an answer of half to one and a half ``answer`` tokens; ``concurrency`` are asked at a time."""
+
+    prefixes: int = 20
+    shared: int = 1024
+    suffix: int = 96
+    answer: int = 192
+    requests: int = 480
+    concurrency: int = 24
+
+    @property
+    def share(self) -> str:
+        return f"{self.shared / (self.shared + self.suffix):.0%} of each prompt shared"
+
+    def ask(self, key: str, tokens: Tokens, numbers: Iterable[int], name: str, prefix: str = "prefix") -> list[Request]:
+        """Requests ``numbers`` in the random order of ``name``, over the prefixes called ``prefix`` by turns."""
+        shuffled = list(numbers)
+        tokens.order(f"{key}/{name}").shuffle(shuffled)
+        # Answers of one length would end together, and the next requests come as a crowd, wave after wave.
+        length = tokens.order(f"{key}/answer/{name}")
+        shared = {g: tokens.take(f"{key}/{prefix}/{g}", self.shared) for g in {i % self.prefixes for i in shuffled}}
+        return [
+            Request(
+                shared[i % self.prefixes] + tokens.take(f"{key}/suffix/{i}", self.suffix),
+                max(2, length.randint(self.answer // 2, self.answer + self.answer // 2)),
+                i % self.prefixes,
+            )
+            for i in shuffled
+        ]
+
+
+@dataclass
+class SharedPrefixes(Prefixes):
+    """The same in ``rounds`` rounds over all prefixes in random order, from a cold start: nothing is asked before, and
+    nothing is emptied between rounds. With a ``pause`` (1) a round waits until the one before is answered."""
+
+    # The lengths of the published run divided by 50, with its 20 prefixes, 128 clients and 1000 requests. The pool is
+    # about twice the prefixes: without the cache it holds some 37 requests, as in that run. With pauses, most requests
+    # would be of the crowd that begins a round: this machine has not the time for rounds of many times 128 requests.
+    pool: int = 45056
+    reserve: int = 64
+    shared: int = 1000
+    suffix: int = 90
+    answer: int = 80
+    requests: int = 1000
+    concurrency: int = 128
+    rounds: int = 5
+    pause: int = 0
+
+    title = "shared prefixes"
+
+    def check(self, key: str) -> None:
+        """Also refuse rounds without a request."""
+        super().check(key)
+        if self.rounds > self.requests:
+            raise PdRadixError(f"--set {key}.rounds={self.rounds}: there are only {self.requests} requests")
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        rounds = []
+        for n in range(self.rounds):
+            numbers = range(n * self.requests // self.rounds, (n + 1) * self.requests // self.rounds)
+            rounds.append(self.ask(key, tokens, numbers, f"{n}", self.called(n)))
+        title = f"{self.title}: {self.prefixes} prefixes, {self.share}, {self.rounds} round{'s'[: self.rounds > 1]}"
+        stream = not self.pause
+        return Workload(
+            key, f"{title}, cold", dataclasses.asdict(self), rounds, concurrency=self.concurrency, stream=stream
+        )
+
+    def called(self, number: int) -> str:
+        """What the prefixes of round ``number`` are called; rounds that call them alike share them."""
+        return "prefix"
+
+
+@dataclass
+class Churn(SharedPrefixes):
+    """The same with ``prefixes`` new prefixes in every round, which come to a pool full of the old ones."""
+
+    # Room for 22 whole prompts with their answers, so for all 64 clients only where they share.
+    pool: int = 27648
+    prefixes: int = 12
+    answer: int = 192
+    requests: int = 480
+    concurrency: int = 64
+    rounds: int = 4
+    pause: int = 1
+
+    title = "churn, new prefixes every round"
+
+    def called(self, number: int) -> str:
+        return f"prefix/{number}"
+
+
+@dataclass
+class CrowdedPrefixes(SharedPrefixes):
+    """The same with more prefixes than the pool has room for at once."""
+
+    # All prefixes and next to nothing else: at most half of them beside the requests that use them.
+    pool: int = 12288
+    prefixes: int = 12
+    answer: int = 192
+    requests: int = 360
+    concurrency: int = 64
+    rounds: int = 1
+
+    title = "more prefixes than fit"
+
+
+@dataclass
+class WarmPrefixes(Prefixes):
+    """The same with ``at_once`` of the prefixes in use at a time: a round of requests over them in random order, then
+    the next ones. Before a round each of its prefixes is asked for once, which is not measured, so no request that is
+    measured meets a new prefix."""
 
     # The pool: the prefixes of a round, 24 requests' own tokens, and the reserve. Without the cache: 10 requests.
     pool: int = 13824
     reserve: int = 192
-    prefixes: int = 20
+    # Many requests for each round: the first of a round come as a crowd, which is not what a service sees all the time.
     at_once: int = 4
-    shared: int = 1024
-    suffix: int = 96
-    answer: int = 192
-    # Many for each round: the first of a round come as a crowd, which is not what a service sees all the time.
-    requests: int = 480
-    concurrency: int = 24
 
-    title = "shared prefixes"
+    title = "warm shared prefixes"
 
     def make(self, key: str, tokens: Tokens) -> Workload:
-        # Answers of one length would end together, and the next requests come as a crowd, wave after wave.
-        length = tokens.order(f"{key}/answer")
         rounds, warm = [], []
         for first in range(0, self.prefixes, self.at_once):
             used = range(first, min(self.prefixes, first + self.at_once))
-            prefix = {g: tokens.take(f"{key}/prefix/{g}", self.shared) for g in used}
-            numbers = [i for i in range(self.requests) if i % self.prefixes in used]
-            tokens.order(f"{key}/{first}").shuffle(numbers)
-            warm.append([Request(prefix[g] + tokens.take(f"{key}/warm/{g}", self.suffix), 2, g) for g in used])
             rounds.append(
-                [
-                    Request(
-                        prefix[i % self.prefixes] + tokens.take(f"{key}/suffix/{i}", self.suffix),
-                        max(2, length.randint(self.answer // 2, self.answer + self.answer // 2)),
-                        i % self.prefixes,
-                    )
-                    for i in numbers
-                ]
+                self.ask(key, tokens, (i for i in range(self.requests) if i % self.prefixes in used), f"{first}")
             )
-        share = self.shared / (self.shared + self.suffix)
+            ids = {g: tokens.take(f"{key}/prefix/{g}", self.shared) for g in used}
+            warm.append([Request(ids[g] + tokens.take(f"{key}/warm/{g}", self.suffix), 2, g) for g in used])
         together = f", {self.at_once} at a time" if self.at_once < self.prefixes else ""
-        title = f"{self.title}: {self.prefixes} prefixes{together}, {share:.0%} of each prompt shared"
+        title = f"{self.title}: {self.prefixes} prefixes{together}, {self.share}, each asked before"
         return Workload(key, title, dataclasses.asdict(self), rounds, warm, self.concurrency)
 
 
 @dataclass
-class Groups(SharedPrefix):
+class Groups(WarmPrefixes):
     """``prefixes`` groups of ``per_group`` prompts, 7 tokens shared for each one of its own, and long answers."""
 
     # As in the incremental proposal, where the lengths are 16 times these. The pool has room for all there is.
@@ -352,13 +443,16 @@ def made_trace(count: int) -> list[dict[str, Any]]:
 
 #: Every workload by its key.
 KINDS: dict[str, Callable[[], Sizes]] = {
-    "a": SharedPrefix,
+    "a": SharedPrefixes,
+    "aw": WarmPrefixes,
     "b": Groups,
     "c": Chat,
     "d": Herd,
     "e": Distinct,
     "f": Trace,
     "fm": TraceOverMany,
+    "g": Churn,
+    "h": CrowdedPrefixes,
 }
 
 

@@ -48,24 +48,90 @@ def test_a_workload_is_the_same_every_time_and_other_with_another_seed(key):
 
 
 def test_shared_prefixes_share_what_they_say():
-    made = make("a", prefixes=3, at_once=3, shared=20, suffix=2, requests=9, answer=10)
-    (asked,), (warm,) = made.rounds, made.warm
+    made = make("a", prefixes=3, shared=20, suffix=2, requests=9, answer=10, rounds=1)
+    (asked,) = made.rounds
     assert sorted(r.group for r in asked) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     for r in asked:
         assert len(r.ids) == 22 and 5 <= r.answer <= 15
         assert all((r.ids[:20] == other.ids[:20]) == (r.group == other.group) for other in asked)
     assert len({r.ids for r in asked}) == 9
-    assert [w.ids[:20] for w in warm] == [next(r.ids[:20] for r in asked if r.group == g) for g in range(3)]
-    assert not {w.ids for w in warm} & {r.ids for r in asked}
 
 
-def test_shared_prefixes_come_some_at_a_time():
-    made = make("a", prefixes=5, at_once=2, shared=20, suffix=2, requests=20)
+def prefixes_of(made, shared):
+    return [{r.ids[:shared] for r in asked} for asked in made.rounds]
+
+
+def test_shared_prefixes_come_cold_all_at_once_and_again_in_every_round():
+    made = make("a", prefixes=5, shared=20, suffix=2, requests=33, rounds=3)
+    assert not made.warm
+    assert [len(asked) for asked in made.rounds] == [11, 11, 11] and made.requests == 33
+    first, *later = prefixes_of(made, 20)
+    assert len(first) == 5 and all(used == first for used in later)
+    orders = [[r.group for r in asked] for asked in made.rounds]
+    assert orders[0] != sorted(orders[0]) and orders[0] != orders[1]
+    assert len({r.ids for asked in made.rounds for r in asked}) == 33
+
+
+def test_rounds_of_a_follow_without_a_pause_and_those_of_churn_wait():
+    assert make("a").stream and not make("g").stream
+    assert not make("a", pause=1).stream and make("a", pause=1).rounds == make("a").rounds
+
+
+def test_the_default_of_a_is_the_published_run():
+    """20 prefixes of about 50K of 54.5K tokens, 128 clients, 1000 requests; some 37 of them fit without sharing."""
+    sizes = workload.SharedPrefixes()
+    assert (sizes.prefixes, sizes.concurrency, sizes.requests) == (20, 128, 1000)
+    assert sizes.shared / (sizes.shared + sizes.suffix) == pytest.approx(50 / 54.5, abs=0.001)
+    whole = math.ceil((sizes.shared + sizes.suffix) / 16) * 16
+    assert sizes.pool / (whole + sizes.answer / 2 + sizes.reserve) == pytest.approx(37, abs=1)
+    assert sizes.pool / (sizes.prefixes * sizes.shared) == pytest.approx(2, abs=0.3)
+
+
+def test_churn_has_new_prefixes_in_every_round_and_a_pool_for_22_whole_prompts():
+    made = make("g", prefixes=4, shared=20, suffix=2, requests=24, rounds=3)
+    used = prefixes_of(made, 20)
+    assert [len(u) for u in used] == [4, 4, 4] and len(set.union(*used)) == 12
+    assert not made.warm
+    sizes = workload.Churn()
+    whole = math.ceil((sizes.shared + sizes.suffix) / 16) * 16
+    assert sizes.pool // (whole + sizes.answer // 2 + sizes.reserve) in (21, 22, 23) and sizes.concurrency > 23
+    # Where they share, all clients fit beside the prefixes: what is slow then is not the pool.
+    own = whole - sizes.shared // 16 * 16 + sizes.answer // 2
+    assert sizes.prefixes * sizes.shared + sizes.concurrency * own < sizes.pool
+
+
+def test_more_prefixes_than_fit_do_not_fit():
+    sizes = workload.CrowdedPrefixes()
+    made = make("h")
+    assert not made.warm and len(made.rounds) == 1 and len({r.group for r in made.rounds[0]}) == sizes.prefixes
+    whole = math.ceil((sizes.shared + sizes.suffix) / 16) * 16
+    own = whole - sizes.shared // 16 * 16
+    assert sizes.prefixes * (sizes.shared // 16 * 16 + own + sizes.reserve) > sizes.pool
+    assert sizes.pool >= 4 * whole
+
+
+def test_warm_prefixes_come_some_at_a_time_and_each_was_asked_for():
+    made = make("aw", prefixes=5, at_once=2, shared=20, suffix=2, requests=20)
     assert [{r.group for r in asked} for asked in made.rounds] == [{0, 1}, {2, 3}, {4}]
     assert [[r.group for r in warm] for warm in made.warm] == [[0, 1], [2, 3], [4]]
     assert made.requests == 20
-    together = make("a", prefixes=5, at_once=5, shared=20, suffix=2, requests=20)
+    for asked, warm in zip(made.rounds, made.warm, strict=True):
+        assert {r.ids[:20] for r in asked} == {w.ids[:20] for w in warm}
+        assert not {w.ids for w in warm} & {r.ids for r in asked}
+    together = make("aw", prefixes=5, at_once=5, shared=20, suffix=2, requests=20)
     assert {r.ids for r in together.rounds[0]} == {r.ids for asked in made.rounds for r in asked}
+
+
+@pytest.mark.parametrize("key", command.QUICK_KEYS)
+def test_a_quick_workload_fits_the_one_quick_deployment(key):
+    sizes = workload.KINDS[key]()
+    for name, value in {**command.QUICK.get(key, {}), **command.QUICK_SHAPE}.items():
+        assert hasattr(sizes, name)
+        setattr(sizes, name, value)
+    sizes.check(key)
+    made = sizes.make(key, TOKENS)
+    assert made.longest + sizes.reserve < sizes.pool
+    assert made.requests <= 130
 
 
 def test_groups_are_as_many_as_they_say():
@@ -88,11 +154,12 @@ def test_the_longest_request():
         ("a.shared=many", "takes int"),
         ("a.answer=1", "--set a.answer=1: must be at least 2"),
         ("a.requests=0", "--set a.requests=0: must be at least 1"),
+        ("a.rounds=1001", "--set a.rounds=1001: there are only 1000 requests"),
     ],
 )
 def test_a_size_that_makes_no_sense_is_refused(setting, said):
     with pytest.raises(PdRadixError, match=re.escape(said)):
-        workload.apply_settings({"a": workload.SharedPrefix()}, [setting])
+        workload.apply_settings({"a": workload.SharedPrefixes()}, [setting])
 
 
 # ---- traces ----
@@ -257,7 +324,7 @@ def test_figures_of_a_run_by_hand():
         measure.Sample(2.5, 1, 1, 12, 9, 100),  # the first, with 2 tokens: 4 + 1 + 2
         measure.Sample(4.0, 1, 0, 12, 9, 300),  # the second, with 1 token: 4 + 1 + 1
     ]
-    figures = measure.figures_of(requests, rounds, samples, index)
+    figures = measure.figures_of(requests, rounds, samples, index, 14.0)
     assert figures["requests_per_s"] == 2 / 5
     assert figures["output_tokens_per_s"] == 5 / 5
     assert figures["ttft_p50_s"] == 2.0
@@ -265,8 +332,31 @@ def test_figures_of_a_run_by_hand():
     assert figures["tpot_p50_s"] == 1.5
     assert figures["answering_mean"] == (2 + 2) / 5
     assert figures["held_over_least"] == pytest.approx(24 / 13)
+    assert figures["least_peak"] == 4 + 1 + 2  # just before the first ends; the second has its first token then
+    assert figures["peak_over_least"] == 2.0
     assert figures["running_max"] == 1
     assert figures["prefill_cpu_s"] == 1.5 and figures["decode_cpu_s"] == 0.5
+
+
+def test_the_least_peak_is_of_what_is_answered_at_one_moment():
+    index = least.PageIndex(PAGE)
+    shared = [1, 2, 3, 4]
+    together = [asked([*shared, 5], 0.0, 1.0, [1.0, 1.0]), asked([*shared, 6], 0.0, 2.0, [0.5] * 4)]
+    # Just before 3.0 the first has 2 of its 3 tokens, and the second those of 2.0 and 2.5: 4 + (1 + 2) + (1 + 2).
+    assert measure.peak_to_hold(together, index) == 10
+    apart = [together[0], asked([*shared, 6], 5.0, 2.0, [0.5] * 4)]
+    assert measure.peak_to_hold(apart, index) == 4 + 1 + 4
+    # A request whose first token is not there yet is not counted, however long it has been sent.
+    assert measure.peak_to_hold([together[0], asked([*shared, 6], 0.0, 9.0, [])], index) == 4 + 1 + 2
+
+
+def test_rounds_of_a_stream_are_counted_by_what_is_complete():
+    requests = [asked([1], start, ttft, [1.0]) for start, ttft in ((0, 1), (0, 4), (2, 2), (5, 3))]
+    # Complete at 2, 5, 5 and 9.
+    assert measure.rounds_of_stream(requests, [2, 2]) == [
+        {"requests": 2, "duration_s": 5, "ttft_p50_s": 2.5},
+        {"requests": 2, "duration_s": 4, "ttft_p50_s": 2.5},
+    ]
 
 
 def run_entry(variant, number, requests_per_s, sent):
@@ -279,8 +369,17 @@ def run_entry(variant, number, requests_per_s, sent):
         "least_pages_with_warm_up": 4,
     }
     rounds = [
-        {"prompt_tokens": 30, "reused_tokens": 16, "sent_bytes": sent / 2, "least_pages": 2, "prompt_pages": 5}
-        for _ in range(2)
+        {
+            "requests": 6,
+            "duration_s": 3.0 / requests_per_s if n else 6.0,
+            "ttft_p50_s": 1.0 / requests_per_s,
+            "prompt_tokens": 30,
+            "reused_tokens": 16,
+            "sent_bytes": sent / 2,
+            "least_pages": 2,
+            "prompt_pages": 5,
+        }
+        for n in range(2)
     ]
     series = [{"s": s, "running": s, "waiting": 0, "used_tokens": 10 * s, "sent_bytes": s} for s in range(3)]
     return {
@@ -323,8 +422,72 @@ def test_bytes_of_a_page_come_from_the_runs_without_cache():
     (entry,) = a_document()["workloads"]
     assert entry["page_bytes"] == 100
     assert [run["figures"]["sent_over_least"] for run in entry["runs"]] == [2.5, 1.0, 2.5, 1.1]
-    assert entry["ratios"]["on"]["requests_per_s"] == {"median": 1.75, "low": 1.5, "high": 2.0, "runs": 2}
+    assert entry["ratios"]["on"]["requests_per_s"] == {"median": 1.75, "low": 1.5, "high": 2.0, "runs": 2, "worst": 1.5}
     assert entry["summary"]["off"]["requests_per_s"] == {"median": 3, "low": 2, "high": 4, "runs": 2}
+
+
+def test_the_worst_run_is_the_least_favourable_one():
+    figures = {figure.key: figure for figure in report.FIGURES}
+    spread = stats.Spread(1.0, 0.5, 3.0, 2)
+    assert report.with_worst(figures["requests_per_s"], spread)["worst"] == 0.5
+    assert report.with_worst(figures["ttft_p99_s"], spread)["worst"] == 3.0
+    assert math.isnan(report.with_worst(figures["running_max"], spread)["worst"])
+    heading, rows = report.table(a_document()["workloads"][0])
+    assert heading == ["", "off", "on", "on / off", "worst"]
+    assert next(row for row in rows if row[0] == "requests/s")[3:] == ["1.750 (1.500–2.000)", "1.500"]
+
+
+def test_the_table_over_all_says_what_is_required():
+    heading, (row,) = report.headline(a_document())
+    cells = dict(zip(heading, row, strict=True))
+    assert cells["requests/s, on / off"] == "1.75 (1.5)"
+    assert cells["TTFT p99, on / off"] == "1 (1)"
+    assert cells["KV sent / least possible, on"] == "1.050 (1.100)"
+    assert cells["held at most / least possible, on"] == "1.000"
+
+
+def test_rounds_are_told_apart():
+    heading, rows = report.rounds_table(a_document()["workloads"][0])
+    assert [row[0] for row in rows] == ["1", "2"]
+    first, second = (dict(zip(heading, row, strict=True)) for row in rows)
+    assert (first["requests/s, off"], second["requests/s, off"]) == ("1.00", "6.00")
+    assert (first["requests/s, on / off"], second["requests/s, on / off"]) == ("1.000 (1.000)", "1.750 (1.500)")
+    assert second["TTFT p50, ms, on"] == "229"
+    assert second["TTFT p50, on / off"] == "0.583 (0.667)"
+    assert first["KV sent / least possible, on"] == "1.050" and "KV sent / least possible, off" not in first
+    streamed = a_document()["workloads"][0]
+    for run in streamed["runs"]:
+        for r in run["rounds"]:
+            del r["sent_bytes"]
+    assert not any("KV sent" in name for name in report.rounds_table(streamed)[0])
+    one_round = a_document(chat=False)["workloads"][0]
+    assert report.in_rounds(one_round)
+    for run in one_round["runs"]:
+        del run["rounds"][1:]
+    assert not report.in_rounds(one_round) and not report.in_rounds(a_document(chat=True)["workloads"][0])
+
+
+def test_further_sides_are_compared_with_off_and_on_with_them(tmp_path):
+    runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 6, 400), run_entry("today", 1, 3, 800)]
+    document = a_document(runs=runs, variants=["off", "on", "today"])
+    (entry,) = document["workloads"]
+    assert {label: r["requests_per_s"]["median"] for label, r in entry["ratios"].items()} == {
+        "on": 3,
+        "today": 1.5,
+        "on / today": 2,
+    }
+    heading, rows = report.table(entry)
+    assert heading[1:] == ["off", "on", "on / off", "worst", "today", "today / off", "worst", "on / today", "worst"]
+    assert all(len(row) == len(heading) for row in rows)
+    assert [row[0] for row in report.headline(document)[1]] == [
+        "(a) x < y & z",
+        "(a) x < y & z: today / off",
+        "(a) x < y & z: on / today",
+    ]
+    heading, rows = report.rounds_table(entry)
+    assert len(heading) == len(set(heading)) == len(rows[0])
+    report.write(document, tmp_path)
+    assert report.MORE_COLORS[0] in (tmp_path / "charts" / "a-running.svg").read_text()
 
 
 def test_answers_that_differ_are_counted():
@@ -348,19 +511,29 @@ def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
     for svg in (f for f in files if f.suffix == ".svg"):
         ElementTree.fromstring(svg.read_text())
     text = (tmp_path / "report.md").read_text()
-    assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) |" in text
+    assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) | 1.500 |" in text
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
-    assert set(widths) <= {5, 7, 9}
+    assert set(widths) == {6, 10, 7 if chat else 9}
 
 
 def test_every_policy_is_compared_with_itself():
     names = ["off cache_aware", "on cache_aware", "off round_robin", "on round_robin"]
-    assert report.pairs({"variants": names}) == [tuple(names[:2]), tuple(names[2:])]
+    assert report.pairs({"variants": names}) == [report.Pair(*names[:2]), report.Pair(*names[2:])]
     shape = deploy.Shape(100, 10, 2, ("cache_aware", "round_robin"))
     made = deploy.variants(shape)
     assert [v.name for v in made] == names
     assert [v.workers for v in made] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert [v.name for v in deploy.variants(deploy.Shape(100, 10))] == ["off", "on"]
+    more = deploy.variants(shape, [deploy.OFF, deploy.ON, deploy.Side("today")])
+    assert [v.name for v in more[:3]] == ["off cache_aware", "on cache_aware", "today cache_aware"]
+    assert [v.workers for v in more[:3]] == [(0, 1), (2, 3), (4, 5)]
+    titles = [(p.title, p.label) for p in report.pairs({"variants": [v.name for v in more]})]
+    assert titles[:3] == [
+        ("on / off", "on cache_aware"),
+        ("today / off", "today cache_aware"),
+        ("on / today", "on cache_aware / today cache_aware"),
+    ]
+    assert len(titles) == 6
 
 
 def test_ticks_are_round():
@@ -385,12 +558,19 @@ def test_the_command_says_what_it_can_measure(capsys):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--only", "a,z"], "z is not one of a, b, c, d, e, f, fm"),
+        (["--only", "a,z"], "z is not one of a, aw, b, c, d, e, f, fm, g, h"),
         (["--only", "a,"], "an empty name is not one of"),
         (["--runs", "0"], "--runs 0: must be at least 1"),
         (["--sample-every", "0"], "--sample-every 0: must be at least 0.1"),
         (["--only", "a", "--trace", "x"], "--trace is for the workloads f and fm"),
         (["--model", "/none"], "no model at /none"),
+        (["--compare", "today"], "--compare today: write NAME:OPTIONS"),
+        (["--compare", "on:--x"], "on is the name of something else"),
+        (["--compare", "b:--x", "--compare", "b:--y"], "b is the name of something else"),
+        (["--compare", "b:x"], "b: x is neither an engine option nor VARIABLE=value"),
+        (["--on", "A=1 b"], "on: b is neither an engine option nor VARIABLE=value"),
+        (["--on", "'"], "on: ': No closing quotation"),
+        (["--compare", "b:--disaggregation-decode-enable-radix-cache"], "is there already"),
         (["--", "--disaggregation-decode-enable-radix-cache"], "is what the benchmark switches"),
     ],
 )
@@ -421,3 +601,20 @@ def test_both_sides_share_the_prefill_worker_and_only_one_has_the_flag(tmp_path)
     decode = planned["decode-3"].command
     assert decode[decode.index("--max-total-tokens") + 1] == "500"
     assert decode[decode.index("--num-reserved-decode-tokens") + 1] == "20"
+
+
+def test_a_side_has_options_and_environment_of_its_own(tmp_path):
+    args = cli.build_parser("bench").parse_args(
+        ["bench", "--on", "--x 'a b'", "--compare", "today:A=1 B=2=3 --y --z=C=4", "--compare", "plain:"]
+    )
+    sides = command.chosen_sides(args)
+    assert [s.name for s in sides] == ["off", "on", "today", "plain"]
+    assert sides[1].options == ("--x", "a b")
+    assert sides[2].options == ("--y", "--z=C=4") and dict(sides[2].env) == {"A": "1", "B": "2=3"}
+    made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path, sides=sides)
+    planned = {process.name: process for process in made.cluster._plan()}
+    flag = "--disaggregation-decode-enable-radix-cache"
+    assert [flag in planned[f"decode-{i}"].command for i in range(4)] == [False, True, True, True]
+    assert ["--y" in planned[f"decode-{i}"].command for i in range(4)] == [False, False, True, False]
+    assert [planned[f"decode-{i}"].env.get("B") for i in range(4)] == [None, None, "2=3", None]
+    assert planned["decode-2"].url in planned["router-today"].command

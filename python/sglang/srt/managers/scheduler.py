@@ -21,6 +21,9 @@ __all__ = ["Scheduler"]
 class Scheduler(engine.Scheduler):
     """Gives a decode worker its tree and tells from outside what the pools hold."""
 
+    # The most tokens that requests held at the end of a step of the decode queue, since the last flush.
+    kv_used_peak = 0
+
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
         super().init_cache_with_memory_pool()
@@ -37,10 +40,31 @@ class Scheduler(engine.Scheduler):
     def get_internal_state(self, recv_req):
         """Adds the pool figures of invariant I1 under ``kv_pool``, all in tokens."""
         output = super().get_internal_state(recv_req)
-        if type(self.tree_cache) not in (DecodeRadixCache, RadixCache, ChunkCache):
+        if not self._has_plain_pool():
             return output
         output.internal_state = {**output.internal_state, "kv_pool": self._kv_pool_state()}
         return output
+
+    def _has_plain_pool(self) -> bool:
+        """Whether one pool has all KV, so that its figures say what requests hold."""
+        return type(self.tree_cache) in (DecodeRadixCache, RadixCache, ChunkCache)
+
+    def process_decode_queue(self) -> None:
+        """Adds two things.
+
+        Transfers are also taken in while retracted requests wait for memory. The engine leaves them alone until all
+        retracted ones are back: if what these wait for is held by transfers, both wait for ever.
+
+        And the record of the most tokens that requests held, with the flag as without it. A step of the queue ends when
+        what it admitted has its pages, and begins after a decode step has freed those of the answers that ended in it,
+        so this misses no request, however short its life.
+        """
+        super().process_decode_queue()
+        if isinstance(self.tree_cache, DecodeRadixCache) and self.disagg_decode_prealloc_queue.retracted_queue:
+            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        if self._has_plain_pool():
+            free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+            self.kv_used_peak = max(self.kv_used_peak, self.max_total_num_tokens - free)
 
     def _kv_pool_state(self) -> dict:
         tree = self.tree_cache
@@ -49,6 +73,7 @@ class Scheduler(engine.Scheduler):
             "available": self.token_to_kv_pool_allocator.available_size(),
             "evictable": tree.evictable_size(),
             "protected": tree.protected_size(),
+            "used_peak": self.kv_used_peak,
             "idle": self.is_fully_idle() and not self._has_quarantine(),
             "free_req_slots": len(self.req_to_token_pool.free_slots),
         }
@@ -115,16 +140,6 @@ class Scheduler(engine.Scheduler):
                 req.disagg_kv_sender.abort()
                 req.disagg_kv_sender.poll()
 
-    def process_decode_queue(self) -> None:
-        """Adds that transfers are also taken in while retracted requests wait for memory.
-
-        The engine leaves them alone until all retracted ones are back: if what these wait for is held by transfers,
-        both wait for ever.
-        """
-        super().process_decode_queue()
-        if isinstance(self.tree_cache, DecodeRadixCache) and self.disagg_decode_prealloc_queue.retracted_queue:
-            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
-
     # ---- quarantine: pages of failed transfers are neither free nor a request's ----
 
     def _has_quarantine(self) -> bool:
@@ -132,7 +147,8 @@ class Scheduler(engine.Scheduler):
         return queue is not None and bool(queue.quarantine)
 
     def flush_cache(self) -> bool:
-        """Adds that a flush leaves pages in quarantine where they are."""
+        """Adds that a flush leaves pages in quarantine where they are, and begins the record of the peak anew."""
+        self.kv_used_peak = 0
         if not self._has_quarantine():
             return super().flush_cache()
         return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)

@@ -1,0 +1,64 @@
+"""What a decode worker tells of its KV pool: the most tokens that requests have held, with the flag and without it."""
+
+from __future__ import annotations
+
+import pytest
+from decode_world import World
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """A scheduler over the pool of ``world``; what its step of the queue does is ``step``."""
+    base = Scheduler.__mro__[1]
+    made = object.__new__(Scheduler)
+    monkeypatch.setattr(base, "process_decode_queue", lambda self: self.step())
+    monkeypatch.setattr(base, "flush_cache", lambda self: True)
+    made.world = World(size=64, page_size=4)
+    made.token_to_kv_pool_allocator, made.tree_cache = made.world.allocator, made.world.tree
+    made.max_total_num_tokens = 64
+    return made
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_peak_is_seen_although_it_is_over_before_anybody_asks(scheduler, flag):
+    allocator, taken, seen = scheduler.token_to_kv_pool_allocator, [], []
+    if not flag:
+        scheduler.tree_cache = object.__new__(ChunkCache)
+    for step in (
+        lambda: taken.append(allocator.alloc(8)),
+        lambda: taken.append(allocator.alloc(24)),
+        lambda: allocator.free(taken.pop()),
+        lambda: None,
+    ):
+        scheduler.step = step
+        scheduler.process_decode_queue()
+        seen.append(scheduler.kv_used_peak)
+    assert seen == [8, 32, 32, 32]
+    assert scheduler.flush_cache() and scheduler.kv_used_peak == 0
+
+
+def test_what_only_the_tree_keeps_is_not_held(scheduler):
+    world = scheduler.world
+    scheduler.step = world.step
+    decode_req = world.arrive(list(range(1, 13)))
+    world.handshake(decode_req)
+    scheduler.process_decode_queue()
+    world.complete(decode_req)
+    scheduler.process_decode_queue()
+    assert scheduler.kv_used_peak == 12
+    world.finish(decode_req.req)
+    assert world.tree.evictable_size() == 12
+    scheduler.flush_cache()
+    scheduler.process_decode_queue()
+    assert scheduler.kv_used_peak == 0
+
+
+def test_pools_of_several_kinds_are_left_alone(scheduler):
+    class OtherCache(ChunkCache):
+        pass
+
+    scheduler.step, scheduler.tree_cache = (lambda: None), object.__new__(OtherCache)
+    scheduler.process_decode_queue()
+    assert scheduler.kv_used_peak == 0
