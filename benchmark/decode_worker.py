@@ -76,7 +76,7 @@ class DecodeWorker:
             disaggregation_transfer_backend="nixl",
             **{
                 "disaggregation_decode_admission": "prefix",
-                "disaggregation_decode_max_overtaken": 64,
+                "disaggregation_decode_max_overtaken": 32,
                 **(options or {}),
             },
         )

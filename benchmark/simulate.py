@@ -35,9 +35,9 @@ from sim.workload import KINDS, fields_of  # noqa: E402
 ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
 # What each mode asks of the decode server.
 MODES: dict[str, dict[str, Any]] = {
-    "off": {ADMISSION: "prefix", OVERTAKEN: 64},
+    "off": {ADMISSION: "prefix", OVERTAKEN: 32},
     "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
-    "new": {ADMISSION: "prefix", OVERTAKEN: 64},
+    "new": {ADMISSION: "prefix", OVERTAKEN: 32},
 }
 MEASURED, TOLERANCE = 1.32, 0.15
 

@@ -20,7 +20,7 @@ __all__ = ["ServerArgs"]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 # How often a request may be overtaken before it goes first.
-DEFAULT_MAX_OVERTAKEN = 64
+DEFAULT_MAX_OVERTAKEN = 32
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 

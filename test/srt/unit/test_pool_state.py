@@ -17,6 +17,7 @@ def scheduler(monkeypatch):
     monkeypatch.setattr(base, "flush_cache", lambda self: True)
     made.world = World(size=64, page_size=4)
     made.token_to_kv_pool_allocator, made.tree_cache = made.world.allocator, made.world.tree
+    made.disagg_decode_prealloc_queue = made.world.queue
     made.max_total_num_tokens = 64
     return made
 

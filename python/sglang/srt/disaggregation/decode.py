@@ -320,11 +320,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 retractable = self._retractable_tokens()
                 reserve = self._reserve(retractable, count_retracted=True)
             plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
-            kept = promised + self._wanted_by_others(place, plan)
-            if plan.needed(retractable) > self._free_or_evictable() - reserve - kept:
+            if plan.needed(retractable) > self._free_or_evictable() - reserve - promised:
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
-                self._block(req, plan, kept)
+                self._block(req, plan, promised)
                 break
             if place is not in_turn[-1] and place.overtaken < line.max_overtaken:
                 if slack <= 0:
@@ -348,21 +347,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _found(self, place: Place) -> PrefixPeek:
         return NOTHING if place.watch is None else self.radix.found(place.watch)
-
-    def _wanted_by_others(self, place: Place, plan: AdmissionPlan) -> int:
-        """Tokens that could be evicted for a request, but for which others wait that may go before it does.
-
-        Nothing once it has been overtaken as often as the bound allows, or when nothing else would free memory.
-        """
-        if plan.delta <= self.token_to_kv_pool_allocator.available_size():
-            return 0
-        if place.overtaken >= self.line.max_overtaken or not self._others_move():
-            return 0
-        return self.radix.watches.wanted_unlocked() - plan.found.evictable
-
-    def _others_move(self) -> bool:
-        """Whether requests are under way that will give memory back."""
-        return bool(self.transfer_queue.queue or self._committed() or self.scheduler.running_batch.reqs)
 
     def _block(self, req: Req, plan: AdmissionPlan, kept: int) -> None:
         self._blocked = (req.rid, plan, kept, self._asked_in())

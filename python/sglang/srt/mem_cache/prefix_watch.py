@@ -120,21 +120,6 @@ class PrefixWatches:
         """Prompts whose match ends in ``node`` and that wait."""
         return sum(not watch.leading for group in self._at.get(node, {}).values() for watch in group)
 
-    def wanted_unlocked(self) -> int:
-        """Tokens of the tree that waiting prompts match and no request has locked."""
-        root = self._tree.root_node
-        whole: set[TreeNode] = set()
-        ends: dict[TreeNode, int] = {}
-        for node in self._at:
-            if node is root or node.lock_ref or not (part := self.wanted(node)):
-                continue
-            ends[node] = part
-            above = node.parent
-            while above is not root and not above.lock_ref and above not in whole:
-                whole.add(above)
-                above = above.parent
-        return sum(len(node.key) for node in whole) + sum(part for node, part in ends.items() if node not in whole)
-
     # ---- what happens to the tree ----
 
     def on_reset(self) -> None:
