@@ -102,8 +102,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return super().pop_preallocated(rids_to_check)
         # First, so that who waited for what has just arrived goes on in this step.
         self.transfer_queue.collect()
-        if self._blocked is None:
-            self.radix.refill_stock()
         self._resolve_pending_reqs()
         if self._nothing_new():
             return [], []
@@ -120,6 +118,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         admitted = self._admit_ready(candidates)
         if admitted:
             self._forget(admitted)
+        if self._blocked is None:
+            # While a request waits for memory, what is cached may be what it waits for.
+            self.radix.refill_stock()
         self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
         return admitted, failed
 

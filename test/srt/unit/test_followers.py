@@ -1,0 +1,465 @@
+"""Requests that wait for another's transfer, the order of admission, and what eviction leaves alone for them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from decode_world import World, aborted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.decode_admission import (
+    Candidate,
+    Patience,
+    Standing,
+    Transfers,
+    admission_order,
+    pays_to_follow,
+)
+from test_traps import serve, serve_to_end, tokens
+
+FCFS = {"disaggregation_decode_admission": "fcfs"}
+
+
+def queue(world: World, *prompts: list[int], **options: Any) -> list[DecodeRequest]:
+    """Requests that have shaken hands and wait for a step."""
+    arrived = [world.arrive(prompt, **options) for prompt in prompts]
+    for decode_req in arrived:
+        world.handshake(decode_req)
+        # The engine drops it at commit.
+        decode_req.wire = decode_req.kv_receiver
+    return arrived
+
+
+def asked(requests: list[DecodeRequest]) -> list[bool]:
+    return [decode_req.wire.asked for decode_req in requests]
+
+
+def sent(requests: list[DecodeRequest]) -> int:
+    """Pages asked of prefill."""
+    return sum(len(decode_req.wire.page_indices) for decode_req in requests)
+
+
+# ---- following ----
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_herd_gets_one_copy_and_its_own_ends(page_size):
+    world = World(size=1024, page_size=page_size, max_reqs=32)
+    herd = queue(world, *(tokens(1, 32) + tokens(n, 8) for n in range(2, 18)))
+    world.step()
+    assert asked(herd) == [True] + [False] * 15
+    for _ in range(5):
+        world.step()
+    assert sum(asked(herd)) == 1
+    world.complete(herd[0])
+    world.step()
+    # In the step in which it has arrived, not in the one after.
+    assert all(asked(herd))
+    assert [dr.req.decode_prefix_len for dr in herd[1:]] == [32] * 15
+    assert sent(herd) == (32 + 16 * 8) // page_size
+    world.check()
+
+
+def test_thousands_of_followers():
+    world = World(size=16384, page_size=4, max_reqs=2048)
+    herd = queue(world, *(tokens(1, 64) + [n % 200, n // 200, 1, 1] for n in range(2000)))
+    while not all(asked(herd)):
+        before = sum(asked(herd))
+        began = time.thread_time()
+        world.step()
+        # A step looks at a window of the queue, however long it is.
+        assert time.thread_time() - began < 2
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        assert sum(asked(herd)) > before or world.transfer.queue
+    assert sent(herd) == 16 + 2000
+    world.check()
+
+
+@pytest.mark.parametrize("how", ["fails", "aborted", "handshake of a follower fails", "retracted"])
+def test_when_the_leader_is_lost_one_follower_leads(how):
+    world = World(size=512)
+    herd = queue(world, *(tokens(1, 32) + tokens(n, 8) for n in range(2, 8)))
+    world.step()
+    leader, rest = herd[0], herd[1:]
+    if how == "handshake of a follower fails":
+        rest[0].kv_receiver.abort()
+        world.step()
+        assert aborted(rest[0].req) and not any(asked(rest))
+        return
+    if how == "retracted":
+        # It has been committed, so its KV is in the tree whatever becomes of it.
+        world.complete(leader)
+        world.step()
+        world.retract(leader.req)
+        world.check()
+        world.step()
+        assert all(asked(rest)) and {dr.req.decode_prefix_len for dr in rest} == {32}
+        return
+    world.deliver(leader, 3)
+    leader.kv_receiver.abort()
+    world.step()
+    assert aborted(leader.req)
+    # At once, and the pages in which something of the old leader's may have arrived are nobody's.
+    assert asked(rest) == [True] + [False] * 4
+    assert rest[0].req.decode_prefix_len == 0
+    world.check()
+    world.complete(rest[0])
+    world.step()
+    assert all(asked(rest)) and {dr.req.decode_prefix_len for dr in rest[1:]} == {32}
+    world.check()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_chains(order):
+    """A extends B extends C: what is sent of them together is A, whoever comes first."""
+    world = World(size=512)
+    a = tokens(1, 48)
+    chain = [a, a[:40], a[:28]]
+    arrived = queue(world, *(chain[i] for i in order))
+    for _ in range(8):
+        world.step()
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.check()
+    assert all(asked(arrived))
+    assert sent(arrived) == len(a) // world.page_size
+
+
+def test_who_shares_little_does_not_wait():
+    world = World(size=512)
+    # 12 of the 32 tokens on the way.
+    first, second = queue(world, tokens(1, 32), tokens(1, 12) + tokens(2, 8))
+    world.step()
+    assert asked([first, second]) == [True, True]
+    assert not pays_to_follow(12, 32) and pays_to_follow(16, 32)
+
+
+def test_requests_without_a_shared_prefix_go_on():
+    world = World(size=512)
+    herd = queue(world, tokens(1, 32), tokens(1, 32) + tokens(2, 8))
+    (other,) = queue(world, tokens(3, 40))
+    world.step()
+    assert asked([*herd, other]) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ({}, {"extra_key": "other"}),
+        ({}, {"warmup": True}),
+        ({"warmup": True}, {}),
+        ({}, {"peer_takes_prefix": False}),
+    ],
+)
+def test_who_cannot_share_does_not_wait(first, second):
+    world = World(size=512)
+    requests = queue(world, tokens(1, 32), **first) + queue(world, tokens(1, 32) + tokens(2, 4), **second)
+    world.step()
+    assert asked(requests) == [True, True]
+    world.check()
+
+
+def test_a_prefill_that_sends_whole_prompts_can_lead():
+    world = World(size=512)
+    requests = queue(world, tokens(1, 32), peer_takes_prefix=False) + queue(world, tokens(1, 32) + tokens(2, 4))
+    world.step()
+    assert asked(requests) == [True, False]
+    world.complete(requests[0])
+    world.step()
+    assert requests[1].req.decode_prefix_len == 32
+
+
+def test_first_come_first_served_waits_for_nobody():
+    world = World(size=512, options=FCFS)
+    herd = queue(world, *(tokens(1, 32) + tokens(n, 8) for n in range(2, 6)))
+    world.step()
+    assert all(asked(herd))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_nobody_waits_longer_than_a_copy_of_its_own_would_take(same, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    world = World(size=512)
+    # Both prefills are known: 10 ms for each token.
+    for prefill in ("a:1", "b:1"):
+        (known,) = queue(world, tokens(ord(prefill[0]), 20), prefill=prefill)
+        world.step()
+        now[0] += 0.2
+        world.complete(known)
+        world.step()
+        world.finish(known.req)
+    (leader,) = queue(world, tokens(1, 400), prefill="a:1")
+    (follower,) = queue(world, tokens(1, 400) + tokens(2, 8), prefill="a:1" if same else "b:1")
+    world.step()
+    allowed = 2 * 400 * 0.01 if same else 400 * 0.01
+    now[0] += allowed - 0.1
+    world.step()
+    assert asked([leader, follower]) == [True, False]
+    now[0] += 0.2
+    world.step()
+    # There is no room for a second copy before the first has ended; but it no longer waits for the leader.
+    assert follower.place.coming == 0
+
+
+def test_a_prefill_that_nothing_is_known_of():
+    patience, transfers = Patience(), Transfers()
+    assert transfers.pace("a") is None
+    assert patience.allowed(True, None, 50_000, 50_000) == patience.unknown_same
+    assert patience.allowed(False, None, 50_000, 50_000) == patience.least
+    for n in range(100):
+        transfers.done("a", 100, 1.0 + n)
+    assert transfers.pace("a") == 1.0, "the slowest of the last, 100 s for 100 tokens"
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_two_copies_that_come_anyway_leave_one(page_size):
+    world = World(size=256, page_size=page_size, options=FCFS)
+    one, two = queue(world, tokens(1, 40), tokens(1, 40) + tokens(2, 4))
+    world.step()
+    assert world.allocator.available_size() == 256 - 40 - 44
+    world.complete(one)
+    world.complete(two)
+    arrived = world.queue.pop_preallocated() and world.transfer.pop_transferred()
+    # Before either of them is in a batch.
+    assert len(arrived) == 2
+    assert world.allocator.available_size() == 256 - 44
+    world.waiting.extend(arrived)
+    world.step()
+    world.check()
+
+
+def test_transfers_go_on_while_a_retracted_request_waits():
+    """What it waits for is held by a transfer that nobody polled any more."""
+    world = World(size=64, reserved=2)
+    running = serve(world, tokens(1, 24), max_new=8).req
+    (moving,) = queue(world, tokens(2, 24), max_new=1)
+    world.step()
+    assert moving.wire.asked
+    world.retract(running)
+    world.tree.evict_shortfall(64)
+    world.allocator.alloc(world.allocator.available_size() - 8)
+    world.complete(moving)
+    world.step()
+    assert moving.req in world.running and world.queue.retracted_queue
+
+
+# ---- the order ----
+
+
+def test_who_finds_its_prefix_goes_first():
+    world = World(size=96, page_size=4, reserved=2)
+    serve_to_end(world, tokens(1, 32))
+    running = serve(world, tokens(9, 40), max_new=8).req
+    cold, warm = queue(world, tokens(2, 36), tokens(1, 32) + tokens(3, 4))
+    world.step()
+    assert asked([cold, warm]) == [False, True]
+    assert cold.place.overtaken == 1
+    world.finish(running)
+    world.step()
+    assert cold.wire.asked
+
+
+def test_room_is_kept_for_those_that_wait_for_a_transfer():
+    """Else a new prefix takes it, and of each prefix one request runs."""
+    world = World(size=96, page_size=4, reserved=2)
+    herd = queue(world, *(tokens(1, 40) + tokens(n, 4) for n in range(2, 6)))
+    (cold,) = queue(world, tokens(9, 36))
+    world.step()
+    assert asked([*herd, cold]) == [True, False, False, False, False]
+    world.complete(herd[0])
+    world.step()
+    assert asked([*herd, cold]) == [True, True, True, True, False]
+    world.check()
+
+
+def test_nobody_is_overtaken_more_often_than_the_bound():
+    world = World(size=96, page_size=4, reserved=2, max_reqs=32, options={"disaggregation_decode_max_overtaken": 5})
+    serve_to_end(world, tokens(1, 48))
+    (cold,) = queue(world, tokens(2, 72))
+    overtakers = 0
+    for n in range(40):
+        queue(world, tokens(1, 48) + tokens(3 + n, 4), max_new=2)
+        world.step()
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+        if cold.wire.asked:
+            break
+        overtakers += len(world.running)
+        for req in list(world.running):
+            world.finish(req)
+    assert cold.wire.asked and overtakers == 5
+
+
+@given(
+    st.lists(
+        st.builds(
+            Candidate,
+            arrival=st.integers(0, 30),
+            priority=st.integers(0, 2),
+            prompt=st.integers(1, 40),
+            held=st.integers(0, 40),
+            unlocked=st.integers(0, 40),
+            coming=st.integers(0, 40),
+            overtaken=st.integers(0, 8),
+        ),
+        max_size=12,
+        unique_by=lambda c: c.arrival,
+    ),
+    st.integers(0, 8),
+)
+def test_the_order(candidates, bound):
+    order = admission_order(candidates, bound)
+    assert sorted(order) == list(range(len(candidates)))
+    for i, j in zip(order, order[1:], strict=False):
+        a, b = candidates[i], candidates[j]
+        # A higher priority first, whatever the tree holds; then who has been overtaken too often.
+        assert a.priority <= b.priority
+        if a.priority == b.priority:
+            assert a.standing(bound) <= b.standing(bound)
+            if a.standing(bound) == b.standing(bound) or bound == 0:
+                assert a.arrival < b.arrival
+
+
+def test_standings():
+    def standing(**figures: int) -> Standing:
+        return Candidate(
+            **{
+                **dict.fromkeys(("arrival", "priority", "held", "unlocked", "coming", "overtaken"), 0),
+                "prompt": 100,
+                **figures,
+            }
+        ).standing(4)
+
+    assert standing(held=50) == Standing.SHARED
+    assert standing(held=50, unlocked=1) == Standing.HELD
+    assert standing(held=10, coming=40) == Standing.HELD
+    assert standing(held=49) == Standing.OTHER
+    assert standing(held=50, overtaken=4) == Standing.OVERTAKEN
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=4, max_size=30), st.integers(1, 4))
+def test_nobody_starves(arrivals, bound):
+    """Random requests of a few prefixes, in a pool for two of these: each is admitted, and none overtaken too often."""
+    world = World(size=96, page_size=4, reserved=2, max_reqs=64, options={"disaggregation_decode_max_overtaken": bound})
+    waiting: list[DecodeRequest] = []
+    admitted: set[int] = set()
+    overtaken: dict[int, int] = {}
+    for step in range(400):
+        if arrivals:
+            prefix, own = arrivals.pop()
+            waiting += queue(world, tokens(prefix + 1, 32) + tokens(20 + step, 4 * own), max_new=2)
+        elif not waiting:
+            break
+        following = {id(dr) for dr in waiting if hasattr(dr, "place") and dr.place.coming}
+        world.step()
+        new = [dr for dr in waiting if dr.wire.asked]
+        waiting = [dr for dr in waiting if not dr.wire.asked]
+        for decode_req in new:
+            admitted.add(id(decode_req))
+        for decode_req in waiting:
+            if id(decode_req) not in following and not decode_req.place.coming:
+                later = sum(dr.place.arrival > decode_req.place.arrival for dr in new)
+                overtaken[id(decode_req)] = overtaken.get(id(decode_req), 0) + later
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.decode()
+        world.check()
+    assert not waiting, "a request is never admitted"
+    assert max(overtaken.values(), default=0) <= bound
+
+
+def test_a_lower_priority_never_goes_ahead():
+    world = World(size=96, page_size=4, reserved=2)
+    world.scheduler.enable_priority_scheduling = True
+    world.scheduler.schedule_low_priority_values_first = False
+    serve_to_end(world, tokens(1, 32), priority=0)
+    running = serve(world, tokens(9, 40), max_new=8, priority=0).req
+    (high,) = queue(world, tokens(2, 64), priority=5)
+    (low,) = queue(world, tokens(1, 32) + tokens(3, 4), priority=1)
+    world.step()
+    assert asked([high, low]) == [False, False]
+    world.finish(running)
+    world.step()
+    assert high.wire.asked
+
+
+# ---- what is evicted ----
+
+
+def fill(world: World, *prompts: list[int]) -> None:
+    for prompt in prompts:
+        serve_to_end(world, prompt, max_new=1)
+
+
+def held(world: World, *prompts: list[int]) -> list[int]:
+    return [world.tree.peek(prompt, None).length for prompt in prompts]
+
+
+def test_what_many_wait_for_goes_last():
+    world = World(size=256, page_size=4)
+    prompts = [tokens(n, 16) for n in range(1, 6)]
+    fill(world, *prompts)
+    # The oldest is waited for by two, the next by one.
+    for prompt in (prompts[0], prompts[0], prompts[1]):
+        world.queue._place(world.arrive(prompt + tokens(30, 4)))
+    world.tree.evict_shortfall(3 * 16)
+    assert held(world, *prompts) == [16, 16, 0, 0, 0]
+    world.tree.evict_shortfall(8)
+    assert held(world, *prompts) == [16, 8, 0, 0, 0]
+    world.check()
+    world.tree.evict_shortfall(256)
+    assert held(world, *prompts) == [0, 0, 0, 0, 0]
+    world.check()
+
+
+def test_of_a_leaf_that_is_waited_for_in_part_the_rest_goes():
+    world = World(size=128, page_size=4)
+    old, new = tokens(1, 32), tokens(2, 32)
+    fill(world, old, new)
+    waiting = world.arrive(old[:20] + tokens(3, 8))
+    world.queue._place(waiting)
+    world.tree.evict_shortfall(12)
+    assert held(world, old, new) == [20, 32]
+    world.tree.evict_shortfall(32)
+    assert held(world, old, new) == [20, 0]
+    # Nobody waits for it any more.
+    world.queue.queue.remove(waiting)
+    world.queue.line.leave(waiting.place)
+    world.tree.evict_shortfall(4)
+    assert held(world, old) == [16]
+    world.check()
+
+
+def test_the_stock_takes_nothing_that_a_request_waits_for():
+    world = World(size=128, page_size=4)
+    wanted, other = tokens(1, 48), tokens(2, 48)
+    fill(world, wanted, other)
+    world.tree.stock = 96
+    waiting = world.arrive(wanted + tokens(3, 8))
+    world.queue._place(waiting)
+    for _ in range(10):
+        world.tree.refill_stock()
+    assert held(world, wanted, other) == [48, 0]
+
+
+def test_the_stock_is_not_refilled_while_a_request_waits_for_memory():
+    world = World(size=128, page_size=4, reserved=2)
+    kept = tokens(1, 32)
+    fill(world, kept)
+    running = serve(world, tokens(2, 60), max_new=8).req
+    world.tree.stock = 64
+    (blocked,) = queue(world, tokens(3, 80))
+    for _ in range(40):
+        world.step()
+    assert not blocked.wire.asked
+    assert held(world, kept) == [32], "somebody may ask for it before the room for the other is there"
+    world.finish(running)
+    world.step()
+    assert blocked.wire.asked
