@@ -177,6 +177,7 @@ class Decode(DecodeWorker):
             admitted, _ = self.queue.pop_preallocated()
             taken = time.thread_time() - began
             assert admitted and req.decode_prefix_len == self._held(len(prompt))
+            self.queue.line.leave(decode_req.place)
             self.tree.dec_lock_ref(req.last_node)
             self.pool.free(req)
         return taken
@@ -255,7 +256,7 @@ def measure_admission(decode: Decode, prompt: list[int], runs: int) -> tuple[str
     )
     match, allocate, middle = (statistics.median(times[name]) for name in ("match", "allocate", "admit"))
     cells = [cell(times[name]) for name in ("match", "allocate", "admit")]
-    row = f"| {decode.page} | {kilo(len(prompt))} | {decode.nodes:,} | {' | '.join(cells)} "
+    row = f"| {decode.page_size} | {kilo(len(prompt))} | {decode.nodes:,} | {' | '.join(cells)} "
     row += f"| {middle / match:.2f} | {(middle - allocate) / match:.2f} |"
     return row, middle / match
 
@@ -300,10 +301,10 @@ def ranks(tp: int) -> Iterator[None]:
 
 def measure_eviction(decode: Decode, runs: int) -> tuple[str, float]:
     """One row and the median of evicting one page, the tree shrinking by it."""
-    decode.tree.evict_shortfall(decode.page)
+    decode.tree.evict_shortfall(decode.page_size)
     leaves = len(decode.tree.evictable_leaves)
     times = in_turns({"evict": decode.evict_page}, min(runs, 40))["evict"]
-    return f"| {decode.page} | {decode.nodes:,} | {leaves:,} | {cell(times)} |", statistics.median(times)
+    return f"| {decode.page_size} | {decode.nodes:,} | {leaves:,} | {cell(times)} |", statistics.median(times)
 
 
 def check_flat(broken: list[str], what: str, times: list[float], factor: float = FLAT) -> None:

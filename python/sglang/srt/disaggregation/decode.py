@@ -60,6 +60,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.line = self.transfer_queue.line = Line(self.radix, by_prefix, overtaken)
         # The request that did not fit, what it takes, what was kept from it, and the state in which it was asked.
         self._blocked: tuple[str, AdmissionPlan, int, tuple[int, ...]] | None = None
+        # The last order of admission, and the state in which it was found.
+        self._ordered: tuple[tuple, list[int]] | None = None
         # Steps in a row in which the TP ranks were not in the same state.
         self._disagreements = 0
         self._steps = 0
@@ -205,19 +207,26 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _order(self, window: list[engine.DecodeRequest], places: list[Place]) -> list[int]:
         """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
         ready = [i for i, dr in enumerate(window) if dr.waiting_for_input]
-        now = time.monotonic()
-        candidates = []
+        line, now = self.line, time.monotonic()
+        following = False
         for i in ready:
-            if _takes_prefix(window[i]):
-                self.line.look(places[i], now)
-            candidates.append(self.line.candidate(places[i], len(window[i].req.origin_input_ids)))
-        return [ready[n] for n in admission_order(candidates, self.line.max_overtaken)]
+            following = bool(_takes_prefix(window[i]) and line.look(places[i], now)) or following
+        if len(ready) < 2:
+            return ready
+        # The same requests and the same tree: the same order. Who follows may lose patience.
+        tree = self.radix
+        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, [id(p) for p in places])
+        if following or self._ordered is None or self._ordered[0] != asked_in:
+            candidates = [line.candidate(places[i], len(window[i].req.origin_input_ids)) for i in ready]
+            order = [ready[n] for n in admission_order(candidates, line.max_overtaken)]
+            self._ordered = asked_in, order
+        return self._ordered[1]
 
     def _held(self, place: Place) -> tuple[int, int]:
         """Matched and unlocked tokens of a queued request."""
         if place.watch is None:
             return 0, 0
-        return place.watch.length, self.radix.found(place.watch).evictable
+        return place.watch.length, self.radix.unlocked(place.watch)
 
     def _state(self, window: list[engine.DecodeRequest], order: list[int]) -> list[int]:
         """The figures that must be the same on all ranks for them to decide alike."""

@@ -210,7 +210,7 @@ class Line:
         return self.look(place, now)
 
     def _leader(self, place: Place) -> tuple[Watch, int] | None:
-        if not self.follow or place.watch is None:
+        if not self.follow or place.watch is None or not self.tree.watches.on_the_way:
             return None
         found = self.tree.watches.leader(place.watch)
         if found is None or not pays_to_follow(found[1], found[0].owner.lacked):
@@ -221,7 +221,7 @@ class Line:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
         held = unlocked = 0
         if place.watch is not None:
-            held, unlocked = place.watch.length, self.tree.found(place.watch).evictable
+            held, unlocked = place.watch.length, self.tree.unlocked(place.watch)
         return Candidate(place.arrival, place.priority, prompt, held, unlocked, place.coming, place.overtaken)
 
     def admitted(self, place: Place, lacked: int) -> None:

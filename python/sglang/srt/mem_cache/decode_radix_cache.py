@@ -202,9 +202,18 @@ class DecodeRadixCache(RadixCache):
             if node.lock_ref == 0:
                 evictable += span
             node = node.parent
-            span = len(node.key)
+            span = len(node.key.token_ids)
         path.reverse()
         return PrefixPeek(watch.length, evictable, path, watch.in_last)
+
+    def unlocked(self, watch: Watch) -> int:
+        """Tokens of a watched prompt that the tree holds and nobody has locked. Cost: as many nodes as that are."""
+        node, span, tokens = watch.node, watch.in_last, 0
+        while node.lock_ref == 0:
+            tokens += span
+            node = node.parent
+            span = len(node.key.token_ids)
+        return tokens
 
     def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
         """Lock what `peek` found; the tree must not have changed in between.

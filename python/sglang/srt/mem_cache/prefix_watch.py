@@ -9,7 +9,7 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -43,6 +43,23 @@ class Watch:
         self.common: dict[Watch, int] = {}
 
 
+class _Group:
+    """Watches of one place: prompts that share what the tree holds of them, and the page after that."""
+
+    __slots__ = ("waiting", "leading")
+
+    def __init__(self) -> None:
+        self.waiting: dict[Watch, None] = {}
+        self.leading: dict[Watch, None] = {}
+
+    def __iter__(self) -> Iterator[Watch]:
+        yield from self.waiting
+        yield from self.leading
+
+    def of(self, watch: Watch) -> dict[Watch, None]:
+        return self.leading if watch.leading else self.waiting
+
+
 class PrefixWatches:
     """All watches of one tree, by node, and there by place: how far into the node, and the page that comes next."""
 
@@ -50,8 +67,9 @@ class PrefixWatches:
         """on_leave: told of a node that a waiting prompt no longer matches, or matches less of."""
         self._tree = tree
         self._on_leave = on_leave
-        self._at: dict[TreeNode, dict[tuple[int, Any], dict[Watch, None]]] = {}
-        # Advanced when a leader comes or goes.
+        self._at: dict[TreeNode, dict[tuple[int, Any], _Group]] = {}
+        # Leaders; and a number that is advanced when one comes or goes.
+        self.on_the_way = 0
         self.leaders = 0
 
     def __iter__(self) -> Iterator[Watch]:
@@ -67,22 +85,23 @@ class PrefixWatches:
 
     def remove(self, watch: Watch) -> None:
         """End a watch."""
-        self._take(watch)
+        group = self._take(watch)
         if watch.leading:
-            self._forget_leader(watch)
+            self.leaders += 1
+            self.on_the_way -= 1
+            for other in group.waiting:
+                other.common.pop(watch, None)
 
     def lead(self, watch: Watch) -> None:
         """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way."""
-        self._take(watch)
+        group = self._at[watch.node][watch.place]
+        del group.waiting[watch]
+        group.leading[watch] = None
         watch.leading = True
         watch.common.clear()
         self.leaders += 1
-        self._put(watch, watch.node, watch.in_last)
-
-    def _forget_leader(self, leader: Watch) -> None:
-        self.leaders += 1
-        for watch in self._group(leader):
-            watch.common.pop(leader, None)
+        self.on_the_way += 1
+        self._on_leave(watch.node)
 
     def leader(self, watch: Watch) -> tuple[Watch, int] | None:
         """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
@@ -90,9 +109,10 @@ class PrefixWatches:
         Cost: each pair of prompts is compared once, at C speed; and a few steps.
         """
         best: tuple[Watch, int] | None = None
-        for other in self._group(watch):
-            if not other.leading:
-                continue
+        if watch.place[1] is None:
+            # The tree holds all of it that can be shared.
+            return None
+        for other in self._at[watch.node][watch.place].leading:
             shared = watch.common.get(other)
             if shared is None:
                 shared = self._tree.common_length(watch.token_ids, other.token_ids, watch.length)
@@ -101,12 +121,6 @@ class PrefixWatches:
                 best = other, shared - watch.length
         return best
 
-    def _group(self, watch: Watch) -> Iterable[Watch]:
-        if watch.place[1] is None:
-            # The tree holds all of it that can be shared.
-            return ()
-        return self._at.get(watch.node, {}).get(watch.place, ())
-
     # ---- what eviction asks ----
 
     def wanted(self, node: TreeNode) -> int:
@@ -114,11 +128,11 @@ class PrefixWatches:
         places = self._at.get(node)
         if not places:
             return 0
-        return max((place[0] for place, group in places.items() if any(not w.leading for w in group)), default=0)
+        return max((place[0] for place, group in places.items() if group.waiting), default=0)
 
     def waiting(self, node: TreeNode) -> int:
         """Prompts whose match ends in ``node`` and that wait."""
-        return sum(not watch.leading for group in self._at.get(node, {}).values() for watch in group)
+        return sum(len(group.waiting) for group in self._at.get(node, {}).values())
 
     # ---- what happens to the tree ----
 
@@ -180,15 +194,20 @@ class PrefixWatches:
         following = watch.token_ids[watch.length : watch.length + page]
         key = self._tree.get_child_key_fn(RadixKey(following, watch.extra_key)) if len(following) == page else None
         watch.node, watch.in_last, watch.place = node, in_last, (in_last, key)
-        self._at.setdefault(node, {}).setdefault(watch.place, {})[watch] = None
+        places = self._at.setdefault(node, {})
+        group = places.get(watch.place)
+        if group is None:
+            group = places[watch.place] = _Group()
+        group.of(watch)[watch] = None
 
-    def _take(self, watch: Watch) -> None:
+    def _take(self, watch: Watch) -> _Group:
         places = self._at[watch.node]
         group = places[watch.place]
-        del group[watch]
-        if not group:
+        del group.of(watch)[watch]
+        if not group.waiting and not group.leading:
             del places[watch.place]
             if not places:
                 del self._at[watch.node]
         if not watch.leading:
             self._on_leave(watch.node)
+        return group
