@@ -23,6 +23,7 @@ from sglang_pd_radix.demo import (
     server_info,
     summed_counters,
 )
+from sglang_pd_radix.netns import TwoHosts
 
 OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
 # What a worker that shares a machine of this size can hold, and more requests than any workload here has.
@@ -63,7 +64,8 @@ def variants(shape: Shape) -> list[Variant]:
 
 @dataclass
 class Deployment:
-    """Start it with ``with``; `use` before each run."""
+    """Start it with ``with``; `use` before each run. With ``hosts``, prefill is on one of them and all decode workers
+    are on the other; the routers stay on this one."""
 
     model: str
     shape: Shape
@@ -72,6 +74,7 @@ class Deployment:
     log_dir: Path
     on_progress: Callable[[Progress], None] | None = None
     prefill_pool: int = PREFILL_POOL
+    hosts: TwoHosts | None = None
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
 
@@ -90,6 +93,7 @@ class Deployment:
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,
+            hosts={"prefill": self.hosts.prefill, "decode": self.hosts.decode} if self.hosts else None,
         )
 
     def __enter__(self) -> Deployment:
@@ -128,7 +132,9 @@ class Deployment:
     def counters(self, variant: Variant) -> dict[str, float]:
         """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""
         prefill, decode = self.prefill_urls, self.decode_urls(variant)
+        link = {"link_bytes": float(self.hosts.carried().to_decode)} if self.hosts else {}
         return {
+            **link,
             **summed_counters(prefill, decode, OPTIONAL_COUNTERS),
             "prefill_cpu_s": self._cpu_s(prefill),
             "decode_cpu_s": self._cpu_s(decode),

@@ -48,11 +48,18 @@ FIGURES = (
     Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
     Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
+# Of runs over a limited link only; headers and handshake included.
+LINK_FIGURE = Figure("link_bytes", "bytes over the link, MiB", 2**20, 1)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes", "answering_mean")
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
+
+
+def figures_of(entry: Document) -> tuple[Figure, ...]:
+    """The rows of a workload's table."""
+    return (*FIGURES, LINK_FIGURE) if "link" in entry else FIGURES
 
 
 def finish(entry: Document) -> None:
@@ -72,13 +79,14 @@ def finish(entry: Document) -> None:
         figures["sent_over_least"] = figures["sent_bytes"] / least if least else math.nan
     entry["summary"] = {
         name: {
-            f.key: vars(Spread.of([run["figures"][f.key] for run in runs if run["variant"] == name])) for f in FIGURES
+            f.key: vars(Spread.of([run["figures"][f.key] for run in runs if run["variant"] == name]))
+            for f in figures_of(entry)
         }
         for name in entry["variants"]
     }
     entry["ratios"] = {}
     for off_name, on_name in pairs(entry):
-        entry["ratios"][on_name] = {f.key: vars(ratio(entry, off_name, on_name, f.key)) for f in FIGURES}
+        entry["ratios"][on_name] = {f.key: vars(ratio(entry, off_name, on_name, f.key)) for f in figures_of(entry)}
 
 
 def pairs(entry: Document) -> list[tuple[str, str]]:
@@ -123,10 +131,11 @@ def ratio_cell(spread: Document) -> str:
 
 def table(entry: Document) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of one workload's table."""
-    heading, rows = [""], [[figure.name] for figure in FIGURES]
+    figures = figures_of(entry)
+    heading, rows = [""], [[figure.name] for figure in figures]
     for off, on in pairs(entry):
         heading += [off, on, "on / off"]
-        for row, figure in zip(rows, FIGURES, strict=True):
+        for row, figure in zip(rows, figures, strict=True):
             row += [cell(entry["summary"][name][figure.key], figure) for name in (off, on)]
             row.append(ratio_cell(entry["ratios"][on][figure.key]))
     return heading, rows
@@ -362,7 +371,8 @@ def write(document: Document, out: Path) -> list[Path]:
         "report.html": html(document),
     }
     for entry in document["workloads"]:
-        files |= {f"charts/{entry['key']}-{name}.svg": stand_alone(svg) for name, svg in charts(entry).items()}
+        prefix = f"{entry['key']}-{entry['link']['name']}" if "link" in entry else entry["key"]
+        files |= {f"charts/{prefix}-{name}.svg": stand_alone(svg) for name, svg in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
