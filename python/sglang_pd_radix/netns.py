@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import cpu_host
 from .errors import PdRadixError
 
 WIRE = "wire"
@@ -193,7 +194,7 @@ class Host:
         return {
             "SGLANG_HOST_IP": self.address,  # what it announces: the engine's own guess is any address of the machine
             # Two namespaces still share memory, and UCX would rather move KV through that.
-            "UCX_TLS": "tcp,self",
+            "UCX_TLS": "tcp,self" if cpu_host.active() else "tcp,self,cuda_copy",
             "UCX_NET_DEVICES": self.device,
             "MC_FORCE_TCP": "1",
             # The machine's name stands for an address that is not one of this host's.

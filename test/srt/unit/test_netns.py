@@ -113,17 +113,20 @@ def test_a_free_network_touches_no_other():
         netns.free_network(["10.0.0.0/8", "198.18.0.0/15"])
 
 
-def test_a_worker_is_told_its_address_and_to_use_nothing_but_the_wire():
+@pytest.mark.parametrize("cpu, transports", [(True, "tcp,self"), (False, "tcp,self,cuda_copy")])
+def test_a_worker_is_told_its_address_and_to_use_nothing_but_the_wire(monkeypatch, cpu, transports):
+    monkeypatch.setattr(netns.cpu_host, "active", lambda: cpu)
     host = Host("pd-radix-1-2-0-decode", "10.9.8.2")
     assert host.command("python", "-V")[-5:] == ["netns", "exec", "pd-radix-1-2-0-decode", "python", "-V"]
     given = host.environment({"no_proxy": "localhost", "UCX_TLS": "rc"})
     assert given["SGLANG_HOST_IP"] == "10.9.8.2"
-    assert given["UCX_TLS"] == "tcp,self" and given["UCX_NET_DEVICES"] == netns.WIRE
+    assert given["UCX_TLS"] == transports and given["UCX_NET_DEVICES"] == netns.WIRE
     assert given["no_proxy"] == given["NO_PROXY"] == "localhost,10.9.8.1,10.9.8.2"
 
 
-def test_a_cluster_puts_each_role_on_its_host(tmp_path):
+def test_a_cluster_puts_each_role_on_its_host(tmp_path, monkeypatch):
     hosts = {"prefill": Host("pd-radix-1-2-0-prefill", "10.9.8.1"), "decode": Host("pd-radix-1-2-0-decode", "10.9.8.2")}
+    monkeypatch.setattr(netns.cpu_host, "active", lambda: True)
     made = Cluster("m", env={"UCX_TLS": "all", "SGLANG_HOST_IP": "7.7.7.7"}, hosts=hosts, log_dir=tmp_path)
     prefill, decode, router = made._plan()
     for process, host in ((prefill, hosts["prefill"]), (decode, hosts["decode"])):
