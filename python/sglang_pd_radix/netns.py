@@ -153,10 +153,14 @@ def remove_stale() -> list[str]:
     for name in _names():
         match = _NAME.fullmatch(name)
         if match and _start_time(int(match[1])) != match[2]:
-            for command in _removal(name):
-                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)  # somebody may do the same now
+            _remove(name)
             removed.append(name)
     return removed
+
+
+def _remove(namespace: str) -> None:
+    for command in _removal(namespace):
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)  # somebody else may be at it too
 
 
 def _device(namespace: str) -> str:
@@ -291,6 +295,9 @@ class TwoHosts:
             self._guard.stdin.close()
             self._guard.wait(timeout=30)
             self._guard = None
+            for host in self._hosts:
+                if host.namespace in _names():  # somebody has killed it
+                    _remove(host.namespace)
 
     @property
     def _hosts(self) -> tuple[Host, Host]:

@@ -340,6 +340,13 @@ def test_a_cut_wire_loses_everything_without_a_word_until_it_is_restored(hosts, 
         asker.stdin.close()
 
 
+def test_it_ends_without_its_guard_too(hosts):
+    hosts._guard.kill()
+    hosts._guard.wait()
+    hosts.stop()
+    assert left_of([hosts.prefill, hosts.decode]) == []
+
+
 def kill_owner(*arguments: str) -> list[Host]:
     command = [sys.executable, "-c", OWNER, *arguments]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
