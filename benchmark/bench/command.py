@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pd_radix import __version__
+from sglang_pd_radix import __version__, netns
 from sglang_pd_radix.cluster import Progress as Step
 from sglang_pd_radix.cluster import has_option, option_value
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.make_model import ModelShape, make_model
 from sglang_pd_radix.up import RADIX_ALIAS, RADIX_FLAG, check_model
 
-from . import report
+from . import link, report
 from .deploy import OFF, Deployment, Shape, Side, engine_options
 from .measure import LoadGenerator, Run, run_once
 from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
@@ -66,6 +66,7 @@ Workloads:
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_STOCK=0 --num-reserved-decode-tokens 128"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
+  sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
 
 Engine options for all workers follow after --.
 Exit code: 0 all answers are the same with the cache off and on and the KV pools are sound, 1 otherwise.
@@ -102,6 +103,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:OPTIONS",
         help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; repeatable",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATES",
+        help="put prefill and decode into network namespaces joined by a link of this rate, and measure every workload "
+        "at each rate given: 100mbit, or auto:N, at which a prompt's KV takes N times as long as its prefill (as root)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
     parser.add_argument(
@@ -168,6 +175,10 @@ def run(args: argparse.Namespace) -> int:
     if has_option(args.engine_options, RADIX_FLAG, RADIX_ALIAS):
         raise PdRadixError(f"{RADIX_FLAG} is what the benchmark switches: remove it from the engine options")
     model = check_model(args.model) if args.model else None
+    rates = link.parse_rates(args.link) if args.link else []
+    hindrance = netns.trouble() if rates else None
+    if hindrance:
+        raise PdRadixError(f"--link: {hindrance[0]}. Way out: {hindrance[1]}")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -176,13 +187,16 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args.engine_options, page_size, made_model=not args.model)
     started = time.monotonic()
     document: dict[str, Any] = {"workloads": []}
-    with tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch, _Show(len(sizes)) as show:
+    with (
+        tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
+        _Show(len(sizes) * max(1, len(rates))) as show,
+    ):
         if model is None:
             show.now("making the model")
             model = str(make_model(Path(scratch) / "model", SHAPE))
         load = LoadGenerator(model, args.out / "logs" / "load.log")
         try:
-            _all(args, sizes, sides, runs, model, options, page_size, load, document, show)
+            _all(args, sizes, sides, runs, model, options, page_size, rates, load, document, show)
         except BaseException:
             if document["workloads"]:  # what is complete is worth keeping
                 _finish(document, args, runs, started)
@@ -202,6 +216,7 @@ def _all(
     model: str,
     options: Sequence[str],
     page_size: int,
+    rates: Sequence[link.Rate],
     load: LoadGenerator,
     document: dict[str, Any],
     show: _Show,
@@ -216,7 +231,11 @@ def _all(
 
         logs = args.out / "logs" / f"deployment-{number}"
         began = time.monotonic()
-        with Deployment(model, shape, options, args.backend, logs, progress, sides=sides) as deployment:
+        with contextlib.ExitStack() as stack:
+            hosts = stack.enter_context(netns.TwoHosts()) if rates else None
+            deployment = stack.enter_context(
+                Deployment(model, shape, options, args.backend, logs, progress, sides=sides, hosts=hosts)
+            )
             show.now("waiting for the load generator")
             load.wait_ready()
             info = deployment.info(deployment.variants[0])
@@ -235,14 +254,44 @@ def _all(
                         f"workload {key} has a request of {workload.longest} tokens, and decode's pool holds "
                         f"{shape.pool}: --set {key}.pool="
                     )
-                measured = _measure(deployment, load, workload, runs, page_size, args.sample_every, show)
-                measured["shape"] = vars(shape)
-                measured["sides"] = {side.name: {"options": side.options, "env": dict(side.env)} for side in sides}
-                if document["setting"]["dtype"].endswith("float32") and any(
-                    r["different_answers"] for r in measured["runs"]
-                ):
-                    measured["problems"].insert(0, f"answers are not all identical: {report.identity(measured)} are")
-                document["workloads"].append(measured)
+                for place in _places(deployment, workload, tokens, rates, show):
+                    measured = _measure(deployment, load, workload, runs, page_size, args.sample_every, show, place)
+                    measured["shape"] = vars(shape)
+                    measured["sides"] = {side.name: {"options": side.options, "env": dict(side.env)} for side in sides}
+                    if document["setting"]["dtype"].endswith("float32") and any(
+                        r["different_answers"] for r in measured["runs"]
+                    ):
+                        measured["problems"].insert(
+                            0, f"answers are not all identical: {report.identity(measured)} are"
+                        )
+                    document["workloads"].append(measured)
+
+
+def _places(
+    deployment: Deployment, workload: Workload, tokens: Tokens, rates: Sequence[link.Rate], show: _Show
+) -> Iterator[dict[str, Any]]:
+    """What a workload's entry says of each link that it is to be measured over, when that link is set; {} without."""
+    if not deployment.hosts:
+        yield {}
+        return
+    show.now("measuring what a prompt takes")
+    deployment.hosts.set_rate(None)
+    prompt = link.measure_prompt(deployment, tokens, link.mean_prompt(workload))
+    for rate in rates:
+        bits = prompt.rate(rate)
+        deployment.hosts.set_rate(bits)
+        times = prompt.times_prefill(bits)
+        told = (
+            f"Link of {netns.rate_text(bits)} ({rate.text}) between prefill and decode: the KV of a prompt of "
+            f"{prompt.tokens} tokens, {prompt.kv_bytes / 1024:.0f} KiB, takes {times:.3g} times its prefill "
+            f"({1e3 * prompt.prefill_s:.1f} ms, measured alone)."
+        )
+        show.done(told)
+        yield {
+            "title": f"{workload.title}, link of {netns.rate_text(bits)} ({rate.text})",
+            "notes": [told, *workload.notes],
+            "link": {"name": rate.text.replace(":", "-"), "bits_per_s": bits, "kv_over_prefill": times, **vars(prompt)},
+        }
 
 
 def _measure(
@@ -253,11 +302,12 @@ def _measure(
     page_size: int,
     every_s: float,
     show: _Show,
+    place: dict[str, Any],
 ) -> dict[str, Any]:
-    """All runs of one workload, variants in turn."""
+    """All runs of one workload, variants in turn. ``place``: what `_places` says of it."""
     found: list[Run] = []
     names = [variant.name for variant in deployment.variants]
-    show.begin(f"({workload.key}) {workload.title}", runs * len(names) * workload.requests)
+    show.begin(f"({workload.key}) {place.get('title', workload.title)}", runs * len(names) * workload.requests)
     for variant in deployment.variants:
         # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
         show.step(f"({workload.key}) {variant.name}", 0, "warming up")
@@ -278,6 +328,7 @@ def _measure(
                 f"{label}: {f['requests_per_s']:.2f} req/s, TTFT p50 {1e3 * f['ttft_p50_s']:.0f} ms, "
                 f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms, {f['sent_bytes'] / 2**20:.1f} MiB sent, "
                 f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused on decode"
+                + (f", {f['link_bytes'] / 2**20:.1f} MiB over the link" if "link_bytes" in f else "")
             )
     show.end()
     different = report.compare_answers([r.texts for r in found])
@@ -307,6 +358,7 @@ def _measure(
             }
             for r, count in zip(found, different, strict=True)
         ],
+        **place,
     }
     report.finish(entry)
     return entry
@@ -327,6 +379,7 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
         "runs": runs,
         "machine": f"{len(os.sched_getaffinity(0))} cores {platform.machine()}, {memory:.0f} GiB",
         "backend": args.backend,
+        **({"link": args.link} if args.link else {}),
         "backend_version": version(*backend),
         "sglang": version("sglang"),
         "sglang_pd_radix": __version__,

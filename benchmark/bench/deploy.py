@@ -27,6 +27,7 @@ from sglang_pd_radix.demo import (
     summed_counters,
 )
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.netns import TwoHosts
 from sglang_pd_radix.up import RADIX_ALIAS
 
 OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
@@ -98,7 +99,8 @@ def variants(shape: Shape, sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
 
 @dataclass
 class Deployment:
-    """Start it with ``with``; `use` before each run."""
+    """Start it with ``with``; `use` before each run. With ``hosts``, prefill is on one of them and all decode workers
+    are on the other; the routers stay on this one."""
 
     model: str
     shape: Shape
@@ -108,6 +110,7 @@ class Deployment:
     on_progress: Callable[[Progress], None] | None = None
     prefill_pool: int = PREFILL_POOL
     sides: Sequence[Side] = (OFF, ON)
+    hosts: TwoHosts | None = None
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
 
@@ -128,6 +131,7 @@ class Deployment:
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,
+            hosts={"prefill": self.hosts.prefill, "decode": self.hosts.decode} if self.hosts else None,
         )
 
     def __enter__(self) -> Deployment:
@@ -174,7 +178,9 @@ class Deployment:
     def counters(self, variant: Variant) -> dict[str, float]:
         """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""
         prefill, decode = self.prefill_urls, self.decode_urls(variant)
+        link = {"link_bytes": float(self.hosts.carried().to_decode)} if self.hosts else {}
         return {
+            **link,
             **summed_counters(prefill, decode, OPTIONAL_COUNTERS),
             "prefill_cpu_s": self._cpu_s(prefill),
             "decode_cpu_s": self._cpu_s(decode),

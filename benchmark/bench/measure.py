@@ -23,6 +23,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
+from .link import problems as link_problems
 from .stats import percentile, quantiles
 from .workload import Request, Workload
 
@@ -292,7 +293,7 @@ def run_once(
         [a.ttft_s for a in asked],
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
-        deployment.problems(variant),
+        [*deployment.problems(variant), *link_problems(figures)],
     )
 
 
@@ -373,6 +374,7 @@ def figures_of(
         "tpot_p50_s": percentile(tpot, 50),
         "tpot_p99_s": percentile(tpot, 99),
         "sent_bytes": total("sent_bytes"),
+        **({"link_bytes": total("link_bytes")} if "link_bytes" in rounds[0] else {}),
         "prompt_pages": total("prompt_pages"),
         "least_pages": total("least_pages"),
         "prompt_tokens": total("prompt_tokens"),

@@ -55,6 +55,8 @@ FIGURES = (
     Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
     Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
+# Of runs over a limited link only; headers and handshake included.
+LINK_FIGURE = Figure("link_bytes", "bytes over the link, MiB", 2**20, 1)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
@@ -62,6 +64,11 @@ OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": 
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
+
+
+def figures_of(entry: Document) -> tuple[Figure, ...]:
+    """The rows of a workload's table."""
+    return (*FIGURES, LINK_FIGURE) if "link" in entry else FIGURES
 
 
 def finish(entry: Document) -> None:
@@ -81,12 +88,13 @@ def finish(entry: Document) -> None:
         figures["sent_over_least"] = figures["sent_bytes"] / least if least else math.nan
     entry["summary"] = {
         name: {
-            f.key: vars(Spread.of([run["figures"][f.key] for run in runs if run["variant"] == name])) for f in FIGURES
+            f.key: vars(Spread.of([run["figures"][f.key] for run in runs if run["variant"] == name]))
+            for f in figures_of(entry)
         }
         for name in entry["variants"]
     }
     entry["ratios"] = {
-        pair.label: {f.key: with_worst(f, ratio(entry, pair.below, pair.above, f.key)) for f in FIGURES}
+        pair.label: {f.key: with_worst(f, ratio(entry, pair.below, pair.above, f.key)) for f in figures_of(entry)}
         for pair in pairs(entry)
     }
 
@@ -166,17 +174,18 @@ def worst_cell(spread: Document) -> str:
 
 def table(entry: Document) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of one workload's table: each side once, and behind it what it is compared with."""
-    heading, rows = [""], [[figure.name] for figure in FIGURES]
+    figures = figures_of(entry)
+    heading, rows = [""], [[figure.name] for figure in figures]
     shown: set[str] = set()
     for pair in pairs(entry):
         for name in (pair.below, pair.above):
             if name not in shown:
                 shown.add(name)
                 heading.append(name)
-                for row, figure in zip(rows, FIGURES, strict=True):
+                for row, figure in zip(rows, figures, strict=True):
                     row.append(cell(entry["summary"][name][figure.key], figure))
         heading += [pair.title, "worst"]
-        for row, figure in zip(rows, FIGURES, strict=True):
+        for row, figure in zip(rows, figures, strict=True):
             spread = entry["ratios"][pair.label][figure.key]
             row += [ratio_cell(spread), worst_cell(spread)]
     return heading, rows
@@ -484,7 +493,8 @@ def write(document: Document, out: Path) -> list[Path]:
         "report.html": html(document),
     }
     for entry in document["workloads"]:
-        files |= {f"charts/{entry['key']}-{name}.svg": stand_alone(svg) for name, svg in charts(entry).items()}
+        prefix = f"{entry['key']}-{entry['link']['name']}" if "link" in entry else entry["key"]
+        files |= {f"charts/{prefix}-{name}.svg": stand_alone(svg) for name, svg in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -32,6 +32,7 @@ from typing import Any
 
 from . import cpu_host, process_group
 from .errors import PdRadixError
+from .netns import Host
 
 HOST = "127.0.0.1"
 RADIX_FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -350,6 +351,9 @@ class Cluster:
 
     ``routers`` starts one router per entry in the place of the single one: name to (indices of the decode workers that
     it routes to, further options for it). All route to every prefill worker. ``router_urls`` has their addresses.
+
+    ``hosts`` has the host of `netns.TwoHosts` on which the workers of a role run; by default all run on this one. The
+    router always does.
     """
 
     def __init__(
@@ -378,6 +382,7 @@ class Cluster:
         executable: str = sys.executable,
         commands: Mapping[str, Sequence[str]] | None = None,
         routers: Mapping[str, tuple[Sequence[int], Sequence[str]]] | None = None,
+        hosts: Mapping[str, Host] | None = None,
     ) -> None:
         if prefill < 1 or decode < 1:
             raise PdRadixError(f"{prefill} prefill and {decode} decode workers: at least one of each is needed")
@@ -402,6 +407,7 @@ class Cluster:
         self._executable = executable
         self._commands = commands or {}
         self._routers = dict(routers or {})
+        self._hosts = dict(hosts or {})
         for name, (indices, _) in self._routers.items():
             if not indices or not all(0 <= index < decode for index in indices):
                 raise PdRadixError(
@@ -460,12 +466,16 @@ class Cluster:
     def _engine(
         self, role: str, index: int, port: int, args: Sequence[str], extra: Sequence[str], env: Mapping[str, str]
     ) -> Process:
-        url = f"http://{_connectable(self._host if role == 'engine' else HOST)}:{port}"
+        place = self._hosts.get(role)
+        address = place.address if place else self._host if role == "engine" else HOST
+        url = f"http://{_connectable(address)}:{port}"
         command = [self._executable, *self._commands.get(role, ("-m", "sglang.launch_server"))]
-        command += ["--model-path", self.model_path, "--port", str(port)]
-        command += ["--host", self._host if role == "engine" else HOST, *extra, *args]
+        command += ["--model-path", self.model_path, "--port", str(port), "--host", address, *extra, *args]
+        env = {**self._env, **env}
+        if place:
+            command, env = place.command(*command), {**env, **place.environment(env)}
         name = role if role == "engine" else f"{role}-{index}"
-        return Process(role, name, url, self.log_dir / f"{name}.log", command, {**self._env, **env})
+        return Process(role, name, url, self.log_dir / f"{name}.log", command, env)
 
     def _plan(self) -> list[Process]:
         """Lay out every process: ports, devices, commands. Nothing runs yet."""
@@ -534,10 +544,13 @@ class Cluster:
         if self._policy:
             command += ["--policy", self._policy]
         command += [*self._router_args, *more]
+        env = dict(self._env)
+        for host in self._hosts.values():
+            env |= host.unproxied(env)
         url = f"http://{_connectable(self._host)}:{port}"
         # The router asks less and less often for workers that do not answer, so it is quicker to start it after them.
         wave = 1 + max(worker.wave for worker in workers)
-        return Process("router", name, url, self.log_dir / f"{name}.log", command, dict(self._env), wave=wave)
+        return Process("router", name, url, self.log_dir / f"{name}.log", command, env, wave=wave)
 
     # -- life
 
