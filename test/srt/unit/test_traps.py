@@ -206,6 +206,7 @@ def bare_receiver() -> NixlKVReceiver:
         required_prefill_response_num_table={},
         addr_to_rooms_tracker={"prefill": {7}},
         waiting_timeout=100,
+        failure_records={},
     )
     manager = receiver.kv_mgr
     manager.check_status = manager.request_status.__getitem__
@@ -582,6 +583,9 @@ class LateReceiver(Receiver):
 
     kv_mgr = SimpleNamespace(record_failure=lambda room, reason: None)
     once_metadata_landed = CommonKVReceiver.once_metadata_landed
+
+    def _is_overdue(self) -> bool:
+        return False
 
     @property
     def bootstrap_room(self) -> int | None:

@@ -136,6 +136,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _forget(self, decode_reqs: Sequence[engine.DecodeRequest]) -> None:
         gone = {id(dr) for dr in decode_reqs}
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
+        # Or the handshake of one that has failed would still be made.
+        self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
 
     def _agree(self) -> Iterable[tuple[engine.DecodeRequest, bool]] | None:
         """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.

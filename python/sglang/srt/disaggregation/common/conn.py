@@ -282,6 +282,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
     fenced = False
     cancelled_at = 0.0
+    # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
+    bootstrap_infos: list[dict] | None = None
+    required_prefill_response_num = 0
     _done = False
     _asked_at = 0.0
 
@@ -301,16 +304,27 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         room = self.metadata_room()
         if room == self.bootstrap_room:
             return state
-        if room == 0:
+        if room == 0 and not self._is_overdue():
             return KVPoll.Transferring
-        self.kv_mgr.record_failure(self.bootstrap_room, f"its metadata buffer holds that of room {room}")
+        what = f"its metadata buffer holds that of room {room}" if room else "its metadata has not come"
+        self.kv_mgr.record_failure(self.bootstrap_room, what)
         return KVPoll.Failed
 
+    def _is_overdue(self) -> bool:
+        return time.time() - self.init_time >= self.kv_mgr.waiting_timeout
+
     def cancel(self) -> None:
-        """End this request and tell prefill to write no more for it. Backends with a message for that override it."""
+        """End this request and tell prefill to write no more for it. Backends with a message for that override it.
+
+        Why it ended has been told by now.
+        """
         if self.conclude_state is None:
-            self.abort()
+            # Failed on another rank.
+            self.conclude_state = KVPoll.Failed
         self.cancelled_at = time.monotonic()
+        if not self.fenced:
+            # Prefill was never asked for anything: there are no writers to wait for.
+            self._end()
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
@@ -333,8 +347,13 @@ class CommonKVReceiver(engine.CommonKVReceiver):
             done = True
         if done:
             self._done = True
-            self._close_books()
+            self._end()
         return done
+
+    def _end(self) -> None:
+        """Close the books, also of the reasons that came after the first one, which nobody reads."""
+        self._close_books()
+        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _are_gone(self) -> bool:
         """Whether the processes that would write are gone: nothing listens where their schedulers did.

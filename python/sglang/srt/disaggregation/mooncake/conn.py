@@ -865,9 +865,6 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager.failed_ranks.pop(room, None)
         if manager.staging is not None:
             manager.staging.drop(room)
-        if self.fenced:
-            # Ranks that failed after the first one left their reasons, which nobody reads.
-            manager.failure_records.pop(room, None)
 
     def cancel(self) -> None:
         """Adds the message to prefill, where it is understood."""

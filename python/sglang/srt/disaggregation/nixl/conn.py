@@ -275,9 +275,10 @@ class NixlKVManager(engine.NixlKVManager):
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Adds to the engine's, on decode, why its requests fail: their prefill is gone."""
-        for room in self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()):
+        # A copy: the scheduler goes on to open and close rooms; an error ends the thread that watches prefills.
+        for room in self.addr_to_rooms_tracker.get(failed_bootstrap_addr, set()).copy():
             status = self.transfer_statuses.get(room)
-            if status is not None and not status.is_done():
+            if status is None or not status.is_done():
                 self.record_failure(
                     room, f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
                 )
@@ -463,7 +464,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         """
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
-        if decode_prefix_len is None:
+        if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         manager = self.kv_mgr
@@ -525,7 +526,9 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
-        return self.kv_mgr.transfer_statuses[self.bootstrap_room].is_quiet()
+        status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
+        # Without one, prefill was never asked.
+        return status is None or status.is_quiet()
 
     failure_exception = CommonKVReceiver.failure_exception
 
