@@ -8,6 +8,8 @@ libraries, the model, and what a prefill scheduler does.
 from __future__ import annotations
 
 import functools
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +33,12 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pd_radix.cluster import free_ports
+
+# The names of the patch file itself.
+CODE = common.CommonKVManager.why_unreached.__globals__
+REALLY_LISTENS = common.nothing_listens
+ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 KINDS = {
     "nixl": (nixl_wire.World, TransferBackend.NIXL, NixlKVReceiver, NixlKVSender),
@@ -49,6 +57,7 @@ class Half:
         self.sender.prompt_len = len(req.origin_input_ids)
         self.goes_on = self.begun = self.ended = False
         self.sent = 0
+        self.receiver: Any = None
 
     @property
     def dead(self) -> bool:
@@ -102,6 +111,9 @@ class Bench:
         self.manager.prefill_info_table[f"{self.other_host}:{self.port}"] = self.manager.prefill_info_table[address]
         self.manager.prefix_peers[f"{self.other_host}:{self.port}"] = True
         self.address = address
+        self.info = self.manager.prefill_info_table[address]
+        # A request that has most of the memory, see `short_of_memory`.
+        self.hog: Any = None
 
         world = self.world = decode_world.World(size=192, page_size=PAGE, max_reqs=4)
         world.queue.kv_manager, world.queue.transfer_backend = self.manager, backend
@@ -111,7 +123,7 @@ class Bench:
         self.dead = False
         self.gone = False
         self.numbers = iter(range(1000))
-        monkeypatch.setattr(common, "nothing_listens", lambda host, port: self.gone)
+        monkeypatch.setitem(CODE, "nothing_listens", self._nothing_listens)
         self._note_pages(self.receiver_type)
         self._note_pages(FakeKVReceiver)
 
@@ -132,6 +144,10 @@ class Bench:
         world.scheduler = world.queue.scheduler = world.transfer.scheduler = scheduler
         return scheduler
 
+    def _nothing_listens(self, host: str, port: int) -> bool:
+        # Both prefills have the same ports, so the thread that watches them is told nothing here.
+        return self.gone and threading.current_thread() is threading.main_thread()
+
     def _note_pages(self, receiver_type: type) -> None:
         """Receivers remember which pages they named, which `World.deliver` and `World.check` ask."""
         send = receiver_type.send_metadata
@@ -149,30 +165,44 @@ class Bench:
     def addr(self, req: Req) -> str:
         return f"{req.bootstrap_host}:{req.bootstrap_port}"
 
-    def arrive(self, host: str | None = None, n: int = 1, prompt_len: int = 22, prefill: bool = True) -> Req:
+    def arrive(self, host: str | None = None, prompt_len: int = 22, prefill: bool = True, **more: Any) -> Req:
         number = next(self.numbers)
         req = Req(
             f"request-{number}",
             "",
             [1 + number % 200, *range(1, prompt_len)],
             SamplingParams(max_new_tokens=6),
-            bootstrap_host=self.host if host is None else host,
-            bootstrap_port=self.port,
+            **{"bootstrap_host": host or self.host, "bootstrap_port": self.port, **more},
             bootstrap_room=FIRST_ROOM + number,
             disagg_mode=DisaggregationMode.DECODE,
         )
-        req.sampling_params.n = n
         self.world.weights_of[req.rid] = self.world.weights
         if prefill and req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
             self.halves[req.rid] = Half(self, req)
         self.world.queue.add(req)
+        receiver = self.receiver(req)
+        receiver.page_indices = []
+        if req.rid in self.halves:
+            self.halves[req.rid].receiver = receiver
         return req
 
     def forget_prefill(self) -> None:
         """As before the first handshake with it; it does not answer."""
-        self.manager.prefill_info_table.pop(self.address)
-        ensure = self.manager.try_ensure_parallel_info
-        self.manager.try_ensure_parallel_info = lambda addr: addr != self.address and ensure(addr)
+        self.info = self.manager.prefill_info_table.pop(self.address)
+        self.manager.try_ensure_parallel_info = self.manager.prefill_info_table.__contains__
+
+    def remember_prefill(self) -> None:
+        """It answers."""
+        self.manager.prefill_info_table.setdefault(self.address, self.info)
+        self.world.queue._ensure_last_attempt_time.clear()
+
+    def begin_anew(self) -> None:
+        """Let another request of the same worker be looked at by itself."""
+        self.hog, self.dead, self.gone = None, False, False
+        self.halves.clear()
+        self.scheduler.told_aborted.clear()
+        self.world.streamed.clear()
+        self.world.tree.evict_shortfall(self.world.size)
 
     def entry(self, req: Req) -> Any:
         queues = self.world.queue.queue + self.world.transfer.queue + self.world.transfer.quarantine
@@ -240,6 +270,10 @@ class Bench:
             return world.idle() and not world.queue.retracted_queue and not world.queue.pending_reqs
 
         self.step_until(idle, "the end", decode=True)
+        for half in self.halves.values():
+            if half.receiver.bootstrap_infos is None and not half.ended:
+                # Decode never knew whom to tell. It hears of it from its client, or in the end from the clock.
+                half.sender.abort()
         self.step_until(lambda: all(half.ended or half.dead for half in self.halves.values()), "prefill's end")
 
     # ---- the outcome ----
@@ -249,15 +283,15 @@ class Bench:
         aborted = self.scheduler.told_aborted.count(req.rid)
         return sum(one is req for one in self.world.streamed) + aborted + self.finished[req.rid]
 
-    def assert_books_closed(self) -> None:
+    def assert_books_closed(self, managers: bool = True) -> None:
         """At the end nothing is held, and no book of anybody mentions a request."""
         world = self.world
         assert world.allocator.available_size() + world.tree.evictable_size() == world.size
         assert world.tree.protected_size() == 0 and world.tree.locks_taken == world.tree.locks_released
         assert len(world.pool.free_slots) == len(set(world.pool.free_slots)) == world.pool.req_to_token.shape[0]
         assert sorted(world.meta_alloc.free_slots) == list(range(world.meta_alloc.size))
-        rooms = set(range(FIRST_ROOM, FIRST_ROOM + next(self.numbers)))
-        for owner in (self.manager, world.queue, world.transfer):
+        rooms = set(range(FIRST_ROOM, FIRST_ROOM + 1000))
+        for owner in (*[self.manager][: int(managers)], world.queue, world.transfer):
             left = {name for name, book in vars(owner).items() if mentions(book, rooms)}
             assert not left, f"{type(owner).__name__}: {left}"
         if not self.dead:
@@ -427,27 +461,381 @@ def all_are_aborted(bench: Bench, req: Req) -> None:
     bench.abort(AbortReq(abort_all=True))
 
 
-CAUSES = [prefill_lost, client_aborts, all_are_aborted]
+def time_runs_out(bench: Bench, req: Req) -> None:
+    """Whatever it waits for does not come in the time that the operator has set for it."""
+    receiver = bench.receiver(req)
+    if receiver is not None:
+        receiver.made_at -= 1e6
+        receiver.cancelled_at -= 1e6
+        if receiver.init_time is not None:
+            receiver.init_time -= 1e6
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+def prefill_aborts(bench: Bench, req: Req) -> None:
+    """It fails there and prefill says so, or will when it is asked."""
+    if not bench.halves[req.rid].ended:
+        bench.halves[req.rid].sender.abort()
+
+
+def prefill_refuses(bench: Bench, req: Req) -> None:
+    """What decode asks for cannot be right."""
+    bench.halves[req.rid].sender.prompt_len += 2 * PAGE
+
+
+def foreign_metadata(bench: Bench, req: Req) -> None:
+    """A late write of another request lands in its metadata buffer."""
+    entry = bench.entry(req)
+    if entry is not None and entry.metadata_buffer_index != -1:
+        bench.halves[req.rid].send_all()
+        bench.world.meta.bootstrap_room[entry.metadata_buffer_index, 0] = 99
+
+
+# What each cause ends, at least; elsewhere the request may go on, and is told its end once all the same.
+BEFORE_COMMIT = {state for state in STATES if state not in BEYOND and state is not quarantined}
+ENDS = {
+    prefill_lost: BEFORE_COMMIT - {arrived},
+    client_aborts: set(STATES) - {quarantined, arrived},
+    all_are_aborted: set(STATES) - {quarantined, arrived},
+    time_runs_out: {pending, asked, begun, sent_in_part, without_metadata},
+    prefill_aborts: {pending, shaken, short_of_memory, asked, begun, sent_in_part},
+    prefill_refuses: {shaken, short_of_memory},
+    foreign_metadata: {asked, begun, sent_in_part, without_metadata, arrived} - {asked},
+}
+
+
+def has_failed(bench: Bench, req: Req) -> bool:
+    return req.rid in bench.scheduler.told_aborted or isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def make_room(bench: Bench) -> None:
+    """What had all the memory ends."""
+    if bench.hog is not None:
+        bench.hog.kv_receiver.aux_index = bench.hog.metadata_buffer_index
+        bench.world.complete(bench.hog)
+
+
+@pytest.mark.parametrize("cause", ENDS)
 @pytest.mark.parametrize("state", STATES)
-def test_lost(bench: Bench, state: Callable, cause: Callable):
+def test_a_request_ends_alone_and_is_told_once(bench: Bench, state: Callable, cause: Callable):
+    """Whatever it is lost by and wherever it is then: no step raises, all it had comes back, no book mentions it."""
     req = state(bench)
     told = bench.told(req)
+    assert told == int(state is quarantined)
     other = bench.arrive(bench.other_host) if cause is not all_are_aborted else None
     cause(bench, req)
     if state is without_metadata and cause is prefill_lost:
         # All has been said about it that will be.
-        bench.receiver(req).init_time -= bench.manager.waiting_timeout
-    if hasattr(bench, "hog"):
-        bench.hog.kv_receiver.state = KVPoll.Success
-        bench.hog.kv_receiver.aux_index = bench.hog.metadata_buffer_index
-        bench.world.complete(bench.hog)
+        time_runs_out(bench, req)
+    elif state is without_metadata and state not in ENDS[cause]:
+        bench.bring_metadata(bench.entry(req))
+    if state is pending and cause not in (prefill_lost, time_runs_out):
+        bench.remember_prefill()
+    make_room(bench)
     bench.drain()
-    assert bench.told(req) == 1 and told == int(state is quarantined)
+    assert bench.told(req) == 1
+    if state in ENDS[cause]:
+        assert has_failed(bench, req)
+        message = getattr(req.finished_reason, "message", None)
+        assert message is None or message == "Aborted" or req.rid in message
     if cause is prefill_lost and state in BEYOND:
-        assert not isinstance(req.finished_reason, FINISH_ABORT)
+        assert not has_failed(bench, req)
     if other is not None:
         assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+@pytest.mark.parametrize("state", [pending, shaken, short_of_memory])
+def test_parallel_sampling_is_refused_wherever_it_waits(bench: Bench, state: Callable):
+    req, other = state(bench), bench.arrive(bench.other_host)
+    req.sampling_params.n = 2
+    if bench.entry(req).waiting_for_input:
+        # As it was when it was looked at.
+        bench.entry(req).waiting_for_input = False
+    if state is pending:
+        bench.remember_prefill()
+    make_room(bench)
+    bench.drain()
+    assert bench.told(req) == 1 and "n must be 1" in req.finished_reason.message
+    assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+# ---- nothing of the code is left out ----
+
+
+def places(bench: Bench, req: Req) -> set[str]:
+    """The lists of the decode worker in which a request is."""
+    owners = {"prealloc": bench.world.queue, "transfer": bench.world.transfer, "scheduler": bench.scheduler}
+    found = set()
+    for name, owner in owners.items():
+        for attribute, value in vars(owner).items():
+            if isinstance(value, list) and any(req in (item, getattr(item, "req", None)) for item in value):
+                found.add(f"{name}.{attribute}")
+    if req in bench.world.running:
+        found.add("scheduler.running_batch")
+    return found
+
+
+def test_the_states_are_all_that_the_code_has(monkeypatch: pytest.MonkeyPatch):
+    """Every list in which the decode worker keeps requests, and every poll result, is one in which they are lost here.
+
+    A list that is added to the queues fails this test until there is a state for it.
+    """
+    bench = Bench(monkeypatch, "nixl")
+    lists = {f"prealloc.{name}" for name, value in vars(bench.world.queue).items() if isinstance(value, list)}
+    lists |= {f"transfer.{name}" for name, value in vars(bench.world.transfer).items() if isinstance(value, list)}
+    seen, polls = set(), set()
+    for state in STATES:
+        bench = Bench(monkeypatch, "nixl")
+        req = state(bench)
+        seen |= places(bench, req)
+        if bench.entry(req) is not None:
+            polls.add(bench.entry(req).poll())
+    assert lists | {"scheduler.waiting_queue", "scheduler.running_batch"} == seen
+    assert polls == {value for name, value in vars(KVPoll).items() if name[0].isupper()}
+
+
+# ---- whatever a receiver says ----
+
+
+@pytest.mark.parametrize("said", [value for name, value in vars(KVPoll).items() if name[0].isupper()])
+@pytest.mark.parametrize("state", [pending, shaken, short_of_memory, asked, begun, sent_in_part, arrived])
+def test_no_poll_result_ends_the_worker_or_is_waited_on_for_ever(bench: Bench, state: Callable, said: int):
+    """Any result at any point: the request ends, or can be ended."""
+    req, other = state(bench), bench.arrive(bench.other_host)
+    receiver = bench.receiver(req)
+    receiver.poll = lambda: said
+    make_room(bench)
+    for _ in range(40):
+        bench.step()
+    del receiver.poll
+    if not bench.told(req):
+        bench.abort(AbortReq(rid=req.rid))
+    bench.drain()
+    assert bench.told(req) == 1 and bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+# ---- whatever raises ----
+
+
+def methods(*types: type) -> list[str]:
+    """All that these types define, but what Python itself calls."""
+    names = {
+        name for one in types for base in one.__mro__[:-1] for name, value in vars(base).items() if callable(value)
+    }
+    return sorted(name for name in names if not name.startswith("__"))
+
+
+# Two assignments each, by which a request is ended; and `init`, which has its own guard around all that it calls.
+CANNOT_RAISE = {"abort", "fail", "init"}
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", sorted(set(methods(*(kind[2] for kind in KINDS.values()))) - CANNOT_RAISE))
+def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str):
+    """Each of its methods, at every point of its life."""
+    if name not in methods(bench.receiver_type):
+        pytest.skip("not of this backend")
+    closes_books = name in ("_close_books", "_end", "clear", "failure_exception", "writers_done", "cancel")
+    for state in [state for state in STATES if state not in BEYOND]:
+        bench.begin_anew()
+        req, other = state(bench), bench.arrive(bench.other_host)
+
+        def broken(*args: Any, **more: Any) -> None:
+            raise Broken(name)
+
+        receiver = bench.receiver(req)
+        receiver.__dict__[name] = broken
+        bench.remember_prefill()
+        make_room(bench)
+        deadline = time.monotonic() + 0.3
+        while not bench.told(req) and time.monotonic() < deadline:
+            bench.halves[req.rid].goes_on = True
+            bench.step()
+        if not bench.told(req):
+            bench.abort(AbortReq(rid=req.rid))
+        for _ in range(3):
+            bench.step()
+        receiver.cancelled_at -= 1e6
+        for entry in bench.world.transfer.quarantine:
+            entry.failed_at -= 1e6
+        bench.drain()
+        assert bench.told(req) == 1, state
+        assert bench.finished[other.rid] == 1, state
+        bench.assert_books_closed(managers=not closes_books)
+
+
+# What admission, commit and resume use of the worker, each for one request.
+PARTS = {
+    "the tree's match": lambda w: (w.tree, "peek"),
+    "the tree's lock": lambda w: (w.tree, "lock_found"),
+    "pages": lambda w: (w.allocator, "alloc_long_runs"),
+    "a row": lambda w: (w.pool, "alloc"),
+    "the table": lambda w: (w.pool, "write"),
+    "a metadata buffer": lambda w: (w.meta_alloc, "alloc"),
+    "the metadata": lambda w: (w.meta, "get_buf"),
+    "KV in host memory": lambda w: (w.allocator, "load_cpu_copy"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("state", [short_of_memory, shaken, arrived, retracted])
+def test_an_error_of_the_worker_fails_the_request_in_which_it_came(bench: Bench, state: Callable, part: str):
+    if state is arrived and part == "the table":
+        pytest.skip("written again by the batch after the queues")
+    req = state(bench)
+    owner, name = PARTS[part](bench.world)
+    real, raised = getattr(owner, name), []
+
+    def broken(*args: Any, **more: Any) -> Any:
+        if raised:
+            return real(*args, **more)
+        raised.append(name)
+        raise Broken(part)
+
+    setattr(owner, name, broken)
+    make_room(bench)
+    for half in bench.halves.values():
+        half.goes_on = True
+    bench.step_until(lambda: bool(raised) or bench.told(req) > 0, "the error", decode=True)
+    setattr(owner, name, real)
+    other = bench.arrive(bench.other_host)
+    bench.drain()
+    assert bench.told(req) == 1 and bench.finished[other.rid] == 1
+    if raised and bench.hog is None:
+        assert part in req.finished_reason.message and req.rid in req.finished_reason.message
+    bench.assert_books_closed()
+
+
+def test_a_request_that_no_receiver_can_be_made_for_fails_alone(bench: Bench):
+    other = bench.arrive(bench.other_host)
+    req = bench.arrive(prefill=False, bootstrap_host=None)
+    bench.drain()
+    assert bench.told(req) == 1 and req.rid in req.finished_reason.message
+    assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+def test_those_that_are_lost_are_told_while_another_waits_for_memory(bench: Bench):
+    """The engine looks at no queue while a retracted request cannot be resumed."""
+    lost, queued = begun(bench), shaken(bench)
+    waits = bench.arrive(bench.other_host)
+    bench.step_until(lambda: bench.halves[waits.rid].begun, "prefill's turn")
+    bench.halves[waits.rid].send_all()
+    bench.step_until(lambda: waits in bench.world.running, "its start", decode=True)
+    bench.world.retract(waits)
+    bench.world.tree.evict_shortfall(bench.world.size)
+    pages = bench.world.allocator.alloc(bench.world.allocator.available_size())
+    prefill_lost(bench, lost)
+    for _ in range(40):
+        if bench.told(lost) and bench.told(queued):
+            break
+        # It goes on when what the lost one had is free.
+        assert bench.world.queue.retracted_queue == [waits]
+        bench.scheduler.process_decode_queue()
+    assert bench.told(lost) == bench.told(queued) == 1
+    bench.world.allocator.free(pages)
+    bench.drain()
+    assert bench.finished[waits.rid] == 1
+    bench.assert_books_closed()
+
+
+# ---- how long it takes to know that a prefill is gone ----
+
+
+def timed(bench: Bench, *reqs: Req) -> float:
+    """Seconds until all of these have been told that they failed; no step in between takes long."""
+    start = time.monotonic()
+    while not all(bench.told(req) for req in reqs):
+        assert time.monotonic() < start + 10
+        began = time.monotonic()
+        bench.scheduler.process_decode_queue()
+        assert time.monotonic() - began < 1, "the scheduler waited"
+        time.sleep(0.01)
+    assert all(has_failed(bench, req) for req in reqs)
+    return time.monotonic() - start
+
+
+@pytest.fixture
+def look(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports are really looked at."""
+    monkeypatch.setitem(CODE, "nothing_listens", REALLY_LISTENS)
+
+
+def test_a_prefill_that_refuses_connections_is_gone(bench: Bench, look: None):
+    """One never met: the engine asks it for 15 s."""
+    (port,) = free_ports(1)
+    reqs = [bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port) for _ in range(3)]
+    assert timed(bench, *reqs) < 1.5
+    assert "refuses connections" in reqs[0].finished_reason.message
+    # The next one need not find out anew.
+    assert timed(bench, bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)) < 1.5
+    bench.assert_books_closed()
+
+
+def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
+    """The engine's scheduler stands still for five seconds at a time."""
+    monkeypatch.setitem(CODE, "UNANSWERED_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=silent.getsockname()[1])
+        assert 1 <= timed(bench, req) < 3
+    assert "has not answered" in req.finished_reason.message
+    bench.assert_books_closed()
+
+
+def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
+    """In the engine another page size ends the decode worker."""
+
+    def other_page_size(manager: Any, addr: str) -> bool:
+        raise RuntimeError("Page size mismatch")
+
+    (port,) = free_ports(1)
+    monkeypatch.setattr(ENGINE_MANAGER, "try_ensure_parallel_info", other_page_size)
+    monkeypatch.setattr(common.CommonKVManager, "_ask_for_prefix", lambda manager, addr: 1)
+    req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
+    assert timed(bench, req) < 2
+    assert "Page size mismatch" in req.finished_reason.message
+    bench.assert_books_closed()
+
+
+def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench: Bench, look: None):
+    """Those it has been asked for, and those that wait for memory; the engine takes ten seconds and more."""
+    asked_for, other = begun(bench), bench.arrive(bench.other_host)
+    manager = bench.manager
+    with socket.create_server(("127.0.0.1", 0)) as rank:
+        # What it was asked at before, and what it listens at now.
+        for key in [key for key in manager.connection_pool if key.startswith(bench.address + "_")]:
+            peers = [{**peer, "rank_port": rank.getsockname()[1]} for peer in manager.connection_pool[key]]
+            manager.connection_pool[key] = peers
+            bench.receiver(asked_for).bootstrap_infos = peers
+    bench.dead = True
+    assert timed(bench, asked_for) < 1.5
+    assert "Losing connection with prefill instance" in asked_for.finished_reason.message
+    assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
+    assert not bench.told(other)
+    bench.receiver(asked_for)._asked_at = 0.0
+    bench.drain()
+    assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The engine's handshake went on, undid the failure and left a connection to ports that nobody listens at."""
+    setup = bench.receiver_type._setup_bootstrap_infos
+
+    def lose(receiver: Any) -> None:
+        setup(receiver)
+        bench.manager._handle_node_failure(bench.address)
+        bench.manager.connection_pool[f"{bench.address}_0_0_0"] = []
+
+    monkeypatch.setattr(bench.receiver_type, "_setup_bootstrap_infos", lose)
+    bench.dead = bench.gone = True
+    req = bench.arrive()
+    bench.drain()
+    assert bench.told(req) == 1 and has_failed(bench, req)
+    assert f"{bench.address}_0_0_0" not in bench.manager.connection_pool
     bench.assert_books_closed()

@@ -6,8 +6,11 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,7 @@ from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
+from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DecodePreallocQueue", "DecodeTransferQueue"]
+__all__ = ["DecodePreallocQueue", "DecodeRequest", "DecodeTransferQueue"]
 
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not; what stands further back is not admissible before these are.
@@ -42,6 +46,56 @@ DISAGREEMENTS = 64
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
+
+
+@dataclass
+class DecodeRequest(engine.DecodeRequest):
+    """A request of which anything may raise: that fails this request, and on all TP ranks alike.
+
+    error: what went wrong on this rank. From then on the request polls as failed, so the next reduction fails it on all
+    ranks; until then it stays in the same queue on all of them.
+    """
+
+    error: str | None = None
+    failed_at: float = 0.0
+
+    def lose(self, error: Exception | str) -> None:
+        """Have the next reduction fail this request."""
+        if isinstance(error, Exception):
+            logger.error("Request %s", self.req.rid, exc_info=error)
+            error = f"{type(error).__name__}: {error}"
+        self.error = self.error or error
+
+    def poll(self) -> int:
+        """What the receiver says."""
+        try:
+            return int(self.kv_receiver.poll() if self.error is None else KVPoll.Failed)
+        except Exception as e:
+            self.lose(e)
+            return int(KVPoll.Failed)
+
+    def why(self) -> str:
+        """Why it failed, as far as this rank knows, after a colon."""
+        try:
+            self.kv_receiver.failure_exception()
+        except Exception as e:
+            return f": {self.error or e}"
+        return f": {self.error}" if self.error else ""
+
+    def cancel(self) -> None:
+        """Tell prefill, which would wait for this request or write for it. Time ends what it has not heard of."""
+        try:
+            self.kv_receiver.cancel()
+        except Exception as e:
+            logger.error("Could not tell prefill that request %s has failed", self.req.rid, exc_info=e)
+
+    def writers_done(self) -> bool:
+        """Whether no prefill can write to the request's pages any more, or had as long as a transfer may take."""
+        try:
+            return self.kv_receiver.writers_done()
+        except Exception as e:
+            self.lose(e)
+            return time.monotonic() - self.failed_at > self.kv_receiver.kv_mgr.waiting_timeout
 
 
 def _takes_prefix(decode_req: engine.DecodeRequest) -> bool:
@@ -62,6 +116,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Steps in a row in which the TP ranks were not in the same state.
         self._disagreements = 0
         self._steps = 0
+        if self.has_radix:
+            # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
+            self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
 
     @property
     def radix(self) -> DecodeRadixCache:
@@ -84,7 +141,25 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
             self.scheduler.stream_output([req], req.return_logprob)
             return
-        super().add(req, is_retracted)
+        if not self.has_radix:
+            super().add(req, is_retracted)
+            return
+        try:
+            super().add(req, is_retracted)
+        except Exception as e:
+            if not self.queue or self.queue[-1].req is not req:
+                # Not even a receiver could be made. In the queue it fails on all ranks in the same step.
+                self.queue.append(DecodeRequest(req, FakeKVReceiver(self.kv_manager, "", req.bootstrap_room)))
+            self.queue[-1].lose(e)
+
+    def _resolve_pending_reqs(self) -> None:
+        """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
+        super()._resolve_pending_reqs()
+        for decode_req in self.pending_reqs if self.has_radix else []:
+            receiver = decode_req.kv_receiver
+            reason = self.kv_manager.why_unreached(receiver.bootstrap_addr, receiver.made_at)
+            if reason is not None:
+                decode_req.lose(reason)
 
     def _is_live(self, room: int) -> bool:
         moving = (*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine)
@@ -111,7 +186,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.scheduler.stream_output([decode_req.req], decode_req.req.return_logprob)
         if failed:
             self._forget(failed)
-        admitted = self._admit_ready(candidates)
+        # As in the engine, a retracted request that waits for memory goes before everything else.
+        admitted = [] if self.retracted_queue else self._admit_ready(candidates)
         if admitted:
             self._forget(admitted)
         self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
@@ -124,6 +200,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
         """
         self._steps += 1
+        if self.retracted_queue:
+            return self._steps % ABORT_INTERVAL != 0
         if self._steps % ABORT_INTERVAL == 0 or self._blocked is None or not self.queue:
             return False
         window = self.queue[:WINDOW]
@@ -153,7 +231,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not window:
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return []
-        polls = [int(dr.kv_receiver.poll()) for dr in window]
+        polls = [dr.poll() for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
             # Looked at one by one: most of a long queue stands behind the first that does not fit.
@@ -191,7 +269,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         as_of = (tree.growth, tree.locks_taken, tree.locks_released, tree.evictable_size())
         known = getattr(decode_req, "held", None)
         if known is None or known[0] != as_of:
-            found = tree.peek(req.origin_input_ids, req.extra_key)
+            try:
+                found = tree.peek(req.origin_input_ids, req.extra_key)
+            except Exception as e:
+                decode_req.lose(e)
+                found = NOTHING
             known = decode_req.held = (as_of, (found.length, found.evictable))
         return known[1]
 
@@ -221,6 +303,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     continue
                 decode_req.waiting_for_input = True
                 decode_req.req.time_stats.set_bootstrap_done_time()
+            elif poll not in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
+                decode_req.lose("prefill says that it has sent what it has not been asked for")
 
     def _on_disagreement(self, low: list[int], high: list[int]) -> None:
         """Skip a step; if that does not help for long, give up what the ranks can differ in: the unlocked tree.
@@ -244,18 +328,16 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         req = decode_req.req
         if isinstance(req.finished_reason, FINISH_ABORT):
             return
-        message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
-        try:
-            decode_req.kv_receiver.failure_exception()
-        except Exception as e:
-            message += f": {e}"
+        message = (
+            f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+        )
         status = HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
         message = refusal or message
         logger.error(message)
         prepare_abort(req, message, status_code=status)
         if isinstance(decode_req.kv_receiver, CommonKVReceiver):
             # Prefill would wait for this request's message for ever.
-            decode_req.kv_receiver.cancel()
+            decode_req.cancel()
         if self.scheduler.enable_metrics:
             self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
 
@@ -268,7 +350,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         reserve: int | None = None
         for decode_req, may_match in candidates:
             req = decode_req.req
-            if isinstance(req.finished_reason, FINISH_ABORT):
+            if isinstance(req.finished_reason, FINISH_ABORT) or decode_req.error is not None:
                 continue
             if reserve is None:
                 retractable = self._retractable_tokens()
@@ -280,16 +362,26 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             budget = self._free_or_evictable() - reserve
             if self._still_blocked(req, budget, retractable):
                 break
-            plan = self._plan(req, req.origin_input_ids, may_match and self.radix.takes(req))
+            try:
+                plan = self._plan(req, req.origin_input_ids, may_match and self.radix.takes(req))
+            except Exception as e:
+                # On all ranks: they ask the same of the same tree.
+                decode_req.lose(e)
+                continue
             if plan.needed(retractable) > budget:
                 if self._blocked is None or self._blocked[0] != req.rid:
                     self.counters.blocked()
                 self._block(req, plan)
                 break
             self._blocked = None
-            evicted = self._admit(req, req.origin_input_ids, plan)
+            evicted = plan.delta > self.token_to_kv_pool_allocator.available_size()
+            try:
+                self._admit(req, req.origin_input_ids, plan)
+                self._request_kv(decode_req)
+            except Exception as e:
+                # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
+                decode_req.lose(e)
             reserve += self.num_reserved_decode_tokens
-            self._request_kv(decode_req)
             admitted.append(decode_req)
             if evicted and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
@@ -350,22 +442,28 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             at_length=beyond_prefix(num_tokens + min(left, engine.CLIP_MAX_NEW_TOKEN)),
         )
 
-    def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> bool:
-        """Lock the prefix, evict the shortfall, allocate the delta and write the request's table.
-
-        Returns whether anything was evicted.
-        """
-        allocator = self.token_to_kv_pool_allocator
-        parts, node = self.radix.lock_found(plan.found)
-        shortfall = plan.delta - allocator.available_size()
-        if shortfall > 0:
-            self.radix.evict_shortfall(shortfall)
-        # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
-        delta = allocator.alloc_long_runs(plan.delta)
-        slots = self.req_to_token_pool.alloc([req])
-        assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
+    def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> None:
+        """Lock the prefix, evict the shortfall, allocate the delta and write the request's table; or none of it."""
+        allocator, pool = self.token_to_kv_pool_allocator, self.req_to_token_pool
         fill_len, prefix_len = len(token_ids), plan.found.length
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
+        parts, node = self.radix.lock_found(plan.found)
+        delta = slots = None
+        try:
+            shortfall = plan.delta - allocator.available_size()
+            if shortfall > 0:
+                self.radix.evict_shortfall(shortfall)
+            # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
+            delta = allocator.alloc_long_runs(plan.delta)
+            slots = pool.alloc([req])
+            assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
+            pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
+        except Exception:
+            if slots is not None:
+                pool.free(req)
+            if delta is not None:
+                allocator.free(delta)
+            self.radix.dec_lock_ref(node)
+            raise
 
         # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
         # it neither reads slots at an offset nor counts the prefix as prefill's hit.
@@ -377,7 +475,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         req.kv_allocated_len = req.kv_committed_len = fill_len
         req.fill_ids = req.origin_input_ids + req.output_ids
         req.set_extend_input_len(len(req.fill_ids))
-        return shortfall > 0
 
     def _request_kv(self, decode_req: engine.DecodeRequest) -> None:
         """Give the request its metadata buffer and ask prefill for the delta."""
@@ -406,6 +503,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not self.has_radix:
             return super().resume_retracted_reqs(rids_to_check)
         resumed: list[Req] = []
+        failed: list[Req] = []
         if not self.retracted_queue:
             return resumed
         reserve = self._reserve(None, count_retracted=False)
@@ -413,29 +511,45 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             budget = self._free_or_evictable() - reserve
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, budget, None):
                 break
-            token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
-            plan = self._plan(req, token_ids, self.radix.takes(req))
-            if plan.needed(None) > budget:
-                self._block(req, plan)
-                break
-            self._blocked = None
-            self._admit(req, token_ids, plan)
+            try:
+                token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
+                plan = self._plan(req, token_ids, self.radix.takes(req))
+                if plan.needed(None) > budget:
+                    self._block(req, plan)
+                    break
+                self._blocked = None
+                self._admit(req, token_ids, plan)
+                req.is_retracted = False
+                req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
+            except Exception as e:
+                failed.append(req)
+                self._fail_resume(req, e)
+                continue
             reserve += self.num_reserved_decode_tokens
-            req.is_retracted = False
-            req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
             resumed.append(req)
-        self.retracted_queue = self.retracted_queue[len(resumed) :]
+        self.retracted_queue = self.retracted_queue[len(resumed) + len(failed) :]
         return resumed
+
+    def _fail_resume(self, req: Req, error: Exception) -> None:
+        """Abort a retracted request whose KV cannot be brought back. Nothing has been reduced, so all ranks must."""
+        message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
+        logger.error(message, exc_info=error)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        req.is_retracted = False
+        self.scheduler.stream_output([req], req.return_logprob)
+        if req.req_pool_idx is not None:
+            release_kv_cache(req, self.tree_cache, is_insert=False)
+        req.kv_cache_cpu = None
 
 
 class _Writers:
     """Polls as done when no prefill can write to a failed request's pages any more."""
 
-    def __init__(self, decode_req: engine.DecodeRequest):
+    def __init__(self, decode_req: DecodeRequest):
         self.decode_req = decode_req
 
     def poll(self) -> int:
-        return KVPoll.Success if self.decode_req.kv_receiver.writers_done() else KVPoll.Transferring
+        return KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
@@ -464,7 +578,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             return super().pop_transferred(rids_to_check)
         if not self.queue and not self.quarantine:
             return []
-        pollers = [dr.kv_receiver for dr in self.queue] + [_Writers(dr) for dr in self.quarantine]
+        pollers = [*self.queue, *(_Writers(dr) for dr in self.quarantine)]
         polls = poll_and_all_reduce(pollers, self.gloo_group)
         released = [
             dr for dr, poll in zip(self.quarantine, polls[len(self.queue) :], strict=True) if poll == KVPoll.Success
@@ -474,22 +588,24 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         still: list[engine.DecodeRequest] = []
         for decode_req, poll in zip(self.queue, polls, strict=False):
             if poll == KVPoll.Failed:
-                fenced = getattr(decode_req.kv_receiver, "fenced", False)
                 self._fail(decode_req)
-                (self.quarantine if fenced else released).append(decode_req)
+                (released if is_warmup(decode_req.req) else self.quarantine).append(decode_req)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
                 still.append(decode_req)
             elif isinstance(decode_req.req.finished_reason, FINISH_ABORT):
-                # Another request's metadata came into its buffer.
+                # Another request's metadata came into its buffer, or its own cannot be used.
                 self._report_failed(decode_req.req)
-                released.append(decode_req)
+                closed = decode_req.kv_receiver is None or is_warmup(decode_req.req)
+                (released if closed else self.quarantine).append(decode_req)
             else:
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
         for decode_req in released:
-            # Not into the tree: part of it may never have been written.
-            release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
-            self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
+            # Not into the tree: part of it may never have been written. And an error may have come before it got any.
+            if decode_req.req.req_pool_idx is not None:
+                release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
+            if decode_req.metadata_buffer_index != -1:
+                self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
         self.queue = still
         return arrived
 
@@ -522,15 +638,16 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _fail(self, decode_req: engine.DecodeRequest) -> None:
         """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
         req = decode_req.req
-        message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
-        try:
-            decode_req.kv_receiver.failure_exception()
-        except Exception as e:
-            message += f": {e}"
+        message = (
+            f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+        )
         logger.error(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-        if getattr(decode_req.kv_receiver, "fenced", False):
-            decode_req.kv_receiver.cancel()
+        decode_req.failed_at = time.monotonic()
+        if not is_warmup(req):
+            # Also where an error came before this rank had asked: the quarantine is the same on all ranks.
+            decode_req.kv_receiver.fenced = True
+            decode_req.cancel()
         self._report_failed(req)
 
     def _report_failed(self, req: Req) -> None:
@@ -540,8 +657,17 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
         """Adds the counters of a committed request to the engine's commit."""
-        done = super()._commit_transfer_to_req(decode_req)
         req = decode_req.req
+        try:
+            done = super()._commit_transfer_to_req(decode_req)
+        except Exception as e:
+            if not isinstance(self.tree_cache, DecodeRadixCache):
+                raise
+            # On all ranks, which have been sent the same metadata.
+            message = f"Decode commit failed for request {req.rid}: {type(e).__name__}: {e}"
+            logger.error(message, exc_info=e)
+            prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+            return True
         if done and not is_warmup(req) and not isinstance(req.finished_reason, FINISH_ABORT):
             counters = KvTransferCounters.get(self.scheduler.server_args)
             counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0)

@@ -104,6 +104,17 @@ class Scheduler(engine.Scheduler):
             is_retracted = True
         super()._add_request_to_queue(req, is_retracted)
 
+    def process_decode_queue(self) -> None:
+        """Adds that failures are told, and transfers end, also while retracted requests wait for memory.
+
+        The engine looks at neither then, for as long as the requests that run need the memory.
+        """
+        super().process_decode_queue()
+        queue = self.disagg_decode_prealloc_queue
+        if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
+            queue.pop_preallocated()
+            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+
     def abort_request(self, recv_req) -> None:
         """Adds that a request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""
         leaving = []
