@@ -25,6 +25,7 @@ THOROUGH = [
     ("test_peers.py", {"backend": "mooncake"}),
     ("test_tensor_parallel.py", {"backend": "mooncake", "cluster_and_truth": "mla"}),
     ("test_dead_peers.py", {}),
+    ("test_lost_prefill.py", {}),
 ]
 
 

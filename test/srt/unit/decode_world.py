@@ -238,7 +238,8 @@ class World(DecodeWorker):
 
     def check(self) -> None:
         moving = self.transfer.queue + self.transfer.quarantine
-        holders = [dr.req for dr in moving] + self.waiting + self.running
+        # But for those that an error has kept from getting anything.
+        holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
         # I1: every token is somewhere, once; every lock has its holder.
         wrong = self.tree.audit([r.last_node for r in holders])
         assert not wrong, wrong

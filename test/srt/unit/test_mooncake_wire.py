@@ -168,7 +168,7 @@ class World:
         self.prefill = [Rank(self, DisaggregationMode.PREFILL, r, prefill_tp) for r in range(prefill_tp)]
         self.decode = [Rank(self, DisaggregationMode.DECODE, r, decode_tp) for r in range(decode_tp)]
         for rank in self.decode:
-            assert rank.manager.try_ensure_parallel_info(self.addr)
+            until(lambda m=rank.manager: m.try_ensure_parallel_info(self.addr), "prefill's first answer")
         self.fill_prefill()
 
     def _up(self) -> bool:

@@ -206,6 +206,7 @@ def bare_receiver() -> NixlKVReceiver:
         required_prefill_response_num_table={},
         addr_to_rooms_tracker={"prefill": {7}},
         waiting_timeout=100,
+        failure_records={},
     )
     manager = receiver.kv_mgr
     manager.check_status = manager.request_status.__getitem__
@@ -584,6 +585,9 @@ class LateReceiver(Receiver):
     kv_mgr = SimpleNamespace(record_failure=lambda room, reason: None)
     once_metadata_landed = CommonKVReceiver.once_metadata_landed
 
+    def _is_overdue(self) -> bool:
+        return False
+
     @property
     def bootstrap_room(self) -> int | None:
         return self.req.bootstrap_room
@@ -707,6 +711,38 @@ def fails_on_one(rank: int, phase: str) -> list[tuple]:
     return decisions
 
 
+def raises_on_one(rank: int, method: str) -> list[tuple]:
+    """On one rank something raises that concerns one request; the other rank has no complaints about it."""
+    me = Rank(rank)
+    one, two = me.arrive(tokens(1, 22)), me.arrive(tokens(2, 22))
+
+    def broken(*args: Any, **more: Any) -> None:
+        raise ValueError("broken on this rank")
+
+    def brake() -> None:
+        owner = me.world.pool if method == "write" else one.kv_receiver
+        if rank == 1:
+            setattr(owner, method, broken)
+
+    def mend() -> None:
+        me.world.pool.__dict__.pop("write", None)
+
+    def quiet() -> None:
+        one.kv_receiver.quiet = True
+
+    plan = {
+        0: [brake, lambda: me.world.handshake(one)],
+        1: [mend],
+        2: [lambda: me.world.handshake(two)],
+        6 + 2 * rank: [quiet],
+        12: [lambda: me.world.complete(two)],
+    }
+    decisions = me.run(plan, steps=16)
+    assert aborted(one.req) and not me.world.transfer.quarantine
+    assert two.req in me.world.running
+    return decisions
+
+
 def peer_capable_on_one(rank: int) -> list[tuple]:
     """One rank has learnt that the prefill takes a prefix, the other has not."""
     me = Rank(rank)
@@ -809,6 +845,13 @@ def test_trap_16_ranks_with_queues_of_different_length_wait_for_each_other(pair,
 def test_trap_16_a_request_that_one_rank_loses_is_lost_on_all(pair, phase):
     """What one rank alone knows makes the queues differ for good if the others do not act upon it."""
     assert_same(pair.run(fails_on_one, phase))
+
+
+@pytest.mark.parametrize("method", ["poll", "send_metadata", "write"])
+def test_trap_16_an_error_on_one_rank_fails_its_request_on_all(pair, method):
+    """Handled where it came it would take that rank out of step for good."""
+    decisions = pair.run(raises_on_one, method)
+    assert [decision[1:3] for decision in decisions[0]] == [decision[1:3] for decision in decisions[1]]
 
 
 @pytest.mark.parametrize("behind", [1, 4, -3])

@@ -6,9 +6,11 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,10 @@ import torch.distributed as dist
 from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.decode_admission import Line, Place, admission_order
+from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
+from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DecodePreallocQueue", "DecodeTransferQueue"]
+__all__ = ["DecodePreallocQueue", "DecodeRequest", "DecodeTransferQueue"]
 
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
@@ -38,6 +41,56 @@ DISAGREEMENTS = 64
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
+
+
+@dataclass
+class DecodeRequest(engine.DecodeRequest):
+    """A request of which anything may raise: that fails this request, and on all TP ranks alike.
+
+    error: what went wrong on this rank. From then on the request polls as failed, so the next reduction fails it on all
+    ranks; until then it stays in the same queue on all of them.
+    """
+
+    error: str | None = None
+    failed_at: float = 0.0
+
+    def lose(self, error: Exception | str) -> None:
+        """Have the next reduction fail this request."""
+        if isinstance(error, Exception):
+            logger.error("Request %s", self.req.rid, exc_info=error)
+            error = f"{type(error).__name__}: {error}"
+        self.error = self.error or error
+
+    def poll(self) -> int:
+        """What the receiver says."""
+        try:
+            return int(self.kv_receiver.poll() if self.error is None else KVPoll.Failed)
+        except Exception as e:
+            self.lose(e)
+            return int(KVPoll.Failed)
+
+    def why(self) -> str:
+        """Why it failed, as far as this rank knows, after a colon."""
+        try:
+            self.kv_receiver.failure_exception()
+        except Exception as e:
+            return f": {self.error or e}"
+        return f": {self.error}" if self.error else ""
+
+    def cancel(self) -> None:
+        """Tell prefill, which would wait for this request or write for it. Time ends what it has not heard of."""
+        try:
+            self.kv_receiver.cancel()
+        except Exception as e:
+            logger.error("Could not tell prefill that request %s has failed", self.req.rid, exc_info=e)
+
+    def writers_done(self) -> bool:
+        """Whether no prefill can write to the request's pages any more, or had as long as a transfer may take."""
+        try:
+            return self.kv_receiver.writers_done()
+        except Exception as e:
+            self.lose(e)
+            return time.monotonic() - self.failed_at > self.kv_receiver.kv_mgr.waiting_timeout
 
 
 def _takes_prefix(decode_req: engine.DecodeRequest) -> bool:
@@ -65,6 +118,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Steps in a row in which the TP ranks were not in the same state.
         self._disagreements = 0
         self._steps = 0
+        if self.has_radix:
+            # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
+            self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
 
     @property
     def radix(self) -> DecodeRadixCache:
@@ -87,7 +143,25 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
             self.scheduler.stream_output([req], req.return_logprob)
             return
-        super().add(req, is_retracted)
+        if not self.has_radix:
+            super().add(req, is_retracted)
+            return
+        try:
+            super().add(req, is_retracted)
+        except Exception as e:
+            if not self.queue or self.queue[-1].req is not req:
+                # Not even a receiver could be made. In the queue it fails on all ranks in the same step.
+                self.queue.append(DecodeRequest(req, FakeKVReceiver(self.kv_manager, "", req.bootstrap_room)))
+            self.queue[-1].lose(e)
+
+    def _resolve_pending_reqs(self) -> None:
+        """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
+        super()._resolve_pending_reqs()
+        for decode_req in self.pending_reqs if self.has_radix else []:
+            receiver = decode_req.kv_receiver
+            reason = self.kv_manager.why_unreached(receiver.bootstrap_addr, receiver.made_at)
+            if reason is not None:
+                decode_req.lose(reason)
 
     def _is_live(self, room: int) -> bool:
         moving = (*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine)
@@ -117,7 +191,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._forget(failed)
             for decode_req in failed:
                 self.line.leave(self._place(decode_req))
-        admitted = self._admit_ready(candidates)
+        # As in the engine, a retracted request that waits for memory goes before everything else.
+        admitted = [] if self.retracted_queue else self._admit_ready(candidates)
         if admitted:
             self._forget(admitted)
         if self._blocked is None:
@@ -137,7 +212,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 priority = req.priority * (1 if self.scheduler.schedule_low_priority_values_first else -1)
             prompt = None if is_warmup(req) else req.origin_input_ids
             prefill = getattr(decode_req.kv_receiver, "bootstrap_addr", None)
-            place = decode_req.place = self.line.enter(prompt, req.extra_key, priority, prefill)
+            try:
+                place = self.line.enter(prompt, req.extra_key, priority, prefill)
+            except Exception as e:
+                # On all ranks: they ask the same of the same tree.
+                decode_req.lose(e)
+                place = self.line.enter(None, None, priority, prefill)
+            decode_req.place = place
         return place
 
     def _nothing_new(self) -> bool:
@@ -147,6 +228,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
         """
         self._steps += 1
+        if self.retracted_queue:
+            return self._steps % ABORT_INTERVAL != 0
         if self._steps % ABORT_INTERVAL == 0 or self._blocked is None or not self.queue:
             return False
         window = self.queue[:WINDOW]
@@ -160,6 +243,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _forget(self, decode_reqs: Sequence[engine.DecodeRequest]) -> None:
         gone = {id(dr) for dr in decode_reqs}
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
+        # Or the handshake of one that has failed would still be made.
+        self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
 
     def _agree(self) -> list[tuple[engine.DecodeRequest, bool]] | None:
         """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.
@@ -174,7 +259,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return []
         places = [self._place(dr) for dr in window]
-        polls = [int(dr.kv_receiver.poll()) for dr in window]
+        polls = [dr.poll() for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
             return [(window[i], _takes_prefix(window[i])) for i in self._order(window, places)]
@@ -210,17 +295,27 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         line, now = self.line, time.monotonic()
         following = False
         for i in ready:
-            following = bool(_takes_prefix(window[i]) and line.look(places[i], now)) or following
+            try:
+                following = bool(_takes_prefix(window[i]) and line.look(places[i], now)) or following
+            except Exception as e:
+                window[i].lose(e)
         if len(ready) < 2:
             return ready
         # The same requests and the same tree: the same order. Who follows may lose patience.
         tree = self.radix
         asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, [id(p) for p in places])
         if following or self._ordered is None or self._ordered[0] != asked_in:
-            candidates = [line.candidate(places[i], len(window[i].req.origin_input_ids)) for i in ready]
+            candidates = [self._candidate(window[i], places[i]) for i in ready]
             order = [ready[n] for n in admission_order(candidates, line.max_overtaken)]
             self._ordered = asked_in, order
         return self._ordered[1]
+
+    def _candidate(self, decode_req: engine.DecodeRequest, place: Place) -> Candidate:
+        try:
+            return self.line.candidate(place, len(decode_req.req.origin_input_ids))
+        except Exception as e:
+            decode_req.lose(e)
+            return Candidate(place.arrival, place.priority, 0, 0, 0, 0, place.overtaken)
 
     def _held(self, place: Place) -> tuple[int, int]:
         """Matched and unlocked tokens of a queued request."""
@@ -257,6 +352,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     continue
                 decode_req.waiting_for_input = True
                 decode_req.req.time_stats.set_bootstrap_done_time()
+            elif poll not in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
+                decode_req.lose("prefill says that it has sent what it has not been asked for")
 
     def _on_disagreement(self, low: list[int], high: list[int]) -> None:
         """Skip a step; if that does not help for long, give up what the ranks can differ in: the unlocked tree.
@@ -281,18 +378,16 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         req = decode_req.req
         if isinstance(req.finished_reason, FINISH_ABORT):
             return
-        message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
-        try:
-            decode_req.kv_receiver.failure_exception()
-        except Exception as e:
-            message += f": {e}"
+        message = (
+            f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+        )
         status = HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
         message = refusal or message
         logger.error(message)
         prepare_abort(req, message, status_code=status)
         if isinstance(decode_req.kv_receiver, CommonKVReceiver):
             # Prefill would wait for this request's message for ever.
-            decode_req.kv_receiver.cancel()
+            decode_req.cancel()
         if self.scheduler.enable_metrics:
             self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
 
@@ -302,7 +397,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Admit requests in the order given, until one does not fit. Each comes with whether it may match."""
         line, now = self.line, time.monotonic()
         admitted: list[engine.DecodeRequest] = []
-        waiting = [dr for dr, _ in candidates if not isinstance(dr.req.finished_reason, FINISH_ABORT)]
+        waiting = [
+            dr for dr, _ in candidates if dr.error is None and not isinstance(dr.req.finished_reason, FINISH_ABORT)
+        ]
         # Requests that may still go out of their turn in this step; and those that wait, whose turn it is last.
         slack = line.slack([dr.place for dr in waiting if not dr.place.coming])
         in_turn = sorted((dr.place for dr in waiting), key=lambda place: -place.arrival)
@@ -314,13 +411,20 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._blocked = None
         for decode_req, may_match in candidates:
             req, place = decode_req.req, decode_req.place
-            if isinstance(req.finished_reason, FINISH_ABORT):
+            if isinstance(req.finished_reason, FINISH_ABORT) or decode_req.error is not None:
                 continue
             while in_turn and (in_turn[-1].coming or in_turn[-1].admitted_at):
                 in_turn.pop()
-            may_match = may_match and self.radix.takes(req)
-            if may_match and (coming := line.look_again(place, now)):
-                promised += max(0, self._plan(req, req.origin_input_ids, self._found(place)).soon - coming)
+            try:
+                may_match = may_match and self.radix.takes(req)
+                coming = line.look_again(place, now) if may_match else 0
+                plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
+            except Exception as e:
+                # On all ranks: they ask the same of the same tree.
+                decode_req.lose(e)
+                continue
+            if coming:
+                promised += max(0, plan.soon - coming)
                 continue
             if self.req_to_token_pool.available_size() <= 0:
                 break
@@ -329,7 +433,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if reserve is None:
                 retractable = self._retractable_tokens()
                 reserve = self._reserve(retractable, count_retracted=True)
-            plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
             if plan.needed(retractable) > self._free_or_evictable() - reserve - promised:
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
@@ -339,12 +442,17 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 if slack <= 0:
                     break
                 slack -= 1
-            evicted = self._admit(req, req.origin_input_ids, plan)
+            evicted = plan.delta > self.token_to_kv_pool_allocator.available_size()
+            try:
+                self._admit(req, req.origin_input_ids, plan)
+                if place.following_since is not None:
+                    self.counters.followed(place.watch.length - place.held_alone, place.waited_s)
+                line.admitted(place, len(req.origin_input_ids) - plan.found.length)
+                self._request_kv(decode_req)
+            except Exception as e:
+                # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
+                decode_req.lose(e)
             reserve += self.num_reserved_decode_tokens
-            if place.following_since is not None:
-                self.counters.followed(place.watch.length - place.held_alone, place.waited_s)
-            line.admitted(place, len(req.origin_input_ids) - plan.found.length)
-            self._request_kv(decode_req)
             admitted.append(decode_req)
             if evicted and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
@@ -421,22 +529,28 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             at_length=beyond_prefix(num_tokens + min(left, engine.CLIP_MAX_NEW_TOKEN)),
         )
 
-    def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> bool:
-        """Lock the prefix, evict the shortfall, allocate the delta and write the request's table.
-
-        Returns whether anything was evicted.
-        """
-        allocator = self.token_to_kv_pool_allocator
-        parts, node = self.radix.lock_found(plan.found)
-        shortfall = plan.delta - allocator.available_size()
-        if shortfall > 0:
-            self.radix.evict_shortfall(shortfall)
-        # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
-        delta = allocator.alloc_long_runs(plan.delta)
-        slots = self.req_to_token_pool.alloc([req])
-        assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
+    def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> None:
+        """Lock the prefix, evict the shortfall, allocate the delta and write the request's table; or none of it."""
+        allocator, pool = self.token_to_kv_pool_allocator, self.req_to_token_pool
         fill_len, prefix_len = len(token_ids), plan.found.length
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
+        parts, node = self.radix.lock_found(plan.found)
+        delta = slots = None
+        try:
+            shortfall = plan.delta - allocator.available_size()
+            if shortfall > 0:
+                self.radix.evict_shortfall(shortfall)
+            # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
+            delta = allocator.alloc_long_runs(plan.delta)
+            slots = pool.alloc([req])
+            assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
+            pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
+        except Exception:
+            if slots is not None:
+                pool.free(req)
+            if delta is not None:
+                allocator.free(delta)
+            self.radix.dec_lock_ref(node)
+            raise
 
         # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
         # it neither reads slots at an offset nor counts the prefix as prefill's hit.
@@ -448,7 +562,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         req.kv_allocated_len = req.kv_committed_len = fill_len
         req.fill_ids = req.origin_input_ids + req.output_ids
         req.set_extend_input_len(len(req.fill_ids))
-        return shortfall > 0
 
     def _request_kv(self, decode_req: engine.DecodeRequest) -> None:
         """Give the request its metadata buffer and ask prefill for the delta."""
@@ -477,6 +590,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not self.has_radix:
             return super().resume_retracted_reqs(rids_to_check)
         resumed: list[Req] = []
+        failed: list[Req] = []
         if not self.retracted_queue:
             return resumed
         reserve = self._reserve(None, count_retracted=False)
@@ -484,30 +598,46 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             budget = self._free_or_evictable() - reserve
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, budget, None):
                 break
-            token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
-            found = self.radix.peek(token_ids, req.extra_key) if self.radix.takes(req) else NOTHING
-            plan = self._plan(req, token_ids, found)
-            if plan.needed(None) > budget:
-                self._block(req, plan, 0)
-                break
-            self._blocked = None
-            self._admit(req, token_ids, plan)
+            try:
+                token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
+                found = self.radix.peek(token_ids, req.extra_key) if self.radix.takes(req) else NOTHING
+                plan = self._plan(req, token_ids, found)
+                if plan.needed(None) > budget:
+                    self._block(req, plan, 0)
+                    break
+                self._blocked = None
+                self._admit(req, token_ids, plan)
+                req.is_retracted = False
+                req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
+            except Exception as e:
+                failed.append(req)
+                self._fail_resume(req, e)
+                continue
             reserve += self.num_reserved_decode_tokens
-            req.is_retracted = False
-            req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
             resumed.append(req)
-        self.retracted_queue = self.retracted_queue[len(resumed) :]
+        self.retracted_queue = self.retracted_queue[len(resumed) + len(failed) :]
         return resumed
+
+    def _fail_resume(self, req: Req, error: Exception) -> None:
+        """Abort a retracted request whose KV cannot be brought back. Nothing has been reduced, so all ranks must."""
+        message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
+        logger.error(message, exc_info=error)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        req.is_retracted = False
+        self.scheduler.stream_output([req], req.return_logprob)
+        if req.req_pool_idx is not None:
+            release_kv_cache(req, self.tree_cache, is_insert=False)
+        req.kv_cache_cpu = None
 
 
 class _Writers:
     """Polls as done when no prefill can write to a failed request's pages any more."""
 
-    def __init__(self, decode_req: engine.DecodeRequest):
+    def __init__(self, decode_req: DecodeRequest):
         self.decode_req = decode_req
 
     def poll(self) -> int:
-        return KVPoll.Success if self.decode_req.kv_receiver.writers_done() else KVPoll.Transferring
+        return KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
@@ -553,7 +683,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _poll_transfers(self) -> list[Req]:
         if not self.queue and not self.quarantine:
             return []
-        pollers = [dr.kv_receiver for dr in self.queue] + [_Writers(dr) for dr in self.quarantine]
+        pollers = [*self.queue, *(_Writers(dr) for dr in self.quarantine)]
         polls = poll_and_all_reduce(pollers, self.gloo_group)
         released = [
             dr for dr, poll in zip(self.quarantine, polls[len(self.queue) :], strict=True) if poll == KVPoll.Success
@@ -563,25 +693,27 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         still: list[engine.DecodeRequest] = []
         for decode_req, poll in zip(self.queue, polls, strict=False):
             if poll == KVPoll.Failed:
-                fenced = getattr(decode_req.kv_receiver, "fenced", False)
                 self._fail(decode_req)
-                (self.quarantine if fenced else released).append(decode_req)
+                (released if is_warmup(decode_req.req) else self.quarantine).append(decode_req)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
                 still.append(decode_req)
             elif isinstance(decode_req.req.finished_reason, FINISH_ABORT):
-                # Another request's metadata came into its buffer.
+                # Another request's metadata came into its buffer, or its own cannot be used.
                 self.line.leave(decode_req.place)
                 self._report_failed(decode_req.req)
-                released.append(decode_req)
+                closed = decode_req.kv_receiver is None or is_warmup(decode_req.req)
+                (released if closed else self.quarantine).append(decode_req)
             else:
                 self.tree_cache.commit_req(decode_req.req)
                 self.line.committed(decode_req.place)
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
         for decode_req in released:
-            # Not into the tree: part of it may never have been written.
-            release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
-            self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
+            # Not into the tree: part of it may never have been written. And an error may have come before it got any.
+            if decode_req.req.req_pool_idx is not None:
+                release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
+            if decode_req.metadata_buffer_index != -1:
+                self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
         self.queue = still
         return arrived
 
@@ -616,15 +748,16 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         req = decode_req.req
         # Of those that waited for it, the first becomes the leader of the others.
         self.line.leave(decode_req.place)
-        message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room})"
-        try:
-            decode_req.kv_receiver.failure_exception()
-        except Exception as e:
-            message += f": {e}"
+        message = (
+            f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+        )
         logger.error(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-        if getattr(decode_req.kv_receiver, "fenced", False):
-            decode_req.kv_receiver.cancel()
+        decode_req.failed_at = time.monotonic()
+        if not is_warmup(req):
+            # Also where an error came before this rank had asked: the quarantine is the same on all ranks.
+            decode_req.kv_receiver.fenced = True
+            decode_req.cancel()
         self._report_failed(req)
 
     def _report_failed(self, req: Req) -> None:
@@ -634,8 +767,17 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
         """Adds the counters of a committed request to the engine's commit."""
-        done = super()._commit_transfer_to_req(decode_req)
         req = decode_req.req
+        try:
+            done = super()._commit_transfer_to_req(decode_req)
+        except Exception as e:
+            if not isinstance(self.tree_cache, DecodeRadixCache):
+                raise
+            # On all ranks, which have been sent the same metadata.
+            message = f"Decode commit failed for request {req.rid}: {type(e).__name__}: {e}"
+            logger.error(message, exc_info=e)
+            prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+            return True
         if done and not is_warmup(req) and not isinstance(req.finished_reason, FINISH_ABORT):
             counters = KvTransferCounters.get(self.scheduler.server_args)
             counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0)

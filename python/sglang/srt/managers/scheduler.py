@@ -52,15 +52,17 @@ class Scheduler(engine.Scheduler):
     def process_decode_queue(self) -> None:
         """Adds two things.
 
-        Transfers are also taken in while retracted requests wait for memory. The engine leaves them alone until all
-        retracted ones are back: if what these wait for is held by transfers, both wait for ever.
+        Failures are told, and transfers end, also while retracted requests wait for memory. The engine looks at neither
+        until all of these are back: if what they wait for is held by transfers, both wait for ever.
 
         And the record of the most tokens that requests held, with the flag as without it. A step of the queue ends when
         what it admitted has its pages, and begins after a decode step has freed those of the answers that ended in it,
         so this misses no request, however short its life.
         """
         super().process_decode_queue()
-        if isinstance(self.tree_cache, DecodeRadixCache) and self.disagg_decode_prealloc_queue.retracted_queue:
+        queue = self.disagg_decode_prealloc_queue
+        if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
+            queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         if self._has_plain_pool():
             free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()

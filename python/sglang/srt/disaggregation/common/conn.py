@@ -24,6 +24,8 @@ from sglang.srt.disaggregation.decode_prefix import (
     check_decode_prefix,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,14 @@ __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "Co
 
 # Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
 REMEMBERED_ROOMS = 65536
+# Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
+LOOK_S, IDLE_LOOK_S = 0.15, 2.0
+# Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
+REFUSING_S = 0.3
+# Seconds for which a prefill that gives no usable answer is asked; as long as the engine does.
+UNANSWERED_S = 15
+# Seconds that a step of the scheduler waits for the first answer of a prefill, most of which come within.
+ANSWER_S = 0.1
 
 
 def _is_dummy(info) -> bool:
@@ -47,6 +57,11 @@ def nothing_listens(host: str, port: int) -> bool:
     except OSError:
         pass
     return False
+
+
+def _host_and_port(addr: str) -> tuple[str, int]:
+    parsed = NetworkAddress.parse(addr)
+    return parsed.host, parsed.port
 
 
 def _remember(rooms: dict, room: int, value) -> None:
@@ -72,8 +87,15 @@ class CommonKVManager(engine.CommonKVManager):
         self.given_up: deque[CommonKVSender] = deque()
         # The thread that reads decode's messages and the scheduler both change these books and transfer_infos.
         self.room_lock = threading.RLock()
+        # Decode: questions to prefills that are under way; when each prefill has refused connections, first and last;
+        # and when and why one turned out to be of no use.
+        self.asking: dict[str, threading.Thread] = {}
+        self.refusing: dict[str, tuple[float, float]] = {}
+        self.unusable: dict[str, tuple[float, str]] = {}
         super().__init__(*args, **kwargs)
         self.counters = KvTransferCounters.get(self.server_args)
+        if self.has_radix:
+            threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
 
     @property
     def has_radix(self) -> bool:
@@ -82,37 +104,131 @@ class CommonKVManager(engine.CommonKVManager):
         return radix and self.disaggregation_mode == DisaggregationMode.DECODE
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Adds one question to the handshake with a new prefill, when this decode worker keeps a radix cache.
+        """Wraps the engine's handshake with a new prefill, when this decode worker keeps a radix cache.
 
-        It goes to a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
+        In a thread of its own: the engine's scheduler stands still for as long as a prefill does not answer, and ends
+        when an answer does not fit this worker. `why_unreached` says what has become of it.
+        """
+        if not self.has_radix or bootstrap_addr in self.prefill_info_table:
+            return super().try_ensure_parallel_info(bootstrap_addr)
+        if bootstrap_addr not in self.asking:
+            thread = threading.Thread(target=self._ask_prefill, args=(bootstrap_addr,), daemon=True, name="ask-prefill")
+            self.asking[bootstrap_addr] = thread
+            thread.start()
+            thread.join(ANSWER_S)
+        return bootstrap_addr in self.prefill_info_table
+
+    def _ask_prefill(self, addr: str) -> None:
+        """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""
+        now = time.monotonic()
+        try:
+            # First, since with the engine's answer requests go on.
+            version = self._ask_for_prefix(addr)
+            if version is not None and super().try_ensure_parallel_info(addr):
+                self.refusing.pop(addr, None)
+                if version != DECODE_PREFIX_VERSION:
+                    logger.warning(
+                        "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
+                        "it will send whole prompts. Install sglang-pd-radix there to send only what is missing.",
+                        addr,
+                        version or "none",
+                        DECODE_PREFIX_VERSION,
+                    )
+                return
+            if nothing_listens(*_host_and_port(addr)):
+                first, last = self.refusing.get(addr, (now, now))
+                # One long ago was of an earlier life.
+                self.refusing[addr] = (first if now - last < 10 * REFUSING_S else now, now)
+            else:
+                self.refusing.pop(addr, None)
+        except Exception as e:
+            logger.exception("Prefill %s cannot be used", addr)
+            self.unusable[addr] = (now, f"{type(e).__name__}: {e}")
+        finally:
+            self.asking.pop(addr, None)
+
+    def _ask_for_prefix(self, addr: str) -> int | None:
+        """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
+
+        It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
         answers 404 and is then sent no prefix.
         """
-        known = bootstrap_addr in self.prefill_info_table
-        if not super().try_ensure_parallel_info(bootstrap_addr):
-            return False
-        if known or not self.has_radix:
-            return True
         try:
-            reply = requests.get(f"http://{bootstrap_addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
             version, pieces = int(answer["version"]), bool(answer.get("pieces"))
         except Exception as e:
-            logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", bootstrap_addr, e)
-            self.prefill_info_table.pop(bootstrap_addr, None)
-            return False
-        takes = self.prefix_peers[bootstrap_addr] = version == DECODE_PREFIX_VERSION
-        (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(bootstrap_addr)
-        if not takes:
-            logger.warning(
-                "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
-                "it will send whole prompts. Install sglang-pd-radix there to send only what is missing.",
-                bootstrap_addr,
-                version or "none",
-                DECODE_PREFIX_VERSION,
-            )
-        return True
+            logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
+            return None
+        takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
+        (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(addr)
+        return version
+
+    def why_unreached(self, addr: str, since: float) -> str | None:
+        """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer."""
+        now = time.monotonic()
+        first, last = self.refusing.get(addr, (now, 0.0))
+        if last > since and last - first >= REFUSING_S:
+            return f"prefill {addr} is gone: it refuses connections"
+        at, reason = self.unusable.get(addr, (0.0, ""))
+        if at > since:
+            return f"prefill {addr} cannot be used: {reason}"
+        if addr not in self.prefill_info_table and now - since > UNANSWERED_S:
+            return f"prefill {addr} has not answered for {UNANSWERED_S} s"
+        if now - since > self.handshake_timeout:
+            return f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
+        return None
+
+    @property
+    def handshake_timeout(self) -> float:
+        """Seconds that a request may wait for its prefill to know of it; the same on prefill."""
+        return envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+
+    def forget_connections(self, addr: str) -> None:
+        """Have the next request make the connection to a prefill anew, and register this worker's memory with it."""
+        with self.connection_lock:
+            for key in [key for key in self.connection_pool if key.startswith(addr + "_")]:
+                del self.connection_pool[key]
+
+    def _watch_prefills(self) -> None:
+        """Fail the requests of a prefill as soon as the operating system says that its processes are gone.
+
+        The engine asks its bootstrap server, and takes it for lost after two failures, ten seconds or more; one that
+        was restarted meanwhile it never misses, and what it goes on to send nobody receives.
+        """
+        looked: dict[str, float] = {}
+        while True:
+            time.sleep(LOOK_S)
+            for addr in list(self.prefill_info_table):
+                now = time.monotonic()
+                if not self.addr_to_rooms_tracker.get(addr) and now - looked.get(addr, 0.0) < IDLE_LOOK_S:
+                    continue
+                looked[addr] = now
+                try:
+                    if self._is_gone(addr):
+                        # Twice, so that nothing is made of a moment.
+                        time.sleep(LOOK_S / 2)
+                        if self._is_gone(addr):
+                            self._handle_node_failure(addr)
+                except Exception:
+                    logger.exception("Could not look after prefill %s", addr)
+
+    def _is_gone(self, addr: str) -> bool:
+        """Whether nothing listens any more where one of the schedulers of a prefill did."""
+        with self.connection_lock:
+            connections = [infos for key, infos in self.connection_pool.items() if key.startswith(addr + "_")]
+        ports = {(info["rank_ip"], info["rank_port"]) for infos in connections for info in infos}
+        return any(nothing_listens(*port) for port in ports or {_host_and_port(addr)})
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """Adds that a request that has failed stays so, on decode: the engine takes the higher of both.
+
+        One that was lost in the middle of its handshake would go on, and wait for a prefill that is gone.
+        """
+        if not (self.has_radix and self.request_status.get(bootstrap_room) == KVPoll.Failed):
+            super().update_status(bootstrap_room, status)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Replaces the engine's KeyError, which ends the scheduler: its room was ended by another request."""
@@ -282,8 +398,45 @@ class CommonKVReceiver(engine.CommonKVReceiver):
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
     fenced = False
     cancelled_at = 0.0
+    # Whether prefill may know where to write.
+    asked = False
+    # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
+    bootstrap_infos: list[dict] | None = None
+    required_prefill_response_num = 0
     _done = False
     _asked_at = 0.0
+
+    def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
+        """Adds when it was made, and that what an earlier request has left of its room does not count for it."""
+        self.made_at = time.monotonic()
+        if mgr.has_radix:
+            mgr.request_status.pop(bootstrap_room, None)
+            mgr.failure_records.pop(bootstrap_room, None)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Adds that an error of the handshake fails this request only, and that none is made with one that is lost.
+
+        Half a handshake must not be taken for a whole one by the next request.
+        """
+        manager = self.kv_mgr
+        if not manager.has_radix:
+            super().init(prefill_dp_rank)
+            return
+        try:
+            super().init(prefill_dp_rank)
+        except Exception as e:
+            logger.exception("Handshake of room %s with prefill %s", self.bootstrap_room, self.bootstrap_addr)
+            manager.forget_connections(self.bootstrap_addr)
+            self.fail(f"the handshake with prefill {self.bootstrap_addr} failed: {type(e).__name__}: {e}")
+        if self.bootstrap_addr not in manager.prefill_info_table:
+            # Lost in the meantime.
+            manager.forget_connections(self.bootstrap_addr)
+
+    def fail(self, reason: str) -> None:
+        """Fail this request for ``reason``; the queues see it at its next poll."""
+        self.kv_mgr.fail_room(self.bootstrap_room, reason)
+        self.conclude_state = KVPoll.Failed
 
     @property
     def peer_takes_prefix(self) -> bool:
@@ -301,16 +454,27 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         room = self.metadata_room()
         if room == self.bootstrap_room:
             return state
-        if room == 0:
+        if room == 0 and not self._is_overdue():
             return KVPoll.Transferring
-        self.kv_mgr.record_failure(self.bootstrap_room, f"its metadata buffer holds that of room {room}")
+        what = f"its metadata buffer holds that of room {room}" if room else "its metadata has not come"
+        self.kv_mgr.record_failure(self.bootstrap_room, what)
         return KVPoll.Failed
 
+    def _is_overdue(self) -> bool:
+        return time.time() - self.init_time >= self.kv_mgr.waiting_timeout
+
     def cancel(self) -> None:
-        """End this request and tell prefill to write no more for it. Backends with a message for that override it."""
+        """End this request and tell prefill to write no more for it. Backends with a message for that override it.
+
+        Why it ended has been told by now.
+        """
         if self.conclude_state is None:
-            self.abort()
+            # Failed on another rank.
+            self.conclude_state = KVPoll.Failed
         self.cancelled_at = time.monotonic()
+        if not self.fenced:
+            # Prefill was never asked for anything: there are no writers to wait for.
+            self._end()
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
@@ -320,9 +484,16 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         if self._done:
             return True
         manager = self.kv_mgr
+        # Even if it could not be cancelled.
+        self.cancelled_at = self.cancelled_at or time.monotonic()
         # Failed on another rank only, this rank's part may well have arrived in full.
         arrived = self.conclude_state == KVPoll.Success
-        done = arrived or self._is_quiet() or self._are_gone()
+        try:
+            done = arrived or not self.asked or self._is_quiet() or self._are_gone()
+        except Exception:
+            # Then time says.
+            logger.exception("Room %s: whether prefill still writes for it", self.bootstrap_room)
+            done = False
         if not done and time.monotonic() - self.cancelled_at > manager.waiting_timeout:
             logger.warning(
                 "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: pages are reused.",
@@ -333,8 +504,13 @@ class CommonKVReceiver(engine.CommonKVReceiver):
             done = True
         if done:
             self._done = True
-            self._close_books()
+            self._end()
         return done
+
+    def _end(self) -> None:
+        """Close the books, also of the reasons that came after the first one, which nobody reads."""
+        self._close_books()
+        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _are_gone(self) -> bool:
         """Whether the processes that would write are gone: nothing listens where their schedulers did.

@@ -797,6 +797,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
+        self.asked = True
         if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
@@ -854,7 +855,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         """Puts off the engine's while prefill, or a copy from the staging buffer, may still write to its pages."""
         staging = self.kv_mgr.staging
         landed = staging is None or staging.landed(self.bootstrap_room)
-        if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
+        if landed and self.conclude_state == KVPoll.Success:
+            self._end()
+        elif not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
             self._close_books()
 
     def _close_books(self) -> None:
@@ -865,9 +868,6 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager.failed_ranks.pop(room, None)
         if manager.staging is not None:
             manager.staging.drop(room)
-        if self.fenced:
-            # Ranks that failed after the first one left their reasons, which nobody reads.
-            manager.failure_records.pop(room, None)
 
     def cancel(self) -> None:
         """Adds the message to prefill, where it is understood."""

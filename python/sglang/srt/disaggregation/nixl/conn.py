@@ -275,9 +275,10 @@ class NixlKVManager(engine.NixlKVManager):
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Adds to the engine's, on decode, why its requests fail: their prefill is gone."""
-        for room in self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()):
+        # A copy: the scheduler goes on to open and close rooms; an error ends the thread that watches prefills.
+        for room in self.addr_to_rooms_tracker.get(failed_bootstrap_addr, set()).copy():
             status = self.transfer_statuses.get(room)
-            if status is not None and not status.is_done():
+            if status is None or not status.is_done():
                 self.record_failure(
                     room, f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
                 )
@@ -364,6 +365,8 @@ class NixlKVSender(engine.NixlKVSender):
         self.kv_mgr.tell_failure(room, listeners, reason)
         self.kv_mgr.end_room(room, reason)
         self.kv_mgr.request_status.pop(room, None)
+        # Decode's cancellation of what had failed already.
+        self.kv_mgr.refused.pop(room, None)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
@@ -461,9 +464,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
+        self.asked = True
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
-        if decode_prefix_len is None:
+        if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         manager = self.kv_mgr
@@ -502,6 +506,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             self._close_books()
         return self.once_metadata_landed(state) if state == KVPoll.Success else state
 
+    def clear(self) -> None:
+        """Called at commit, where no book may be left open."""
+        self._end()
+
     def _close_books(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.awaited_rooms.discard(room)
@@ -525,7 +533,9 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
-        return self.kv_mgr.transfer_statuses[self.bootstrap_room].is_quiet()
+        status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
+        # It is dropped when all has come, after which a request may still fail for its metadata.
+        return status is None or status.is_quiet()
 
     failure_exception = CommonKVReceiver.failure_exception
 

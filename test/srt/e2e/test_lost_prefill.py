@@ -1,0 +1,109 @@
+"""A prefill that is killed while requests are at every stage: nobody else notices, and its clients are told at once.
+
+With the engine's own heartbeat, which takes ten seconds and more; `test_every_state.py` walks the stages one by one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from pd import FLAG, Ask, Pair, ask, conversations, words
+
+from sglang_pd_radix.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(600)
+
+# What the operating system needs to end the processes, and a scheduler's step, on two busy cores.
+SOON_S = 4
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters, model, truth, backend) -> Iterator[Cluster]:
+    # A pool in which not all of them have room, so that some wait for memory.
+    yield clusters.get(
+        model,
+        prefill=2,
+        decode=2,
+        decode_args=[[FLAG, "--max-total-tokens", "4096"]] * 2,
+        common_args=["--page-size", "16", "--chunked-prefill-size", "256"],
+        backend=backend,
+    )
+    clusters.stop()
+
+
+class Clients:
+    """Requests without a break to one pair, and when each was told what."""
+
+    def __init__(self, pair: Pair, count: int) -> None:
+        self.pair, self.stop = pair, threading.Event()
+        # When it began, when it was answered, and how.
+        self.answers: list[tuple[float, float, int, str]] = []
+        self.pool = ThreadPoolExecutor(2 * count)
+        self.jobs = [self.pool.submit(self._talk, seed) for seed in range(count)]
+
+    def _talk(self, seed: int) -> None:
+        rnd = random.Random(seed)
+        while not self.stop.is_set():
+            body = self.pair.body(words(rnd, rnd.choice([40, 300, 1500])), rnd.choice([2, 40]))
+            self.pool.submit(self._half, body)
+            began = time.monotonic()
+            reply = requests.post(self.pair.decode_url + "/generate", json=body, timeout=100)
+            self.answers.append((began, time.monotonic(), reply.status_code, reply.text))
+            time.sleep(0 if reply.ok else 0.3)
+
+    def _half(self, body: dict) -> None:
+        try:
+            requests.post(self.pair.prefill_url + "/generate", json=body, timeout=100)
+        except requests.RequestException:
+            pass
+
+    def end(self) -> None:
+        self.stop.set()
+        for job in self.jobs:
+            job.result()
+
+
+def test_a_prefill_is_killed_under_load(cluster, truth):
+    dying = [Pair(cluster, 0, decode) for decode in range(2)]
+    other: Ask = ask(cluster.router_url)
+    going_on = Pair(cluster, 1, 0)
+    for pair in (*dying, going_on):
+        assert conversations(pair) == truth["conversations"]
+    clients = [Clients(pair, 8) for pair in dying]
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(conversations, going_on, 6, 1, 5, 96)
+        time.sleep(4)
+        killed = time.monotonic()
+        cluster.kill("prefill-0")
+        gone = time.monotonic()
+        time.sleep(6)
+        for one in clients:
+            one.end()
+        assert long.result() == truth["long"]
+    answers = [answer for one in clients for answer in one.answers]
+    caught = [answer for answer in answers if answer[0] < killed < answer[1]]
+    later = [answer for answer in answers if answer[0] > gone]
+    assert len([a for a in caught if a[2] == 500]) > 4 and len(later) > 16
+    told = [ended - max(gone, began) for began, ended, status, _ in caught + later if status != 200]
+    assert max(told) < SOON_S, sorted(told)[-5:]
+    for _, _, status, text in caught + later:
+        assert status in (200, 500) and (status == 200 or "is gone" in text or "Losing connection" in text), text
+    assert not any(status == 200 for _, _, status, _ in later)
+
+    # Both decode workers live, hold nothing that is not accounted for, and serve those who ask the other prefill.
+    going_on.check_idle()
+    Pair(cluster, 1, 1).check_idle()
+    assert conversations(going_on) == truth["conversations"]
+    # Through the router, which tries again elsewhere.
+    assert other(words(random.Random(3), 300), 4)["output_ids"]
+
+    cluster.restart("prefill-0")
+    for pair in dying:
+        assert conversations(pair) == truth["conversations"]
+        pair.check_idle()

@@ -1,0 +1,846 @@
+"""A request may be lost at every point of its life, by every cause, on every backend: it alone ends, and is told once.
+
+The points are walked, not listed: a cell is a place in the decode worker (a queue or list of its code) and what its
+receiver says there. Real schedulers' methods, queues, tree, managers, receivers and senders; stand-ins are the transfer
+libraries, the model, and what a prefill scheduler does.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import decode_world
+import numpy as np
+import pytest
+import test_mooncake_wire as mooncake_wire
+import test_nixl_wire as nixl_wire
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
+from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pd_radix.cluster import free_ports
+
+# The names of the patch file itself.
+CODE = common.CommonKVManager.why_unreached.__globals__
+REALLY_LISTENS = common.nothing_listens
+ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
+PAGE, CHUNK = 4, 3
+KINDS = {
+    "nixl": (nixl_wire.World, TransferBackend.NIXL, NixlKVReceiver, NixlKVSender),
+    "mooncake": (mooncake_wire.World, TransferBackend.MOONCAKE, MooncakeKVReceiver, MooncakeKVSender),
+}
+# No room is a small number, so that one that is left in a book cannot be taken for something else there.
+FIRST_ROOM = 7_100_000_000
+
+
+class Half:
+    """What prefill does with one request. ``goes_on``: whether it works when the bench steps."""
+
+    def __init__(self, bench: Bench, req: Req):
+        self.bench, self.req = bench, req
+        self.sender = bench.sender_type(bench.prefill, bench.addr(req), req.bootstrap_room, [0], 0)
+        self.sender.prompt_len = len(req.origin_input_ids)
+        self.goes_on = self.begun = self.ended = False
+        self.sent = 0
+        self.receiver: Any = None
+
+    @property
+    def dead(self) -> bool:
+        return self.bench.dead and self.req.bootstrap_host == self.bench.host
+
+    def step(self) -> None:
+        if self.ended or self.dead:
+            return
+        state = self.sender.poll()
+        if state == KVPoll.WaitingForInput and not self.begun:
+            self.sender.init(decode_world.pages(len(self.req.origin_input_ids), PAGE), 0)
+            self.sent, self.begun = self.sender.decode_prefix_len // PAGE, True
+        if state == KVPoll.Failed:
+            self.ended = True
+            with pytest.raises(Exception, match="."):
+                self.sender.failure_exception()
+        elif state == KVPoll.Success:
+            self.ended = True
+            if hasattr(self.sender, "clear"):
+                self.sender.clear()
+        elif self.begun and self.goes_on:
+            self.send_all()
+
+    def send_all(self) -> None:
+        self.send(decode_world.pages(len(self.req.origin_input_ids), PAGE) - self.sent)
+
+    def send(self, num_pages: int) -> None:
+        decode_req = next((dr for dr in self.bench.world.transfer.queue if dr.req is self.req), None)
+        if num_pages and decode_req is not None:
+            self.bench.world.deliver(decode_req, num_pages)
+        if num_pages:
+            self.sender.send(np.arange(self.sent, self.sent + num_pages, dtype=np.int32))
+        self.sent += num_pages
+        if decode_req is not None and self.sent == decode_world.pages(len(self.req.origin_input_ids), PAGE):
+            self.bench.bring_metadata(decode_req)
+
+
+class Bench:
+    """A decode worker with real queues and receivers, a prefill worker at two addresses, and requests to both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
+        self.monkeypatch = monkeypatch
+        net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
+        self.net = net_type(monkeypatch)
+        self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
+        address = self.net.addr if kind == "mooncake" else nixl_wire.ADDR
+        self.host, port = address.split(":")
+        self.port = int(port)
+        # Another name of the same prefill, for those that go on when the first is lost.
+        self.other_host = "localhost"
+        self.manager.prefill_info_table[f"{self.other_host}:{self.port}"] = self.manager.prefill_info_table[address]
+        self.manager.prefix_peers[f"{self.other_host}:{self.port}"] = True
+        self.address = address
+        self.info = self.manager.prefill_info_table[address]
+        # A request that has most of the memory, see `short_of_memory`.
+        self.hog: Any = None
+
+        world = self.world = decode_world.World(size=192, page_size=PAGE, max_reqs=4)
+        world.queue.kv_manager, world.queue.transfer_backend = self.manager, backend
+        self.scheduler = self._scheduler(world)
+        self.halves: dict[str, Half] = {}
+        self.finished: Counter[str] = Counter()
+        self.dead = False
+        self.gone = False
+        self.numbers = iter(range(1000))
+        monkeypatch.setitem(CODE, "nothing_listens", self._nothing_listens)
+        self._note_pages(self.receiver_type)
+        self._note_pages(FakeKVReceiver)
+
+    def _scheduler(self, world: decode_world.World) -> Scheduler:
+        scheduler = object.__new__(Scheduler)
+        vars(scheduler).update(vars(world.scheduler))
+        scheduler.disaggregation_mode = DisaggregationMode.DECODE
+        scheduler.tree_cache, scheduler.enable_hicache_storage = world.tree, False
+        scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue = world.queue, world.transfer
+        scheduler.server_args.disaggregation_decode_enable_offload_kvcache = False
+        scheduler.server_args.disaggregation_decode_polling_interval = 1
+        scheduler.grammar_manager = SimpleNamespace(abort_requests=lambda recv: None)
+        scheduler.cur_batch, scheduler.max_total_num_tokens = None, world.size
+        scheduler.told_aborted = []
+        scheduler.send_to_tokenizer = SimpleNamespace(
+            send_output=lambda message, req: scheduler.told_aborted.append(message.rid)
+        )
+        world.scheduler = world.queue.scheduler = world.transfer.scheduler = scheduler
+        return scheduler
+
+    def _nothing_listens(self, host: str, port: int) -> bool:
+        # Both prefills have the same ports, so the thread that watches them is told nothing here.
+        return self.gone and threading.current_thread() is threading.main_thread()
+
+    def _note_pages(self, receiver_type: type) -> None:
+        """Receivers remember which pages they named, which `World.deliver` and `World.check` ask."""
+        send = receiver_type.send_metadata
+
+        @functools.wraps(send)
+        def note(receiver, page_indices, aux_index=None, *rest, **more):
+            receiver.page_indices, receiver.aux_index = page_indices.tolist(), aux_index
+            receiver.prefix_len, receiver.sent_pages = more.get("decode_prefix_len") or 0, 0
+            return send(receiver, page_indices, aux_index, *rest, **more)
+
+        self.monkeypatch.setattr(receiver_type, "send_metadata", note)
+
+    # ---- requests ----
+
+    def addr(self, req: Req) -> str:
+        return f"{req.bootstrap_host}:{req.bootstrap_port}"
+
+    def arrive(self, host: str | None = None, prompt_len: int = 22, prefill: bool = True, **more: Any) -> Req:
+        number = next(self.numbers)
+        req = Req(
+            f"request-{number}",
+            "",
+            [1 + number % 200, *range(1, prompt_len)],
+            SamplingParams(max_new_tokens=6),
+            **{"bootstrap_host": host or self.host, "bootstrap_port": self.port, **more},
+            bootstrap_room=FIRST_ROOM + number,
+            disagg_mode=DisaggregationMode.DECODE,
+        )
+        self.world.weights_of[req.rid] = self.world.weights
+        if prefill and req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+            self.halves[req.rid] = Half(self, req)
+        self.world.queue.add(req)
+        receiver = self.receiver(req)
+        receiver.page_indices = []
+        if req.rid in self.halves:
+            self.halves[req.rid].receiver = receiver
+        return req
+
+    def forget_prefill(self) -> None:
+        """As before the first handshake with it; it does not answer."""
+        self.info = self.manager.prefill_info_table.pop(self.address)
+        self.manager.try_ensure_parallel_info = self.manager.prefill_info_table.__contains__
+
+    def remember_prefill(self) -> None:
+        """It answers."""
+        self.manager.prefill_info_table.setdefault(self.address, self.info)
+        self.world.queue._ensure_last_attempt_time.clear()
+
+    def begin_anew(self) -> None:
+        """Let another request of the same worker be looked at by itself."""
+        self.hog, self.dead, self.gone = None, False, False
+        self.halves.clear()
+        self.scheduler.told_aborted.clear()
+        self.world.streamed.clear()
+        self.world.tree.evict_shortfall(self.world.size)
+
+    def entry(self, req: Req) -> Any:
+        queues = self.world.queue.queue + self.world.transfer.queue + self.world.transfer.quarantine
+        return next((dr for dr in queues if dr.req is req), None)
+
+    def receiver(self, req: Req) -> Any:
+        entry = self.entry(req)
+        return entry and entry.kv_receiver
+
+    def bring_metadata(self, decode_req: Any) -> None:
+        index = decode_req.metadata_buffer_index
+        self.world.meta.output_ids[index, 0] = 7
+        self.world.meta.bootstrap_room[index, 0] = decode_req.req.bootstrap_room
+
+    def abort(self, message: AbortReq) -> None:
+        """Both workers hear of it, but what decode knows the address of, it has to tell prefill itself."""
+        for decode_req in self.world.queue.pending_reqs:
+            self.halves[decode_req.req.rid].sender.abort()
+        self.scheduler.abort_request(message)
+
+    # ---- time ----
+
+    def step(self, decode: bool = True) -> None:
+        """One step of both schedulers."""
+        world = self.world
+        self.scheduler.process_decode_queue()
+        for req in [*self.scheduler.waiting_queue] if decode else []:
+            self.scheduler.waiting_queue.remove(req)
+            req.init_next_round_input(world.tree)
+            world.tree.cache_unfinished_req(req)
+            world.running.append(req)
+        if decode:
+            before = list(world.running)
+            for req in before:
+                if req.to_finish is not None:
+                    req.finished_reason = req.to_finish
+                    world.finish(req)
+                    world.streamed.append(req)
+            world.decode()
+            self.finished.update(
+                r.rid for r in before if r not in world.running and not r.finished() and not r.is_retracted
+            )
+        for half in self.halves.values():
+            half.step()
+        self.prefill.settle()
+        for decode_req in world.transfer.queue:
+            if isinstance(decode_req.kv_receiver, FakeKVReceiver):
+                self.bring_metadata(decode_req)
+        world.check()
+
+    def step_until(self, done: Callable[[], bool], what: str, decode: bool = False) -> None:
+        deadline = time.monotonic() + 5
+        while not done():
+            assert time.monotonic() < deadline, f"{what} does not come"
+            self.step(decode)
+            time.sleep(0.001)
+
+    def drain(self) -> None:
+        """Everything goes on until nothing moves."""
+        for half in self.halves.values():
+            half.goes_on = True
+        world = self.world
+
+        def idle() -> bool:
+            return world.idle() and not world.queue.retracted_queue and not world.queue.pending_reqs
+
+        self.step_until(idle, "the end", decode=True)
+        for half in self.halves.values():
+            if half.receiver.bootstrap_infos is None and not half.ended:
+                # Decode never knew whom to tell. It hears of it from its client, or in the end from the clock.
+                half.sender.abort()
+        self.step_until(lambda: all(half.ended or half.dead for half in self.halves.values()), "prefill's end")
+
+    # ---- the outcome ----
+
+    def told(self, req: Req) -> int:
+        """How often the client was told that its request has ended."""
+        aborted = self.scheduler.told_aborted.count(req.rid)
+        return sum(one is req for one in self.world.streamed) + aborted + self.finished[req.rid]
+
+    def assert_books_closed(self, managers: bool = True) -> None:
+        """At the end nothing is held, and no book of anybody mentions a request."""
+        world = self.world
+        assert world.allocator.available_size() + world.tree.evictable_size() == world.size
+        assert world.tree.protected_size() == 0 and world.tree.locks_taken == world.tree.locks_released
+        assert len(world.pool.free_slots) == len(set(world.pool.free_slots)) == world.pool.req_to_token.shape[0]
+        assert sorted(world.meta_alloc.free_slots) == list(range(world.meta_alloc.size))
+        rooms = set(range(FIRST_ROOM, FIRST_ROOM + 1000))
+        for owner in (*[self.manager][: int(managers)], world.queue, world.transfer):
+            left = {name for name, book in vars(owner).items() if mentions(book, rooms)}
+            assert not left, f"{type(owner).__name__}: {left}"
+        if not self.dead:
+            # What prefill remembers on purpose.
+            left = {name for name, book in vars(self.prefill).items() if mentions(book, rooms)} - {"ended_rooms"}
+            assert not left, f"prefill: {left}"
+
+
+def mentions(book: Any, rooms: set[int]) -> bool:
+    """Whether one of these rooms, or a request of one, is in a container, at any depth."""
+    if isinstance(book, int):
+        return book in rooms
+    if isinstance(book, (Req, DecodeRequest, common.CommonKVReceiver, common.CommonKVSender)):
+        return True
+    if isinstance(book, dict):
+        return any(mentions(key, rooms) or mentions(value, rooms) for key, value in book.items())
+    if isinstance(book, (list, tuple, set, frozenset)) or type(book).__name__ == "deque":
+        return any(mentions(item, rooms) for item in book)
+    return False
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, kind: str) -> Iterator[Bench]:
+    made = Bench(monkeypatch, kind)
+    yield made
+    if hasattr(made.net, "close"):
+        made.net.close()
+
+
+# ---- the points of a life: each brings a new request there ----
+
+
+def pending(bench: Bench) -> Req:
+    """Its handshake has not begun: nothing is known of its prefill."""
+    bench.forget_prefill()
+    req = bench.arrive()
+    assert [dr.req for dr in bench.world.queue.pending_reqs] == [req]
+    return req
+
+
+def shaken(bench: Bench) -> Req:
+    """Its receiver is ready, and no step has seen it."""
+    return bench.arrive()
+
+
+def short_of_memory(bench: Bench) -> Req:
+    hog = bench.world.arrive([250] * 180, warmup=True)
+    bench.world.handshake(hog)
+    bench.scheduler.process_decode_queue()
+    req = bench.arrive()
+    bench.scheduler.process_decode_queue()
+    entry = bench.entry(req)
+    assert entry in bench.world.queue.queue and entry.waiting_for_input
+    bench.hog = hog
+    return req
+
+
+def asked(bench: Bench) -> Req:
+    """Prefill has been asked for its KV."""
+    req = bench.arrive()
+    bench.step()
+    assert bench.entry(req) in bench.world.transfer.queue
+    return req
+
+
+def begun(bench: Bench) -> Req:
+    req = asked(bench)
+    bench.step_until(lambda: bench.halves[req.rid].begun, "prefill's turn")
+    return req
+
+
+def sent_in_part(bench: Bench) -> Req:
+    req = begun(bench)
+    bench.halves[req.rid].send(CHUNK)
+    return req
+
+
+def arrived(bench: Bench) -> Req:
+    """All is here, and no step has seen it."""
+    req = begun(bench)
+    bench.halves[req.rid].send_all()
+    return req
+
+
+def without_metadata(bench: Bench) -> Req:
+    """All has been announced, and the metadata has not landed."""
+    req = arrived(bench)
+    room = bench.world.meta.bootstrap_room[bench.entry(req).metadata_buffer_index]
+    room.zero_()
+    bench.step_until(lambda: bench.receiver(req).poll() == KVPoll.Transferring, "the announcement")
+    return req
+
+
+def committed(bench: Bench) -> Req:
+    req = arrived(bench)
+    bench.step_until(lambda: req in bench.world.waiting, "the commit")
+    return req
+
+
+def running(bench: Bench) -> Req:
+    req = committed(bench)
+    bench.step()
+    assert req in bench.world.running
+    return req
+
+
+def retracted(bench: Bench) -> Req:
+    req = running(bench)
+    bench.world.retract(req)
+    assert bench.world.queue.retracted_queue == [req]
+    return req
+
+
+def resumed(bench: Bench) -> Req:
+    req = retracted(bench)
+    bench.scheduler.process_decode_queue()
+    assert req in bench.world.waiting
+    return req
+
+
+def quarantined(bench: Bench) -> Req:
+    """It has failed and been told, and prefill may still write for it."""
+    req = begun(bench)
+    bench.receiver(req).abort()
+    bench.scheduler.process_decode_queue()
+    assert [dr.req for dr in bench.world.transfer.quarantine] == [req]
+    return req
+
+
+STATES = [
+    pending,
+    shaken,
+    short_of_memory,
+    asked,
+    begun,
+    sent_in_part,
+    without_metadata,
+    arrived,
+    committed,
+    running,
+    retracted,
+    resumed,
+    quarantined,
+]
+# Prefill's part is done.
+BEYOND = {committed, running, retracted, resumed}
+
+
+# ---- causes ----
+
+
+def prefill_lost(bench: Bench, req: Req) -> None:
+    bench.dead = bench.gone = True
+    bench.manager._handle_node_failure(bench.address)
+
+
+def client_aborts(bench: Bench, req: Req) -> None:
+    bench.abort(AbortReq(rid=req.rid))
+
+
+def all_are_aborted(bench: Bench, req: Req) -> None:
+    bench.abort(AbortReq(abort_all=True))
+
+
+def time_runs_out(bench: Bench, req: Req) -> None:
+    """Whatever it waits for does not come in the time that the operator has set for it."""
+    receiver = bench.receiver(req)
+    if receiver is not None:
+        receiver.made_at -= 1e6
+        receiver.cancelled_at -= 1e6
+        if receiver.init_time is not None:
+            receiver.init_time -= 1e6
+
+
+def prefill_aborts(bench: Bench, req: Req) -> None:
+    """It fails there and prefill says so, or will when it is asked."""
+    if not bench.halves[req.rid].ended:
+        bench.halves[req.rid].sender.abort()
+
+
+def prefill_refuses(bench: Bench, req: Req) -> None:
+    """What decode asks for cannot be right."""
+    bench.halves[req.rid].sender.prompt_len += 2 * PAGE
+
+
+def foreign_metadata(bench: Bench, req: Req) -> None:
+    """A late write of another request lands in its metadata buffer."""
+    entry = bench.entry(req)
+    if entry is not None and entry.metadata_buffer_index != -1:
+        bench.halves[req.rid].send_all()
+        bench.world.meta.bootstrap_room[entry.metadata_buffer_index, 0] = 99
+
+
+# What each cause ends, at least; elsewhere the request may go on, and is told its end once all the same.
+BEFORE_COMMIT = {state for state in STATES if state not in BEYOND and state is not quarantined}
+ENDS = {
+    prefill_lost: BEFORE_COMMIT - {arrived},
+    client_aborts: set(STATES) - {quarantined, arrived},
+    all_are_aborted: set(STATES) - {quarantined, arrived},
+    time_runs_out: {pending, asked, begun, sent_in_part, without_metadata},
+    prefill_aborts: {pending, shaken, short_of_memory, asked, begun, sent_in_part},
+    prefill_refuses: {shaken, short_of_memory},
+    foreign_metadata: {asked, begun, sent_in_part, without_metadata, arrived} - {asked},
+}
+
+
+def has_failed(bench: Bench, req: Req) -> bool:
+    return req.rid in bench.scheduler.told_aborted or isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def make_room(bench: Bench) -> None:
+    """What had all the memory ends."""
+    if bench.hog is not None:
+        bench.hog.kv_receiver.aux_index = bench.hog.metadata_buffer_index
+        bench.world.complete(bench.hog)
+
+
+@pytest.mark.parametrize("cause", ENDS)
+@pytest.mark.parametrize("state", STATES)
+def test_a_request_ends_alone_and_is_told_once(bench: Bench, state: Callable, cause: Callable):
+    """Whatever it is lost by and wherever it is then: no step raises, all it had comes back, no book mentions it."""
+    req = state(bench)
+    told = bench.told(req)
+    assert told == int(state is quarantined)
+    other = bench.arrive(bench.other_host) if cause is not all_are_aborted else None
+    cause(bench, req)
+    if state is without_metadata and cause is prefill_lost:
+        # All has been said about it that will be.
+        time_runs_out(bench, req)
+    elif state is without_metadata and state not in ENDS[cause]:
+        bench.bring_metadata(bench.entry(req))
+    if state is pending and cause not in (prefill_lost, time_runs_out):
+        bench.remember_prefill()
+    make_room(bench)
+    bench.drain()
+    assert bench.told(req) == 1
+    if state in ENDS[cause]:
+        assert has_failed(bench, req)
+        message = getattr(req.finished_reason, "message", None)
+        assert message is None or message == "Aborted" or req.rid in message
+    if cause is prefill_lost and state in BEYOND:
+        assert not has_failed(bench, req)
+    if other is not None:
+        assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+@pytest.mark.parametrize("state", [pending, shaken, short_of_memory])
+def test_parallel_sampling_is_refused_wherever_it_waits(bench: Bench, state: Callable):
+    req, other = state(bench), bench.arrive(bench.other_host)
+    req.sampling_params.n = 2
+    if bench.entry(req).waiting_for_input:
+        # As it was when it was looked at.
+        bench.entry(req).waiting_for_input = False
+    if state is pending:
+        bench.remember_prefill()
+    make_room(bench)
+    bench.drain()
+    assert bench.told(req) == 1 and "n must be 1" in req.finished_reason.message
+    assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+# ---- nothing of the code is left out ----
+
+
+def places(bench: Bench, req: Req) -> set[str]:
+    """The lists of the decode worker in which a request is."""
+    owners = {"prealloc": bench.world.queue, "transfer": bench.world.transfer, "scheduler": bench.scheduler}
+    found = set()
+    for name, owner in owners.items():
+        for attribute, value in vars(owner).items():
+            if isinstance(value, list) and any(req in (item, getattr(item, "req", None)) for item in value):
+                found.add(f"{name}.{attribute}")
+    if req in bench.world.running:
+        found.add("scheduler.running_batch")
+    return found
+
+
+def test_the_states_are_all_that_the_code_has(monkeypatch: pytest.MonkeyPatch):
+    """Every list in which the decode worker keeps requests, and every poll result, is one in which they are lost here.
+
+    A list that is added to the queues fails this test until there is a state for it.
+    """
+    bench = Bench(monkeypatch, "nixl")
+    lists = {f"prealloc.{name}" for name, value in vars(bench.world.queue).items() if isinstance(value, list)}
+    lists |= {f"transfer.{name}" for name, value in vars(bench.world.transfer).items() if isinstance(value, list)}
+    seen, polls = set(), set()
+    for state in STATES:
+        bench = Bench(monkeypatch, "nixl")
+        req = state(bench)
+        seen |= places(bench, req)
+        if bench.entry(req) is not None:
+            polls.add(bench.entry(req).poll())
+    # Between two steps it is empty.
+    lists.remove("transfer.arrived")
+    assert lists | {"scheduler.waiting_queue", "scheduler.running_batch"} == seen
+    assert polls == {value for name, value in vars(KVPoll).items() if name[0].isupper()}
+
+
+# ---- whatever a receiver says ----
+
+
+@pytest.mark.parametrize("said", [value for name, value in vars(KVPoll).items() if name[0].isupper()])
+@pytest.mark.parametrize("state", [pending, shaken, short_of_memory, asked, begun, sent_in_part, arrived])
+def test_no_poll_result_ends_the_worker_or_is_waited_on_for_ever(bench: Bench, state: Callable, said: int):
+    """Any result at any point: the request ends, or can be ended."""
+    req, other = state(bench), bench.arrive(bench.other_host)
+    receiver = bench.receiver(req)
+    receiver.poll = lambda: said
+    make_room(bench)
+    for _ in range(40):
+        bench.step()
+    del receiver.poll
+    if not bench.told(req):
+        bench.abort(AbortReq(rid=req.rid))
+    bench.drain()
+    assert bench.told(req) == 1 and bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+# ---- whatever raises ----
+
+
+def methods(*types: type) -> list[str]:
+    """All that these types define, but what Python itself calls."""
+    names = {
+        name for one in types for base in one.__mro__[:-1] for name, value in vars(base).items() if callable(value)
+    }
+    return sorted(name for name in names if not name.startswith("__"))
+
+
+# Two assignments each, by which a request is ended; and `init`, which has its own guard around all that it calls.
+CANNOT_RAISE = {"abort", "fail", "init"}
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", sorted(set(methods(*(kind[2] for kind in KINDS.values()))) - CANNOT_RAISE))
+def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str):
+    """Each of its methods, at every point of its life."""
+    if name not in methods(bench.receiver_type):
+        pytest.skip("not of this backend")
+    closes_books = name in ("_close_books", "_end", "clear", "failure_exception", "writers_done", "cancel")
+    for state in [state for state in STATES if state not in BEYOND]:
+        bench.begin_anew()
+        req, other = state(bench), bench.arrive(bench.other_host)
+
+        def broken(*args: Any, **more: Any) -> None:
+            raise Broken(name)
+
+        receiver = bench.receiver(req)
+        receiver.__dict__[name] = broken
+        bench.remember_prefill()
+        make_room(bench)
+        deadline = time.monotonic() + 0.3
+        while not bench.told(req) and time.monotonic() < deadline:
+            bench.halves[req.rid].goes_on = True
+            bench.step()
+        if not bench.told(req):
+            bench.abort(AbortReq(rid=req.rid))
+        for _ in range(3):
+            bench.step()
+        receiver.cancelled_at -= 1e6
+        for entry in bench.world.transfer.quarantine:
+            entry.failed_at -= 1e6
+        bench.drain()
+        assert bench.told(req) == 1, state
+        assert bench.finished[other.rid] == 1, state
+        bench.assert_books_closed(managers=not closes_books)
+
+
+# What admission, commit and resume use of the worker, each for one request.
+PARTS = {
+    "the line": lambda w: (w.queue.line, "enter"),
+    "what it waits for": lambda w: (w.queue.line, "look"),
+    "its standing": lambda w: (w.queue.line, "candidate"),
+    "the plan": lambda w: (w.queue, "_plan"),
+    "the tree's lock": lambda w: (w.tree, "lock_found"),
+    "pages": lambda w: (w.allocator, "alloc_long_runs"),
+    "a row": lambda w: (w.pool, "alloc"),
+    "the table": lambda w: (w.pool, "write"),
+    "a metadata buffer": lambda w: (w.meta_alloc, "alloc"),
+    "the metadata": lambda w: (w.meta, "get_buf"),
+    "KV in host memory": lambda w: (w.allocator, "load_cpu_copy"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("state", [short_of_memory, shaken, arrived, retracted])
+def test_an_error_of_the_worker_fails_the_request_in_which_it_came(bench: Bench, state: Callable, part: str):
+    if state is arrived and part == "the table":
+        pytest.skip("written again by the batch after the queues")
+    req = state(bench)
+    owner, name = PARTS[part](bench.world)
+    real, raised = getattr(owner, name), []
+
+    def broken(*args: Any, **more: Any) -> Any:
+        if raised:
+            return real(*args, **more)
+        raised.append(name)
+        raise Broken(part)
+
+    setattr(owner, name, broken)
+    make_room(bench)
+    for half in bench.halves.values():
+        half.goes_on = True
+    bench.step_until(lambda: bool(raised) or bench.told(req) > 0, "the error", decode=True)
+    setattr(owner, name, real)
+    other = bench.arrive(bench.other_host)
+    bench.drain()
+    assert bench.told(req) == 1 and bench.finished[other.rid] == 1
+    if raised and bench.hog is None:
+        assert part in req.finished_reason.message and req.rid in req.finished_reason.message
+    bench.assert_books_closed()
+
+
+def test_a_request_that_no_receiver_can_be_made_for_fails_alone(bench: Bench):
+    other = bench.arrive(bench.other_host)
+    req = bench.arrive(prefill=False, bootstrap_host=None)
+    bench.drain()
+    assert bench.told(req) == 1 and req.rid in req.finished_reason.message
+    assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+def test_those_that_are_lost_are_told_while_another_waits_for_memory(bench: Bench):
+    """The engine looks at no queue while a retracted request cannot be resumed."""
+    lost, queued = begun(bench), shaken(bench)
+    waits = bench.arrive(bench.other_host)
+    bench.step_until(lambda: bench.halves[waits.rid].begun, "prefill's turn")
+    bench.halves[waits.rid].send_all()
+    bench.step_until(lambda: waits in bench.world.running, "its start", decode=True)
+    bench.world.retract(waits)
+    bench.world.tree.evict_shortfall(bench.world.size)
+    pages = bench.world.allocator.alloc(bench.world.allocator.available_size())
+    prefill_lost(bench, lost)
+    for _ in range(40):
+        if bench.told(lost) and bench.told(queued):
+            break
+        # It goes on when what the lost one had is free.
+        assert bench.world.queue.retracted_queue == [waits]
+        bench.scheduler.process_decode_queue()
+    assert bench.told(lost) == bench.told(queued) == 1
+    bench.world.allocator.free(pages)
+    bench.drain()
+    assert bench.finished[waits.rid] == 1
+    bench.assert_books_closed()
+
+
+# ---- how long it takes to know that a prefill is gone ----
+
+
+def timed(bench: Bench, *reqs: Req) -> float:
+    """Seconds until all of these have been told that they failed; no step in between takes long."""
+    start = time.monotonic()
+    while not all(bench.told(req) for req in reqs):
+        assert time.monotonic() < start + 10
+        began = time.monotonic()
+        bench.scheduler.process_decode_queue()
+        assert time.monotonic() - began < 1, "the scheduler waited"
+        time.sleep(0.01)
+    assert all(has_failed(bench, req) for req in reqs)
+    return time.monotonic() - start
+
+
+@pytest.fixture
+def look(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports are really looked at."""
+    monkeypatch.setitem(CODE, "nothing_listens", REALLY_LISTENS)
+
+
+def test_a_prefill_that_refuses_connections_is_gone(bench: Bench, look: None):
+    """One never met: the engine asks it for 15 s."""
+    (port,) = free_ports(1)
+    reqs = [bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port) for _ in range(3)]
+    assert timed(bench, *reqs) < 1.5
+    assert "refuses connections" in reqs[0].finished_reason.message
+    # The next one need not find out anew.
+    assert timed(bench, bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)) < 1.5
+    bench.assert_books_closed()
+
+
+def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
+    """The engine's scheduler stands still for five seconds at a time."""
+    monkeypatch.setitem(CODE, "UNANSWERED_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=silent.getsockname()[1])
+        assert 1 <= timed(bench, req) < 3
+    assert "has not answered" in req.finished_reason.message
+    bench.assert_books_closed()
+
+
+def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
+    """In the engine another page size ends the decode worker."""
+
+    def other_page_size(manager: Any, addr: str) -> bool:
+        raise RuntimeError("Page size mismatch")
+
+    (port,) = free_ports(1)
+    monkeypatch.setattr(ENGINE_MANAGER, "try_ensure_parallel_info", other_page_size)
+    monkeypatch.setattr(common.CommonKVManager, "_ask_for_prefix", lambda manager, addr: 1)
+    req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
+    assert timed(bench, req) < 2
+    assert "Page size mismatch" in req.finished_reason.message
+    bench.assert_books_closed()
+
+
+def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench: Bench, look: None):
+    """Those it has been asked for, and those that wait for memory; the engine takes ten seconds and more."""
+    asked_for, other = begun(bench), bench.arrive(bench.other_host)
+    manager = bench.manager
+    with socket.create_server(("127.0.0.1", 0)) as rank:
+        # What it was asked at before, and what it listens at now.
+        for key in [key for key in manager.connection_pool if key.startswith(bench.address + "_")]:
+            peers = [{**peer, "rank_port": rank.getsockname()[1]} for peer in manager.connection_pool[key]]
+            manager.connection_pool[key] = peers
+            bench.receiver(asked_for).bootstrap_infos = peers
+    bench.dead = True
+    assert timed(bench, asked_for) < 1.5
+    assert "Losing connection with prefill instance" in asked_for.finished_reason.message
+    assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
+    assert not bench.told(other)
+    bench.receiver(asked_for)._asked_at = 0.0
+    bench.drain()
+    assert bench.finished[other.rid] == 1
+    bench.assert_books_closed()
+
+
+def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The engine's handshake went on, undid the failure and left a connection to ports that nobody listens at."""
+    setup = bench.receiver_type._setup_bootstrap_infos
+
+    def lose(receiver: Any) -> None:
+        setup(receiver)
+        bench.manager._handle_node_failure(bench.address)
+        bench.manager.connection_pool[f"{bench.address}_0_0_0"] = []
+
+    monkeypatch.setattr(bench.receiver_type, "_setup_bootstrap_infos", lose)
+    bench.dead = bench.gone = True
+    req = bench.arrive()
+    bench.drain()
+    assert bench.told(req) == 1 and has_failed(bench, req)
+    assert f"{bench.address}_0_0_0" not in bench.manager.connection_pool
+    bench.assert_books_closed()
