@@ -33,15 +33,15 @@ RUNS, QUICK_RUNS = 5, 2
 # A quick run shows every workload but the one that takes a deployment of its own.
 QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h")
 QUICK: dict[str, dict[str, Any]] = {
-    "a": {"prefixes": 6, "requests": 96, "concurrency": 38, "rounds": 2},
-    "aw": {"prefixes": 4, "requests": 96, "answer": 128},
+    "a": {"prefixes": 6, "requests": 80, "answer": 64, "concurrency": 38, "rounds": 2},
+    "aw": {"prefixes": 4, "requests": 48, "answer": 96},
     "b": {"prefixes": 12, "per_group": 4, "answer": 16, "concurrency": 32},
     "c": {"clients": 4, "turns": 4, "answer": 16},
     "d": {"herds": 2, "size": 8, "answer": 8},
     "e": {"requests": 32, "concurrency": 8, "answer": 16},
     "f": {"requests": 30},
-    "g": {"prefixes": 5, "requests": 64, "concurrency": 32, "rounds": 2},
-    "h": {"prefixes": 14, "requests": 84, "concurrency": 42},
+    "g": {"prefixes": 5, "requests": 56, "answer": 64, "concurrency": 28, "rounds": 2},
+    "h": {"prefixes": 14, "requests": 70, "answer": 64, "concurrency": 42},
 }
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}

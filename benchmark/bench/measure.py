@@ -396,9 +396,10 @@ def figures_of(
 def resident(asked: Sequence[Asked], samples: Sequence[Sample], index: PageIndex) -> tuple[float, float]:
     """Tokens that requests held on decode, and the fewest that could do, each summed over the samples.
 
-    Only moments count at which an answer was under way. The fewest: see `fewest_tokens`.
+    Only moments count at which an answer was under way. The fewest: `fewest_tokens` of the requests that had their
+    first token and not yet their last, by the clients' clock.
     """
-    fewest_at = fewest_tokens(asked, index)
+    fewest_at = fewest_tokens(asked, index, [a.start_s + a.ttft_s for a in asked])
     held = fewest = 0.0
     for sample in samples:
         least = fewest_at(sample.at_s)
@@ -409,17 +410,19 @@ def resident(asked: Sequence[Asked], samples: Sequence[Sample], index: PageIndex
 
 
 def peak_to_hold(asked: Sequence[Asked], index: PageIndex) -> int:
-    """The most of `fewest_tokens` at any moment. What must be held grows but for where an answer ends."""
-    fewest_at = fewest_tokens(asked, index)
-    # The moment itself would be after the end.
+    """The most tokens that the requests that were sent and not yet answered in full had to have at one moment.
+
+    From when they were sent on, since a worker that takes a request gives it its pages before it has a token. What has
+    to be held grows but for where an answer ends, so it is greatest just before one of these moments.
+    """
+    fewest_at = fewest_tokens(asked, index, [a.start_s for a in asked])
     return max(fewest_at(math.nextafter(a.start_s + a.latency_s, 0.0)) for a in asked)
 
 
-def fewest_tokens(asked: Sequence[Asked], index: PageIndex) -> Callable[[float], int]:
-    """The fewest tokens that decode can hold, as a function of the time by the clients' clock (seconds).
+def fewest_tokens(asked: Sequence[Asked], index: PageIndex, since_s: Sequence[float]) -> Callable[[float], int]:
+    """The fewest tokens (`tokens_to_hold`) that do at a moment by the clients' clock (seconds), as a function of it.
 
-    `tokens_to_hold` of the requests that had their first token and not yet their last. A request whose KV is on its way
-    has its pages already and no token yet, so it is not among them: what decode holds for it is above the least.
+    since_s: from when on each request counts; it does until its last token has come.
     """
     pages = [index.pages(a.prompt) for a in asked]
     times = [a.token_times() for a in asked]
@@ -429,7 +432,7 @@ def fewest_tokens(asked: Sequence[Asked], index: PageIndex) -> Callable[[float],
             [
                 (pages[i], len(a.prompt), bisect.bisect_right(times[i], at_s))
                 for i, a in enumerate(asked)
-                if times[i][0] <= at_s < a.start_s + a.latency_s
+                if since_s[i] <= at_s < a.start_s + a.latency_s
             ],
             index.page_size,
         )

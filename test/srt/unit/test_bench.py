@@ -332,13 +332,13 @@ def test_figures_of_a_run_by_hand():
     assert figures["tpot_p50_s"] == 1.5
     assert figures["answering_mean"] == (2 + 2) / 5
     assert figures["held_over_least"] == pytest.approx(24 / 13)
-    assert figures["least_peak"] == 4 + 1 + 2  # just before the first ends; the second has its first token then
-    assert figures["peak_over_least"] == 2.0
+    assert figures["least_peak"] == 4 + (1 + 2) + 1  # just before the first ends; the second has no token yet
+    assert figures["peak_over_least"] == 14 / 8
     assert figures["running_max"] == 1
     assert figures["prefill_cpu_s"] == 1.5 and figures["decode_cpu_s"] == 0.5
 
 
-def test_the_least_peak_is_of_what_is_answered_at_one_moment():
+def test_the_least_peak_is_of_what_is_in_flight_at_one_moment():
     index = least.PageIndex(PAGE)
     shared = [1, 2, 3, 4]
     together = [asked([*shared, 5], 0.0, 1.0, [1.0, 1.0]), asked([*shared, 6], 0.0, 2.0, [0.5] * 4)]
@@ -346,8 +346,8 @@ def test_the_least_peak_is_of_what_is_answered_at_one_moment():
     assert measure.peak_to_hold(together, index) == 10
     apart = [together[0], asked([*shared, 6], 5.0, 2.0, [0.5] * 4)]
     assert measure.peak_to_hold(apart, index) == 4 + 1 + 4
-    # A request whose first token is not there yet is not counted, however long it has been sent.
-    assert measure.peak_to_hold([together[0], asked([*shared, 6], 0.0, 9.0, [])], index) == 4 + 1 + 2
+    # A request counts from when it was sent: decode has its pages before it has a token.
+    assert measure.peak_to_hold([together[0], asked([*shared, 6], 0.0, 9.0, [])], index) == 4 + (1 + 2) + 1
 
 
 def test_rounds_of_a_stream_are_counted_by_what_is_complete():
