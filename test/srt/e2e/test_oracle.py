@@ -62,6 +62,27 @@ def test_conversations_through_the_router(cluster, truth):
     assert conversations(ask(cluster.router_url)) == truth["conversations"]
 
 
+def test_a_cold_herd_is_computed_and_sent_once(on, off, page):
+    """Requests with one new prefix, at once: one brings it, the others wait for that and need only their own ends."""
+    rnd = random.Random(page)
+    shared, own = words(rnd, 192), [words(rnd, 20) for _ in range(8)]
+
+    def herd(pair: Pair) -> list[dict]:
+        pair.flush()
+        with ThreadPoolExecutor(len(own)) as pool:
+            return list(pool.map(pair, [shared + end for end in own]))
+
+    followed = counter(on.decode_url, "sglang:decode_followed_requests_total")
+    answers = herd(on)
+    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in herd(off)]
+    details = sorted((a["meta_info"]["cached_tokens_details"] for a in answers), key=lambda d: d["decode_prefix"])
+    assert [d["decode_prefix"] for d in details] == [0] + [192] * 7
+    assert sum(d["transferred"] for d in details) == 192 + 8 * 20
+    # Prefill, whatever its schedule policy, has the prefix in its own tree when the followers come.
+    assert sorted(a["meta_info"]["cached_tokens"] for a in answers) == [0] + [192] * 7
+    assert 0 < counter(on.decode_url, "sglang:decode_followed_requests_total") - followed <= 7
+
+
 @pytest.mark.parametrize("prefill_hit", ["shorter", "same", "longer"])
 def test_every_hit_length(on, truth, page, prefill_hit):
     """Decode holds none, part, whole pages and all of the prompt; prefill holds less, as much or more."""
