@@ -29,10 +29,11 @@ class Life(RuleBasedStateMachine):
         max_new=st.integers(1, 12),
         warmup=st.integers(0, 9).map(lambda n: n == 0),
         capable=st.integers(0, 9).map(lambda n: n != 0),
+        prefill=st.sampled_from(["a:1", "a:1", "b:1"]),
     )
-    def arrive(self, prompt, extra_key, max_new, warmup, capable):
+    def arrive(self, prompt, extra_key, max_new, warmup, capable, prefill):
         if len(prompt) + max_new + 2 <= self.world.size and len(self.world.queue.queue) < 6:
-            decode_req = self.world.arrive(prompt, extra_key, max_new, warmup, capable)
+            decode_req = self.world.arrive(prompt, extra_key, max_new, warmup, capable, prefill)
             self.world.handshake(decode_req)
 
     @rule()
@@ -65,6 +66,13 @@ class Life(RuleBasedStateMachine):
         decode_req = self.pick(self.world.transfer.quarantine, i)
         self.world.deliver(decode_req, num_pages)
         decode_req.kv_receiver.quiet = quiet
+
+    @rule()
+    def patience_ends(self):
+        """Whoever waits for another's transfer has waited for long enough."""
+        for decode_req in self.world.queue.queue:
+            if hasattr(decode_req, "place"):
+                decode_req.place.since -= 1000
 
     @precondition(lambda self: self.world.queue.queue)
     @rule(i=st.integers(0, 9))
