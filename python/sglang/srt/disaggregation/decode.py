@@ -443,11 +443,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     break
                 slack -= 1
             evicted = plan.delta > self.token_to_kv_pool_allocator.available_size()
+            if place.following_since is not None:
+                self.counters.followed(plan.found.length - place.held_alone, place.waited_s)
+            # Whatever comes of it on this rank, on all of them others may follow it from now on.
+            line.admitted(place, len(req.origin_input_ids) - plan.found.length)
             try:
                 self._admit(req, req.origin_input_ids, plan)
-                if place.following_since is not None:
-                    self.counters.followed(place.watch.length - place.held_alone, place.waited_s)
-                line.admitted(place, len(req.origin_input_ids) - plan.found.length)
                 self._request_kv(decode_req)
             except Exception as e:
                 # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
