@@ -153,6 +153,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 # Not even a receiver could be made. In the queue it fails on all ranks in the same step.
                 self.queue.append(DecodeRequest(req, FakeKVReceiver(self.kv_manager, "", req.bootstrap_room)))
             self.queue[-1].lose(e)
+        if not is_retracted and self.queue and self.queue[-1].req is req:
+            # From here on the tree knows what is waited for.
+            self._place(self.queue[-1])
 
     def _resolve_pending_reqs(self) -> None:
         """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
@@ -303,7 +306,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return ready
         # The same requests and the same tree: the same order. Who follows may lose patience.
         tree = self.radix
-        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, [id(p) for p in places])
+        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, [p.arrival for p in places])
         if following or self._ordered is None or self._ordered[0] != asked_in:
             candidates = [self._candidate(window[i], places[i]) for i in ready]
             order = [ready[n] for n in admission_order(candidates, line.max_overtaken)]
