@@ -184,12 +184,12 @@ def test_first_come_first_served_waits_for_nobody():
 def test_nobody_waits_longer_than_a_copy_of_its_own_would_take(same, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    world = World(size=512)
+    world = World(size=1024)
     # Both prefills are known: 10 ms for each token.
     for prefill in ("a:1", "b:1"):
-        (known,) = queue(world, tokens(ord(prefill[0]), 20), prefill=prefill)
+        (known,) = queue(world, tokens(ord(prefill[0]), 256), prefill=prefill)
         world.step()
-        now[0] += 0.2
+        now[0] += 2.56
         world.complete(known)
         world.step()
         world.finish(known.req)
@@ -202,8 +202,7 @@ def test_nobody_waits_longer_than_a_copy_of_its_own_would_take(same, monkeypatch
     assert asked([leader, follower]) == [True, False]
     now[0] += 0.2
     world.step()
-    # There is no room for a second copy before the first has ended; but it no longer waits for the leader.
-    assert follower.place.coming == 0
+    assert asked([leader, follower]) == [True, True]
 
 
 def test_a_prefill_that_nothing_is_known_of():
@@ -212,8 +211,10 @@ def test_a_prefill_that_nothing_is_known_of():
     assert patience.allowed(True, None, 50_000, 50_000) == patience.unknown_same
     assert patience.allowed(False, None, 50_000, 50_000) == patience.least
     for n in range(100):
-        transfers.done("a", 100, 1.0 + n)
-    assert transfers.pace("a") == 1.0, "the slowest of the last, 100 s for 100 tokens"
+        transfers.done("a", 1000, 10.0 + 10 * n)
+    assert transfers.pace("a") == 1.0, "the slowest of the last, 1000 s for 1000 tokens"
+    transfers.done("b", 0, 0.512)
+    assert transfers.pace("b") == 0.002, "one without tokens says little of what a token takes"
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -416,11 +416,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             req, place = decode_req.req, decode_req.place
             if isinstance(req.finished_reason, FINISH_ABORT) or decode_req.error is not None:
                 continue
-            while in_turn and (in_turn[-1].coming or in_turn[-1].admitted_at):
-                in_turn.pop()
             try:
                 may_match = may_match and self.radix.takes(req)
-                coming = line.look_again(place, now) if may_match else 0
+                coming = place.coming = line.look_again(place, now) if may_match else 0
                 plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
             except Exception as e:
                 # On all ranks: they ask the same of the same tree.
@@ -429,6 +427,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if coming:
                 promised += max(0, plan.soon - coming)
                 continue
+            # Who waits for a transfer is not passed by; this request itself stays.
+            while in_turn[-1].coming or in_turn[-1].admitted_at:
+                in_turn.pop()
             if self.req_to_token_pool.available_size() <= 0:
                 break
             if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:

@@ -111,13 +111,15 @@ class Transfers:
     """How long the transfers of each prefill took of late, from admission to commit."""
 
     KEPT = 32
+    # What a transfer of fewer tokens takes is not for its tokens.
+    LEAST_TOKENS = 256
 
     def __init__(self) -> None:
         self._paces: dict[Hashable, deque[float]] = {}
 
     def done(self, prefill: Hashable, tokens: int, seconds: float) -> None:
         """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
-        self._paces.setdefault(prefill, deque(maxlen=self.KEPT)).append(seconds / max(tokens, 1))
+        self._paces.setdefault(prefill, deque(maxlen=self.KEPT)).append(seconds / max(tokens, self.LEAST_TOKENS))
 
     def pace(self, prefill: Hashable) -> float | None:
         """Seconds per token of the slowest of the last transfers; None if there were none."""
