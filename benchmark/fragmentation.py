@@ -166,6 +166,7 @@ class DrivenDecode(DecodeWorker):
         req.output_ids.append(token)
         req.init_next_round_input(self.tree)
         self.tree.cache_unfinished_req(req)
+        self.queue.line.committed(decode_req.place)
         self.running.append(req)
 
     def step(self) -> None:
