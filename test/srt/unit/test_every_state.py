@@ -38,6 +38,7 @@ from sglang_pd_radix.cluster import free_ports
 # The names of the patch file itself.
 CODE = common.CommonKVManager.why_unreached.__globals__
 REALLY_LISTENS = common.nothing_listens
+WATCH_PREFILLS = common.CommonKVManager._watch_prefills
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 KINDS = {
@@ -100,6 +101,9 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
         self.monkeypatch = monkeypatch
+        # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
+        monkeypatch.setattr(common.CommonKVManager, "_watch_prefills", lambda manager: None)
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
         self.net = net_type(monkeypatch)
         self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
@@ -145,8 +149,7 @@ class Bench:
         return scheduler
 
     def _nothing_listens(self, host: str, port: int) -> bool:
-        # Both prefills have the same ports, so the thread that watches them is told nothing here.
-        return self.gone and threading.current_thread() is threading.main_thread()
+        return self.gone
 
     def _note_pages(self, receiver_type: type) -> None:
         """Receivers remember which pages they named, which `World.deliver` and `World.check` ask."""
@@ -818,6 +821,7 @@ def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench:
             manager.connection_pool[key] = peers
             bench.receiver(asked_for).bootstrap_infos = peers
     bench.dead = True
+    threading.Thread(target=WATCH_PREFILLS, args=(manager,), daemon=True).start()
     assert timed(bench, asked_for) < 1.5
     assert "Losing connection with prefill instance" in asked_for.finished_reason.message
     assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
