@@ -349,25 +349,23 @@ def test_standings():
 def test_nobody_starves(arrivals, bound):
     """Random requests of a few prefixes, in a pool for two of these: each is admitted, and none overtaken too often."""
     world = World(size=96, page_size=4, reserved=2, max_reqs=64, options={"disaggregation_decode_max_overtaken": bound})
-    waiting: list[DecodeRequest] = []
-    admitted: set[int] = set()
-    overtaken: dict[int, int] = {}
+    coming_up, waiting = list(arrivals), []
+    overtaken: dict[str, int] = {}
     for step in range(400):
-        if arrivals:
-            prefix, own = arrivals.pop()
+        if coming_up:
+            prefix, own = coming_up.pop()
             waiting += queue(world, tokens(prefix + 1, 32) + tokens(20 + step, 4 * own), max_new=2)
         elif not waiting:
             break
-        following = {id(dr) for dr in waiting if hasattr(dr, "place") and dr.place.coming}
+        following = {dr.req.rid for dr in waiting if hasattr(dr, "place") and dr.place.coming}
         world.step()
         new = [dr for dr in waiting if dr.wire.asked]
         waiting = [dr for dr in waiting if not dr.wire.asked]
-        for decode_req in new:
-            admitted.add(id(decode_req))
         for decode_req in waiting:
-            if id(decode_req) not in following and not decode_req.place.coming:
+            if decode_req.req.rid not in following and not decode_req.place.coming:
                 later = sum(dr.place.arrival > decode_req.place.arrival for dr in new)
-                overtaken[id(decode_req)] = overtaken.get(id(decode_req), 0) + later
+                rid = decode_req.req.rid
+                overtaken[rid] = overtaken.get(rid, 0) + later
         for decode_req in list(world.transfer.queue):
             world.complete(decode_req)
         world.decode()
@@ -389,6 +387,25 @@ def test_a_lower_priority_never_goes_ahead():
     world.finish(running)
     world.step()
     assert high.wire.asked
+
+
+@pytest.mark.parametrize("options", [{}, FCFS, {"disaggregation_decode_max_overtaken": 1}])
+def test_a_higher_priority_goes_ahead_however_often(options):
+    world = World(size=96, page_size=4, reserved=2, options=options)
+    world.scheduler.enable_priority_scheduling = True
+    world.scheduler.schedule_low_priority_values_first = True
+    running = serve(world, tokens(9, 60), max_new=8, priority=0).req
+    (low,) = queue(world, tokens(2, 64), priority=5)
+    for n in range(4):
+        (high,) = queue(world, tokens(3 + n, 8), priority=1, max_new=1)
+        world.step()
+        assert asked([low, high]) == [False, True]
+        world.complete(high)
+        world.step()
+        world.finish(high.req)
+    world.finish(running)
+    world.step()
+    assert low.wire.asked
 
 
 # ---- what is evicted ----

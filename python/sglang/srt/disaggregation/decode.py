@@ -405,7 +405,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         ]
         # Requests that may still go out of their turn in this step; and those that wait, whose turn it is last.
         slack = line.slack([dr.place for dr in waiting if not dr.place.coming])
-        in_turn = sorted((dr.place for dr in waiting), key=lambda place: -place.arrival)
+        in_turn = sorted((dr.place for dr in waiting), key=lambda place: (-place.priority, -place.arrival))
         # Kept for those that wait for a transfer of others and will then go first.
         promised = 0
         retractable: int | None = None
@@ -442,7 +442,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     self.counters.blocked()
                 self._block(req, plan, promised)
                 break
-            if place is not in_turn[-1] and place.overtaken < line.max_overtaken:
+            if place is not in_turn[-1]:
                 if slack <= 0:
                     break
                 slack -= 1

@@ -239,8 +239,12 @@ class Line:
         self.leave(place)
 
     def slack(self, waiting: Sequence[Place]) -> int:
-        """Requests that may go ahead of ``waiting`` before one of these has been overtaken as often as it may be."""
-        return min((self.max_overtaken - place.overtaken for place in waiting), default=self.max_overtaken)
+        """Requests that may go out of their turn before another of ``waiting`` has been overtaken as often as may be.
+
+        Who has been goes before them, and does not count.
+        """
+        left = (self.max_overtaken - place.overtaken for place in waiting)
+        return min((n for n in left if n > 0), default=len(waiting))
 
     def passed_by(self, waiting: Sequence[Place], admitted: Sequence[Place]) -> int:
         """``admitted`` have been, ``waiting`` could have been instead and were not. Returns how many were overtaken."""
