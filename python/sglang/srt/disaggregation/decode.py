@@ -276,7 +276,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         told = agree(
             self.gloo_group,
             self._state(window, [i for i in order if i in chosen or places[i].coming]),
-            [self._held(places[i]) for i in picked],
+            [self.line.held(places[i]) for i in picked],
             polls,
             [_takes_prefix(dr) for dr in window],
         )
@@ -319,12 +319,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         except Exception as e:
             decode_req.lose(e)
             return Candidate(place.arrival, place.priority, 0, 0, 0, 0, place.overtaken)
-
-    def _held(self, place: Place) -> tuple[int, int]:
-        """Matched and unlocked tokens of a queued request."""
-        if place.watch is None:
-            return 0, 0
-        return place.watch.length, self.radix.unlocked(place.watch)
 
     def _state(self, window: list[engine.DecodeRequest], order: list[int]) -> list[int]:
         """The figures that must be the same on all ranks for them to decide alike."""

@@ -219,11 +219,15 @@ class Line:
             return None
         return found
 
+    def held(self, place: Place) -> tuple[int, int]:
+        """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
+        if place.watch is None:
+            return 0, 0
+        return place.watch.length, self.tree.unlocked(place.watch)
+
     def candidate(self, place: Place, prompt: int) -> Candidate:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
-        held = unlocked = 0
-        if place.watch is not None:
-            held, unlocked = place.watch.length, self.tree.unlocked(place.watch)
+        held, unlocked = self.held(place)
         return Candidate(place.arrival, place.priority, prompt, held, unlocked, place.coming, place.overtaken)
 
     def admitted(self, place: Place, lacked: int) -> None:
