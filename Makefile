@@ -49,8 +49,8 @@ $(STAMP): pyproject.toml constraints.txt python/sglang_pd_radix.pth
 
 # Mooncake is optional: where it cannot be installed (no root for its Debian libraries), its tests are skipped and say
 # why, and the next call tries again.
-$(MOONCAKE_STAMP): $(STAMP) python/sglang_pd_radix/mooncake_host.py
-	@if $(BIN)/python -m sglang_pd_radix.mooncake_host --install --constraints constraints.txt; then touch $@; fi
+$(MOONCAKE_STAMP): $(STAMP) python/sglang_pd_radix/supplied/mooncake_host.py
+	@if $(BIN)/python -m sglang_pd_radix.supplied.mooncake_host --install --constraints constraints.txt; then touch $@; fi
 
 demo: setup
 	$(BIN)/pd-radix demo --work-dir build/demo --backend $(BACKEND) \

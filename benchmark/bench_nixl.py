@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd_radix import cpu_host
+from sglang_pd_radix.supplied import cpu_host
 
 BUFFERS, PAGE_BYTES, PAGES = 8, 32 * 1024, 2048
 SKIPPED = 10
@@ -72,7 +72,7 @@ def main() -> None:
     if args.patient:
         from nixl import _api
 
-        cpu_host._patch_nixl_api(_api)
+        cpu_host.nixl._patch_nixl_api(_api)
     here, there = multiprocessing.Pipe()
     process = multiprocessing.Process(target=receive, args=(there, args.wait), daemon=True)
     process.start()

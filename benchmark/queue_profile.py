@@ -23,14 +23,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_pd_radix import bench, process_group
-from sglang_pd_radix.cluster import http
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.make_model import make_model
+from sglang_pd_radix.tools import bench, process_group
+from sglang_pd_radix.tools.cluster import http
+from sglang_pd_radix.tools.make_model import make_model
 
 deploy, measure, workload, command = (bench.package(n) for n in ("deploy", "measure", "workload", "command"))
 
-PACKAGE = Path(process_group.__file__).parent
+PACKAGE = Path(process_group.__file__).parents[1]
 PATCHES = {PACKAGE.parent / "sglang", PACKAGE / "_patches" / "sglang"}
 QUEUED, REQUESTS = 256, 330
 
@@ -55,7 +55,7 @@ class Profile:
     def _add(self, frames: list[str], count: int) -> None:
         for frame in reversed(frames):
             function, _, place = frame.partition(" (")
-            if str(PACKAGE / "cpu_host.py") in place:
+            if str(PACKAGE / "supplied" / "cpu_host") in place:
                 owner = "waiting" if function.endswith("rest") else "stand-ins"
             elif any(str(tree) in place for tree in PATCHES) or str(PACKAGE) in place:
                 owner = "patch set"

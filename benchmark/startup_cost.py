@@ -50,7 +50,7 @@ def main() -> int:
             (site / "_path.pth").write_text(f"{PYTHON}\n")
             if name == "with":
                 (site / HOOK).write_text((PYTHON / HOOK).read_text())
-        check = "import sys; sys.exit('sglang_pd_radix._boot' not in sys.modules)"
+        check = "import sys; sys.exit('sglang_pd_radix.patching.boot' not in sys.modules)"
         try:
             start_ms(sides["with"], check)
         except subprocess.CalledProcessError:

@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pd_radix import __version__, netns
-from sglang_pd_radix.cluster import Progress as Step
-from sglang_pd_radix.cluster import has_option, option_value
+from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.make_model import ModelShape, make_model
-from sglang_pd_radix.up import RADIX_ALIAS, RADIX_FLAG, check_model
+from sglang_pd_radix.tools import netns
+from sglang_pd_radix.tools.cluster import Progress as Step
+from sglang_pd_radix.tools.cluster import has_option, option_value
+from sglang_pd_radix.tools.make_model import ModelShape, make_model
+from sglang_pd_radix.tools.up import RADIX_ALIAS, RADIX_FLAG, check_model
 
 from . import link, report
 from .deploy import OFF, Deployment, Shape, Side, engine_options

@@ -17,18 +17,19 @@ from typing import Any
 
 import psutil
 
-from sglang_pd_radix import cpu_host, process_group
-from sglang_pd_radix.cluster import RADIX_FLAG, Cluster, Progress, has_option
-from sglang_pd_radix.demo import (
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.supplied import cpu_host
+from sglang_pd_radix.tools import process_group
+from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Progress, has_option
+from sglang_pd_radix.tools.demo import (
     empty_caches,
     idle_pools,
     pool_problems,
     server_info,
     summed_counters,
 )
-from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.netns import TwoHosts
-from sglang_pd_radix.up import RADIX_ALIAS
+from sglang_pd_radix.tools.netns import TwoHosts
+from sglang_pd_radix.tools.up import RADIX_ALIAS
 
 OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
 # What a worker that shares a machine of this size can hold, and more requests than any workload here has.

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_pd_radix import netns
-from sglang_pd_radix.cluster import http
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import netns
+from sglang_pd_radix.tools.cluster import http
 
 from .deploy import Deployment
 from .stats import percentile

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_pd_radix.cluster import http, log_tail
-from sglang_pd_radix.demo import PREFILL_COUNTERS, parse_counters
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.cluster import http, log_tail
+from sglang_pd_radix.tools.demo import PREFILL_COUNTERS, parse_counters
 
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
@@ -40,7 +40,7 @@ class LoadGenerator:
         self._log_path = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log.open("wb")
-        command = [sys.executable, "-m", "sglang_pd_radix.bench", model]
+        command = [sys.executable, "-m", "sglang_pd_radix.tools.bench", model]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -12,7 +12,7 @@ import logging
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 
-from sglang_pd_radix import cpu_host, mooncake_host
+from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 from pd import ask, base_prompt, conversations, hit_lengths
 
-from sglang_pd_radix.cluster import Cluster
-from sglang_pd_radix.make_model import ModelShape, make_model
+from sglang_pd_radix.tools.cluster import Cluster
+from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requests", "16"]
 
@@ -42,7 +42,7 @@ def backend(request):
     """The KV transfer backend of all workers of a test. All tests of one come before those of the next."""
     if request.param == "mooncake":
         # In a process of its own: the library stays in the one that has loaded it.
-        command = [sys.executable, "-m", "sglang_pd_radix.mooncake_host"]
+        command = [sys.executable, "-m", "sglang_pd_radix.supplied.mooncake_host"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=100)
         if found.returncode:
             pytest.skip(found.stderr.strip())

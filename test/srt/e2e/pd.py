@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import requests
 
-from sglang_pd_radix.cluster import Cluster
+from sglang_pd_radix.tools.cluster import Cluster
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 # Ids of ordinary words in the vocabulary of `pd-radix make-model`.

@@ -15,7 +15,7 @@ import pytest
 import requests
 from pd import FLAG, Ask, Pair, ask, conversations, words
 
-from sglang_pd_radix.cluster import Cluster
+from sglang_pd_radix.tools.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 

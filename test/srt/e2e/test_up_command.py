@@ -23,7 +23,7 @@ def alone(clusters):
 
 
 def start_up(model, tmp_path, *arguments):
-    command = [sys.executable, "-m", "sglang_pd_radix.cli", "up", "--model-path", str(model)]
+    command = [sys.executable, "-m", "sglang_pd_radix.tools.cli", "up", "--model-path", str(model)]
     command += ["--json", str(tmp_path / "up.json"), "--log-dir", str(tmp_path / "logs"), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_pd_radix import bench, cli
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import bench, cli
 
 workload = bench.package("workload")
 least = bench.package("least")
@@ -252,7 +252,7 @@ def test_an_answer_is_kept_but_for_its_last_token():
 
 def test_the_least_of_a_chat_is_that_of_the_demo():
     """`demo.least_pages` has it as a formula over sizes, for conversations with nothing in common."""
-    from sglang_pd_radix.demo import least_pages
+    from sglang_pd_radix.tools.demo import least_pages
 
     rnd = random.Random(5)
     keeper, total, sizes = least.Keeper(least.PageIndex(16)), 0, []

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_pd_radix import cpu_host
+from sglang_pd_radix.supplied import cpu_host
+from sglang_pd_radix.supplied.cpu_host import kernels
+from sglang_pd_radix.supplied.cpu_host.allocator import extend_slots
 
-PACKAGE_ROOT = str(Path(cpu_host.__file__).resolve().parents[1])
+PACKAGE_ROOT = str(Path(cpu_host.__file__).resolve().parents[3])
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +97,12 @@ def test_install_costs_no_heavy_import():
     out = _run(
         """
         import sys
-        from sglang_pd_radix import cpu_host
+        from sglang_pd_radix.supplied import cpu_host
         cpu_host.has_cuda_driver = lambda: False
         cpu_host.install()
         cpu_host.install()
-        print(sum(isinstance(f, cpu_host.KernelPlaceholderFinder) for f in sys.meta_path), "torch" in sys.modules)
+        finders = [f for f in sys.meta_path if isinstance(f, cpu_host.kernels.KernelPlaceholderFinder)]
+        print(len(finders), "torch" in sys.modules)
         """,
         SGLANG_USE_CPU_ENGINE="1",
     )
@@ -111,7 +114,7 @@ def test_a_cpu_engine_on_a_gpu_host_sees_no_gpu(driver, devices):
     out = _run(
         f"""
         import os
-        from sglang_pd_radix import cpu_host
+        from sglang_pd_radix.supplied import cpu_host
         cpu_host.has_cuda_driver = lambda: {driver}
         cpu_host.install()
         print(os.environ["SGLANG_USE_CPU_ENGINE"], os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -126,10 +129,12 @@ def test_a_cpu_engine_on_a_gpu_host_sees_no_gpu(driver, devices):
 
 @pytest.fixture
 def placeholder(monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", [cpu_host.KernelPlaceholderFinder(), *sys.meta_path])
-    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == cpu_host.KERNELS}
+    monkeypatch.setattr(sys, "meta_path", [cpu_host.kernels.KernelPlaceholderFinder(), *sys.meta_path])
+    saved = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == kernels.KERNELS
+    }
     yield importlib.import_module("sgl_kernel")
-    for name in [name for name in sys.modules if name.split(".")[0] == cpu_host.KERNELS]:
+    for name in [name for name in sys.modules if name.split(".")[0] == kernels.KERNELS]:
         del sys.modules[name]
     sys.modules.update(saved)
 
@@ -162,7 +167,7 @@ def test_probes_of_the_placeholder_fail_as_on_any_module(placeholder):
 
 
 def test_the_finder_answers_for_nothing_else():
-    finder = cpu_host.KernelPlaceholderFinder()
+    finder = cpu_host.kernels.KernelPlaceholderFinder()
     for name in ("sgl_kernel_npu", "sglang", "torch"):
         assert finder.find_spec(name) is None
 
@@ -178,7 +183,7 @@ def test_the_cpu_build_of_the_kernels_is_recognised(tmp_path, monkeypatch, files
         (root / file).parent.mkdir(exist_ok=True)
         (root / file).touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert cpu_host._has_cpu_kernels() is cpu_build
+    assert cpu_host.kernels.has_cpu_kernels() is cpu_build
 
 
 # -- paged allocator -----------------------------------------------------------------------------------------------
@@ -212,7 +217,9 @@ def test_extend_slots_equals_token_by_token(page_size, dtype):
         expected = _slots_by_hand(prefixes, lens, last, free, page_size)
         out = torch.full((len(expected),), -7)
         as_tensor = lambda values: torch.tensor(values, dtype=dtype)  # noqa: E731
-        cpu_host.extend_slots(as_tensor(prefixes), as_tensor(lens), as_tensor(last), torch.tensor(free), out, page_size)
+        extend_slots(
+            as_tensor(prefixes), as_tensor(lens), as_tensor(last), torch.tensor(free), out, page_size
+        )
         assert out.tolist() == expected
 
 
@@ -220,7 +227,7 @@ def test_extend_slots_equals_token_by_token(page_size, dtype):
 def test_extend_slots_survives_a_pool_that_is_too_small(free):
     out = torch.empty(40, dtype=torch.int64)
     lens = torch.tensor([20, 20])
-    cpu_host.extend_slots(lens * 0, lens, lens * 0 - 1, torch.tensor(free, dtype=torch.int64), out, 16)
+    extend_slots(lens * 0, lens, lens * 0 - 1, torch.tensor(free, dtype=torch.int64), out, 16)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +236,7 @@ def paged_allocator():
     from sglang.srt.mem_cache import allocator
 
     saved = allocator.alloc_extend_kernel, allocator.alloc_decode_kernel
-    cpu_host._patch_allocator(allocator)
+    cpu_host.allocator._patch_allocator(allocator)
     yield allocator
     allocator.alloc_extend_kernel, allocator.alloc_decode_kernel = saved
 
@@ -276,7 +283,7 @@ def test_kv_of_a_retracted_request_comes_back(pool, monkeypatch):
     from sglang.srt.mem_cache import memory_pool
 
     monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)  # put back afterwards
-    cpu_host._patch_memory_pool(memory_pool)
+    cpu_host.memory_pool._patch_memory_pool(memory_pool)
     shape = {"head_num": 2, "head_dim": 4} if pool.startswith("MHA") else {"kv_lora_rank": 4, "qk_rope_head_dim": 2}
     kv = getattr(memory_pool, pool)(
         size=16, page_size=4, dtype=torch.float32, layer_num=2, device="cpu", enable_memory_saver=False, **shape
@@ -302,7 +309,7 @@ def test_kv_of_a_retracted_request_comes_back(pool, monkeypatch):
     [(1, [0, 1], "0,1"), (2, [1, 0], "0|1"), (2, [0, 1, 2, 3, 4], "0,1|2,3,4"), (4, [2, 3], "2|3|2|3")],
 )
 def test_threads_bind_gives_every_rank_a_share(ranks, cpus, expected):
-    assert cpu_host.threads_bind(ranks, cpus) == expected
+    assert cpu_host.parallel.threads_bind(ranks, cpus) == expected
 
 
 def test_nixl_calls_host_memory_by_its_name():
@@ -328,7 +335,7 @@ def test_nixl_calls_host_memory_by_its_name():
             self.agent.get_xfer_descs([4])
 
     module = SimpleNamespace(NixlKVManager=Manager)
-    cpu_host._patch_nixl(module)
+    cpu_host.nixl._patch_nixl(module)
     manager = module.NixlKVManager()
     manager.register_buffer_to_engine()
     assert manager.agent.name == "agent"
@@ -342,7 +349,7 @@ def test_nixl_calls_host_memory_by_its_name():
 
 IDLE_AGENT = """
 import resource, time
-from sglang_pd_radix import cpu_host
+from sglang_pd_radix.supplied import cpu_host
 
 cpu_host.install()
 from nixl._api import nixl_agent, nixl_agent_config
@@ -367,7 +374,7 @@ def test_groups_are_made_without_nccl():
             self.got = (ranks, use_pynccl, use_custom_allreduce, name)
 
     module = SimpleNamespace(GroupCoordinator=GroupCoordinator)
-    cpu_host._patch_parallel_state(module)
+    cpu_host.parallel._patch_parallel_state(module)
     assert module.GroupCoordinator([0, 1], True, use_custom_allreduce=True, name="tp").got == (
         [0, 1],
         False,
@@ -390,19 +397,19 @@ def test_an_idle_scheduler_rests_until_a_message_or_a_peer(pending, waits):
             self.checked = True
 
     module = SimpleNamespace(SchedulerRuntimeCheckerMixin=SchedulerRuntimeCheckerMixin)
-    cpu_host._patch_idle(module)
+    cpu_host.idle._patch_idle(module)
     scheduler = module.SchedulerRuntimeCheckerMixin()
     vars(scheduler).update(pending)
     scheduler.self_check_during_idle()
     assert scheduler.checked
-    assert polled == ([] if waits else [cpu_host.IDLE_POLL_MS])
+    assert polled == ([] if waits else [cpu_host.idle.IDLE_POLL_MS])
     scheduler.recv_from_tokenizer = None  # every rank but the first
     scheduler.self_check_during_idle()
 
 
 def test_every_hook_names_a_module_of_the_engine():
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]).parent
-    for name in cpu_host.HOOKS:
+    for name in (name for part in cpu_host.PARTS for name in part.HOOKS):
         assert (root / f"{name.replace('.', '/')}.py").is_file(), name
 
 
@@ -412,11 +419,11 @@ def test_options_left_open_become_those_that_run_here(monkeypatch, device, backe
         def _handle_cpu_backends(self):
             self.handled = True
 
-    monkeypatch.setattr(cpu_host, "_has_cpu_kernels", lambda: False)
+    monkeypatch.setattr(cpu_host.kernels, "has_cpu_kernels", lambda: False)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     module = SimpleNamespace(ServerArgs=ServerArgs)
-    cpu_host._patch_server_args(module)
+    cpu_host.options._patch_server_args(module)
     args = module.ServerArgs()
     args.device, args.attention_backend, args.disable_overlap_schedule = device, backend, False
     args.enable_torch_compile = backend is not None
@@ -434,7 +441,7 @@ def test_rope_that_is_not_deepseeks_gets_the_general_form():
         return "general", head_size, base, rope_scaling
 
     module = SimpleNamespace(get_rope_cpu=get_rope_cpu, get_rope=get_rope)
-    cpu_host._patch_rope(module)
+    cpu_host.mla._patch_rope(module)
     yarn = {"rope_type": "deepseek_yarn"}
     assert module.get_rope_cpu(32, 1e4, yarn, "cpu") == ("cpu", 32, 1e4, "deepseek_yarn", "cpu")
     assert module.get_rope_cpu(32, base=1e4, device="cpu") == ("general", 32, 1e4, None)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from sglang_pd_radix import demo
-from sglang_pd_radix.chat_load import ChatError, Chats, Workload, common_words, stream_chat
-from sglang_pd_radix.cluster import RADIX_FLAG
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import demo
+from sglang_pd_radix.tools.chat_load import ChatError, Chats, Workload, common_words, stream_chat
+from sglang_pd_radix.tools.cluster import RADIX_FLAG
 
 PAGE, PAGE_BYTES = 4, 4096
 SMALL = Workload(clients=3, turns=3, document=20, question=5, answer=4)

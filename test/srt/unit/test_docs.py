@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_pd_radix import registry
+from sglang_pd_radix.patching import registry
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -13,8 +13,10 @@ from types import ModuleType
 import pytest
 from sandbox import Sandbox
 
-from sglang_pd_radix import __version__, cli, doctor, loader, registry
+from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader, registry
+from sglang_pd_radix.tools import cli, doctor
 
 GOOD = {
     "loader": {"active": True, "reason": "", "patch_root": "/somewhere"},
@@ -168,7 +170,7 @@ def test_bad_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[s
 
 
 def test_sub_command_is_imported_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "sglang_pd_radix.doctor"
+    name = "sglang_pd_radix.tools.doctor"
     monkeypatch.delitem(sys.modules, name)
     assert cli.main(["--help"]) == 0
     assert name not in sys.modules
@@ -187,16 +189,16 @@ def test_operator_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def run(args: argparse.Namespace) -> int:
         raise PdRadixError("no such model: give --model")
 
-    stand_in = ModuleType("sglang_pd_radix.doctor")
+    stand_in = ModuleType("sglang_pd_radix.tools.doctor")
     stand_in.__spec__ = doctor.__spec__
     stand_in.add_arguments, stand_in.run = doctor.add_arguments, run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sglang_pd_radix.doctor", stand_in)
+    monkeypatch.setitem(sys.modules, "sglang_pd_radix.tools.doctor", stand_in)
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().err == "pd-radix: no such model: give --model\n"
 
 
 def test_reader_may_close_the_pipe() -> None:
-    command = f"{sys.executable} -m sglang_pd_radix.cli patches --json | head -c 10"
+    command = f"{sys.executable} -m sglang_pd_radix.tools.cli patches --json | head -c 10"
     done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr

@@ -33,7 +33,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pd_radix.cluster import free_ports
+from sglang_pd_radix.tools.cluster import free_ports
 
 # The names of the patch file itself.
 CODE = common.CommonKVManager.why_unreached.__globals__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_pd_radix.make_model import make_model
+from sglang_pd_radix.tools.make_model import make_model
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]

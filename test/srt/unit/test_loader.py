@@ -128,7 +128,7 @@ def test_new_module_is_found_beside_the_engines(sandbox: Sandbox, init: str | No
     )
     out = sandbox.run("""
         import sglang.srt.pkg.used as used, sglang.srt.pkg.fresh as fresh, sglang.srt.own.thing
-        from sglang_pd_radix import loader
+        from sglang_pd_radix.patching import loader
         print(used.VALUE, fresh.__name__, loader.status()["modules"])
     """)
     assert out == "patched engine sglang.srt.pkg.fresh ['sglang.srt.pkg.used']"
@@ -228,7 +228,7 @@ def test_late_start_patches_what_is_imported_already(patched: Sandbox) -> None:
         import os, sglang.srt.user as user
         print(user.Queue().push())
         del os.environ["SGLANG_PD_RADIX"]
-        import sglang_pd_radix._boot as boot
+        import sglang_pd_radix.patching.boot as boot
         boot.install()
         boot.install()
         print(user.Queue().push(), sum(type(f).__name__ == "_EngineFinder" for f in __import__("sys").meta_path))
@@ -244,7 +244,7 @@ def test_switched_off_leaves_nothing_behind(patched: Sandbox) -> None:
         import sys
         from sglang.srt.queue import Queue
         print(Queue().push(), [type(f).__name__ for f in sys.meta_path if type(f).__module__.startswith("sglang")])
-        print("sglang_pd_radix.loader" in sys.modules)
+        print("sglang_pd_radix.patching.loader" in sys.modules)
         """,
         SGLANG_PD_RADIX="0",
     )
@@ -266,7 +266,7 @@ def test_other_engine_is_left_alone_and_one_line_says_so(patched: Sandbox, versi
         "-c",
         "import subprocess, sys; from sglang.srt.queue import Queue; print(Queue().push(), flush=True);"
         "subprocess.run([sys.executable, '-c', 'import sglang']);"
-        "from sglang_pd_radix import loader; print(loader.active(), loader.status()['reason'])",
+        "from sglang_pd_radix.patching import loader; print(loader.active(), loader.status()['reason'])",
     )
     assert done.stderr == f"sglang-pd-radix: inactive: {reason}.\n"
     assert done.stdout.splitlines() == ["engine push", f"False {reason}"]
@@ -274,7 +274,7 @@ def test_other_engine_is_left_alone_and_one_line_says_so(patched: Sandbox, versi
 
 def test_status_tells_what_was_done(patched: Sandbox) -> None:
     out = patched.run("""
-        from sglang_pd_radix import loader
+        from sglang_pd_radix.patching import loader
         print(loader.active(), loader.status()["modules"])
         import sglang.srt.queue
         status = loader.status()
@@ -295,11 +295,13 @@ def test_programs_without_the_engine_import_nothing(patched: Sandbox) -> None:
         print(importlib.util.find_spec("sglang") is not None)
         print([name for name in sys.modules if name.split(".")[0] in ("sglang", "sglang_pd_radix", "wrapt")])
     """)
-    assert out.splitlines() == ["True", "['sglang_pd_radix', 'sglang_pd_radix._boot']"]
+    ours = ["sglang_pd_radix", "sglang_pd_radix.patching", "sglang_pd_radix.patching.boot"]
+    assert out.splitlines() == ["True", str(ours)]
 
 
 def test_cpu_host_support_comes_before_any_code_of_the_engine(patched: Sandbox) -> None:
-    (patched.ours / "sglang_pd_radix" / "cpu_host.py").write_text("def install():\n    print('cpu host')\n")
+    cpu_host = patched.ours / "sglang_pd_radix" / "supplied" / "cpu_host"
+    (cpu_host / "__init__.py").write_text("def install():\n    print('cpu host')\n")
     patched.engine({"__init__.py": "print('engine')\n"})
     assert patched.run("import sglang, sglang.srt.queue").split("\n") == ["cpu host", "engine"]
     assert patched.run("import sglang", SGLANG_PD_RADIX="0") == "engine"
@@ -309,7 +311,7 @@ def test_patch_tree_never_passes_for_the_engine(patched: Sandbox) -> None:
     """The tree comes first on ``sys.path`` here; with no engine at all, nothing of it is active."""
     assert patched.run("import sglang; print(sglang.__file__)") == str(patched.engine_root / "__init__.py")
     (patched.engine_root / "__init__.py").unlink()
-    done = patched.start("-S", "-c", "import sglang_pd_radix._boot, sglang; print(sglang.__file__)")
+    done = patched.start("-S", "-c", "import sglang_pd_radix.patching.boot, sglang; print(sglang.__file__)")
     assert done.stdout.strip() == "None", done.stderr
 
 
@@ -334,6 +336,6 @@ def test_start_line_survives_a_broken_installation(tmp_path: Path) -> None:
     line = (PACKAGE.parent / "sglang_pd_radix.pth").read_text()
     assert re.fullmatch(r"import [^\n]+\n", line)  # one line, of the form that site.py executes
     sandbox = Sandbox(tmp_path)
-    (sandbox.ours / "sglang_pd_radix" / "_boot.py").unlink()
+    (sandbox.ours / "sglang_pd_radix" / "patching" / "boot.py").unlink()
     done = sandbox.start("-S", "-c", f"{line}\nprint('alive')")
     assert (done.stdout, done.stderr) == ("alive\n", "")

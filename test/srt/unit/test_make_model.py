@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.make_model import ModelShape, make_model, make_vocabulary
+from sglang_pd_radix.tools.make_model import ModelShape, make_model, make_vocabulary
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 VOCABULARY = make_vocabulary(ModelShape().vocab)

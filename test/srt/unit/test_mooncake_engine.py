@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
 
-from sglang_pd_radix import mooncake_host
+from sglang_pd_radix.supplied import mooncake_host
 
 
 class Library:

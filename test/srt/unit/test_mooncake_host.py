@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from sglang_pd_radix import mooncake_host
+from sglang_pd_radix.supplied import mooncake_host
 
 ERROR = "libibverbs.so.1: cannot open shared object file: No such file or directory"
 

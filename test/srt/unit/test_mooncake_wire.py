@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_pd_radix.cluster import free_ports
+from sglang_pd_radix.tools.cluster import free_ports
 
 ENGINE_RECEIVER = MooncakeKVReceiver.__mro__[1]
 LAYERS, HEADS, HEAD_BYTES, NUM_PAGES, NUM_AUX = 2, 4, 8, 64, 8

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from sglang_pd_radix import bench, netns
-from sglang_pd_radix.cluster import Cluster
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.netns import Host, TwoHosts
+from sglang_pd_radix.tools import bench, netns
+from sglang_pd_radix.tools.cluster import Cluster
+from sglang_pd_radix.tools.netns import Host, TwoHosts
 
 link = bench.package("link")
 workload = bench.package("workload")
@@ -163,7 +163,7 @@ def test_a_benchmark_over_a_link_has_both_sides_on_one_host(tmp_path):
 
 
 def test_who_is_not_root_is_told_so(monkeypatch, tmp_path, capsys):
-    from sglang_pd_radix import cli
+    from sglang_pd_radix.tools import cli
 
     monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -244,7 +244,7 @@ for line in sys.stdin:
 # Makes two hosts, says their names, and waits to be killed.
 OWNER = """
 import os, signal, sys, time
-from sglang_pd_radix.netns import TwoHosts
+from sglang_pd_radix.tools.netns import TwoHosts
 hosts = TwoHosts()
 hosts.start()
 if sys.argv[1] == "unguarded":

@@ -127,7 +127,7 @@ def test_wheel_of_this_checkout_carries_every_patch_file(tmp_path: Path) -> None
         (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
         scripts.read_string(wheel.read(entry_points).decode())
         (metadata,) = (wheel.read(name).decode() for name in names if name.endswith("METADATA"))
-    assert dict(scripts["console_scripts"]) == {"pd-radix": "sglang_pd_radix.cli:main"}
+    assert dict(scripts["console_scripts"]) == {"pd-radix": "sglang_pd_radix.tools.cli:main"}
     python = ROOT / "python"
     patches = {f"sglang_pd_radix/_patches/{path.relative_to(python)}" for path in (python / "sglang").rglob("*.py")}
     own = {str(path.relative_to(python)) for path in PACKAGE.rglob("*.py")}
@@ -136,7 +136,7 @@ def test_wheel_of_this_checkout_carries_every_patch_file(tmp_path: Path) -> None
     assert {name for name in names if name.endswith(".py")} == patches | own | bench
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert top == {"sglang_pd_radix", "sglang_pd_radix.pth"}
-    assert "sglang_pd_radix/pins.json" in names
+    assert "sglang_pd_radix/patching/pins.json" in names
     for line in (
         "Requires-Python: <3.13,>=3.10",
         "Requires-Dist: sglang==0.5.10.post1",

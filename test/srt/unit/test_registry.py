@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from sandbox import Sandbox
 
-from sglang_pd_radix import cli, loader, registry
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader, registry
+from sglang_pd_radix.tools import cli
 
 BASE = """
     class Base:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pd_radix import cluster as cluster_module
-from sglang_pd_radix import up
-from sglang_pd_radix.cluster import (
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import cluster as cluster_module
+from sglang_pd_radix.tools import up
+from sglang_pd_radix.tools.cluster import (
     Cluster,
     cpu_options,
     describe_exit,
@@ -28,9 +29,8 @@ from sglang_pd_radix.cluster import (
     option_value,
     per_worker,
 )
-from sglang_pd_radix.errors import PdRadixError
 
-PACKAGE_ROOT = str(Path(up.__file__).resolve().parents[1])
+PACKAGE_ROOT = str(Path(up.__file__).resolve().parents[2])
 
 # Answers like a server of any role, and has a child of its own, as the engine has. FAKE_<ROLE> says how it misbehaves.
 FAKE_SERVER = """
@@ -78,7 +78,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 # Runs `pd-radix up` on the stand-ins in a process of its own, so that it can be signalled.
 DRIVER = """
 import argparse, functools, json, sys
-from sglang_pd_radix import up
+from sglang_pd_radix.tools import up
 from sglang_pd_radix.errors import PdRadixError
 commands, arguments = json.loads(sys.argv[1]), sys.argv[2:]
 up.Cluster = functools.partial(up.Cluster, commands=commands)

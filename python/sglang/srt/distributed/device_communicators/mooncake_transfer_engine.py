@@ -9,7 +9,7 @@ import logging
 
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as engine
 
-from sglang_pd_radix import mooncake_host
+from sglang_pd_radix.supplied import mooncake_host
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import cpu_host, process_group
-from .errors import PdRadixError
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.supplied import cpu_host
+
+from . import process_group
 from .netns import Host
 
 HOST = "127.0.0.1"

@@ -1,7 +1,7 @@
 """``pd-radix bench``: the way to the benchmark, which lies under ``benchmark/bench`` in a checkout.
 
 In an installed wheel the same files are the package ``sglang_pd_radix._bench``; `package` gives them that name in a
-checkout too. Run as a program (``python -m sglang_pd_radix.bench MODEL``) it is the benchmark's load generator.
+checkout too. Run as a program (``python -m sglang_pd_radix.tools.bench MODEL``) it is the benchmark's load generator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .errors import PdRadixError
+from sglang_pd_radix.errors import PdRadixError
 
 PACKAGE = "sglang_pd_radix._bench"
 
@@ -21,7 +21,7 @@ PACKAGE = "sglang_pd_radix._bench"
 def package(name: str) -> ModuleType:
     """Module ``name`` of the benchmark. Raises PdRadixError where neither a wheel nor a checkout has it."""
     if importlib.util.find_spec(PACKAGE) is None:
-        directory = Path(__file__).resolve().parents[2] / "benchmark" / "bench"
+        directory = Path(__file__).resolve().parents[3] / "benchmark" / "bench"
         start = directory / "__init__.py"
         if not start.is_file():
             raise PdRadixError(f"the benchmark is not installed: there is no {directory}")

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import PdRadixError
+from sglang_pd_radix.errors import PdRadixError
+
 from .make_model import make_vocabulary
 
 Message = dict[str, str]

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import PdRadixError
+from sglang_pd_radix.errors import PdRadixError
 
 Tensor = np.ndarray[Any, np.dtype[np.float32]]
 

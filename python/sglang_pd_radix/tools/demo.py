@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import __version__, cpu_host
+from sglang_pd_radix import __version__
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.supplied import cpu_host
+
 from .chat_load import ChatError, Chats, Reply, Workload
 from .cluster import RADIX_FLAG, Cluster, Progress, has_option, http
-from .errors import PdRadixError
 from .make_model import make_model
 from .up import RADIX_ALIAS, check_model
 

@@ -1,7 +1,7 @@
 """Whether this host can run Mooncake's transfer engine, and exactly what it lacks where it cannot.
 
-Run as a program (``python -m sglang_pd_radix.mooncake_host --install``, which ``make setup`` does) it installs what is
-missing, as far as its user may.
+Run as a program (``python -m sglang_pd_radix.supplied.mooncake_host --install``, which ``make setup`` does) it
+installs what is missing, as far as its user may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_pd_radix import cpu_host
+from sglang_pd_radix.supplied import cpu_host
 
 # Libraries that the wheels of Mooncake's engine expect of the system, and their packages in Debian and Ubuntu.
 DEBIAN_PACKAGES = {

@@ -16,7 +16,7 @@ from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 
 if TYPE_CHECKING:
-    from sglang_pd_radix.registry import Replacement
+    from sglang_pd_radix.patching.registry import Replacement
 
 # Each is a module with add_arguments(parser) and run(args) -> int, imported only when its command is the one given.
 COMMANDS = {
@@ -58,7 +58,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pd-radix {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        module = f"sglang_pd_radix.{name.replace('-', '_')}"
+        module = f"sglang_pd_radix.tools.{name.replace('-', '_')}"
         if name != "patches" and importlib.util.find_spec(module) is None:
             continue
         options = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -82,7 +82,7 @@ def _add_patches(parser: argparse.ArgumentParser) -> None:
 
 
 def _patches(args: argparse.Namespace) -> int:
-    from sglang_pd_radix import loader, registry
+    from sglang_pd_radix.patching import loader, registry
 
     if args.write_pins:
         version = loader.engine_version()
@@ -108,7 +108,7 @@ def _print_table(rows: list[Replacement]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from sglang_pd_radix.registry import for_readers
+    from sglang_pd_radix.patching.registry import for_readers
 
     console = Console()
     if not console.is_terminal:

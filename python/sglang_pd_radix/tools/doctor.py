@@ -13,15 +13,15 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_pd_radix import loader, registry
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader, registry
 
 # Libraries with native parts are asked in processes of their own: one may hang, crash or print. All start at once.
 TIMEOUT = 20.0
 _PROBES = {
     "loader": """
 import sglang
-from sglang_pd_radix import loader
+from sglang_pd_radix.patching import loader
 answer = loader.status()
 """,
     "nixl": """
@@ -34,7 +34,7 @@ if backend in answer["plugins"]:
     agent.create_backend(backend)
 """,
     "mooncake": """
-from sglang_pd_radix import cpu_host, mooncake_host
+from sglang_pd_radix.supplied import cpu_host, mooncake_host
 answer = {
     "installed": mooncake_host.installed(),
     "trouble": mooncake_host.trouble(cpu_host.active()),
@@ -246,9 +246,9 @@ def _device(answer: dict[str, Any]) -> Check:
 
 
 def _cpu_host_active() -> bool | None:
-    if importlib.util.find_spec("sglang_pd_radix.cpu_host") is None:
+    if importlib.util.find_spec("sglang_pd_radix.supplied.cpu_host") is None:
         return None
-    from sglang_pd_radix import cpu_host
+    from sglang_pd_radix.supplied import cpu_host
 
     return bool(cpu_host.active())
 

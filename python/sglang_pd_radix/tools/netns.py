@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import cpu_host
-from .errors import PdRadixError
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.supplied import cpu_host
 
 WIRE = "wire"
 _ASIDE = "aside"  # the other end of a host's way to the machine's own namespace

@@ -26,7 +26,7 @@ class _EngineFinder:
             execute = spec.loader.exec_module
 
             def exec_module(module):  # type: ignore[no-untyped-def]
-                from sglang_pd_radix import loader
+                from sglang_pd_radix.patching import loader
 
                 loader.activate(module)
                 execute(module)
@@ -42,7 +42,7 @@ def install() -> None:
     sys.meta_path.insert(0, _EngineFinder())  # type: ignore[arg-type]
     engine = sys.modules.get("sglang")
     if engine is not None and getattr(engine, "__file__", None):
-        from sglang_pd_radix import loader
+        from sglang_pd_radix.patching import loader
 
         loader.activate(engine)
 

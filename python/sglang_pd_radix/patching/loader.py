@@ -75,7 +75,7 @@ class EngineView(ModuleType):
 def patch_root() -> Path:
     """The directory that holds the patch tree ``sglang/``: inside the package in a wheel, the checkout's in an editable
     install."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     carried = package / "_patches"
     return carried if carried.is_dir() else package.parent
 
@@ -158,7 +158,7 @@ def activate(engine: ModuleType) -> None:
         return
     if engine.__file__ is None:
         return
-    from sglang_pd_radix import cpu_host
+    from sglang_pd_radix.supplied import cpu_host
 
     cpu_host.install()
     root = Path(engine.__file__).parent

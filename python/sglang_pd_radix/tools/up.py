@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sglang_pd_radix.errors import PdRadixError
+
 from .cluster import HOST, RADIX_FLAG, Cluster, Progress, has_option
-from .errors import PdRadixError
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sglang_pd_radix import loader
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader
 
 PINS = Path(__file__).with_name("pins.json")
 
