@@ -130,9 +130,7 @@ def test_a_cpu_engine_on_a_gpu_host_sees_no_gpu(driver, devices):
 @pytest.fixture
 def placeholder(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [cpu_host.kernels.KernelPlaceholderFinder(), *sys.meta_path])
-    saved = {
-        name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == kernels.KERNELS
-    }
+    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == kernels.KERNELS}
     yield importlib.import_module("sgl_kernel")
     for name in [name for name in sys.modules if name.split(".")[0] == kernels.KERNELS]:
         del sys.modules[name]
@@ -217,9 +215,7 @@ def test_extend_slots_equals_token_by_token(page_size, dtype):
         expected = _slots_by_hand(prefixes, lens, last, free, page_size)
         out = torch.full((len(expected),), -7)
         as_tensor = lambda values: torch.tensor(values, dtype=dtype)  # noqa: E731
-        extend_slots(
-            as_tensor(prefixes), as_tensor(lens), as_tensor(last), torch.tensor(free), out, page_size
-        )
+        extend_slots(as_tensor(prefixes), as_tensor(lens), as_tensor(last), torch.tensor(free), out, page_size)
         assert out.tolist() == expected
 
 

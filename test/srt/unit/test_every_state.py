@@ -299,7 +299,8 @@ class Bench:
             assert not left, f"{type(owner).__name__}: {left}"
         if not self.dead:
             # What prefill remembers on purpose.
-            left = {name for name, book in vars(self.prefill).items() if mentions(book, rooms)} - {"ended_rooms"}
+            books = {**vars(self.prefill), **vars(self.prefill.rooms)}
+            left = {name for name, book in books.items() if mentions(book, rooms)} - {"ended"}
             assert not left, f"prefill: {left}"
 
 

@@ -205,9 +205,10 @@ class World:
             rank.manager.settle()
             until(lambda rank=rank: not rank.manager.transfer_infos, "prefill forgets what decode asked for")
             assert not rank.manager.request_status and not rank.manager.failure_records
-            assert not rank.manager.live_rooms and not rank.manager.refused and not rank.manager.cancels
+            rooms = rank.manager.rooms
+            assert not rooms.live and not rooms.refused and not rank.manager.cancels
             until(lambda rank=rank: not rank.manager.queued, "its queues are empty")
-            assert not rank.manager.given_up
+            assert not rooms.given_up
         for rank in self.decode:
             manager = rank.manager
             assert not manager.request_status and not manager.failure_records
@@ -794,7 +795,7 @@ def test_a_request_that_waits_for_its_turn_answers_at_once(world: World) -> None
     assert request.senders[0].poll() == KVPoll.Failed and world.prefill[0].library.written == 0
     reasons(request.senders)
     prefill.settle()
-    assert not prefill.given_up
+    assert not prefill.rooms.given_up
     world.assert_books_closed()
 
 
@@ -835,7 +836,7 @@ def test_a_request_that_is_given_up_and_aborted_leaves_no_record(world: World) -
 def test_nothing_is_sent_for_a_request_that_decode_gave_up(world: World) -> None:
     request = world.request(1, 24, 4).bootstrap(fenced=True)
     give_up(request)
-    until(lambda: bool(world.prefill[0].manager.refused), "prefill hears of it")
+    until(lambda: bool(world.prefill[0].manager.rooms.refused), "prefill hears of it")
     request.send()
     time.sleep(0.05)
     request.wait_senders(KVPoll.Failed)

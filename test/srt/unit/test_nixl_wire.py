@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import sys
 import threading
 import time
@@ -216,8 +217,8 @@ class World:
         marker = 900_000_000 + next(self._names)
         manager = self.prefill[rank].manager
         self.sockets[rank].send_multipart(message(marker, "nobody", prefix=b"marker"))
-        until(lambda: marker in manager.refused, "the thread that reads messages goes on")
-        del manager.refused[marker]
+        until(lambda: marker in manager.rooms.refused, "the thread that reads messages goes on")
+        del manager.rooms.refused[marker]
 
     def assert_healthy(self, room: int = GOOD) -> None:
         """Another request is served from start to end."""
@@ -685,7 +686,7 @@ def test_a_failure_on_one_prefill_rank_is_answered_by_all(monkeypatch):
     for receiver in request.receivers:
         until(receiver.writers_done, "every prefill rank has said that it writes no more")
     for rank in world.prefill:
-        assert BAD not in rank.manager.transfer_infos and BAD not in rank.manager.live_rooms
+        assert BAD not in rank.manager.transfer_infos and BAD not in rank.manager.rooms.live
 
 
 def test_a_request_that_waits_for_its_turn_answers_when_decode_gives_it_up(world):
@@ -708,7 +709,8 @@ def test_a_request_that_waits_for_its_turn_answers_when_decode_gives_it_up(world
     prefill.settle()
     request.senders[0].abort()
     assert request.senders[0].poll() == KVPoll.Failed
-    assert not prefill.given_up and not prefill.live_rooms and not prefill.refused and not prefill.failure_records
+    rooms = prefill.rooms
+    assert not rooms.given_up and not rooms.live and not rooms.refused and not prefill.failure_records
 
 
 def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_ended(world):
@@ -773,7 +775,7 @@ def test_a_foreign_message_is_ignored_with_a_line_in_the_log(world, caplog, fram
         world.push(frames)
     assert any("Ignored a message" in record.message for record in caplog.records)
     assert [sender.poll() for sender in request.senders] == [KVPoll.Bootstrapping]
-    assert not manager.transfer_infos and not manager.refused and not manager.decode_kv_args_table
+    assert not manager.transfer_infos and not manager.rooms.refused and not manager.decode_kv_args_table
     world.assert_healthy()
 
 
@@ -956,7 +958,7 @@ def test_the_books_of_every_request_are_closed(world):
         world.push([*frames[:9], b"-4", b"0"])
         request.assert_fails("negative")
     prefill, decode = world.prefill[0].manager, world.decode[0].manager
-    assert not prefill.transfer_infos and not prefill.refused and not prefill.live_rooms
+    assert not prefill.transfer_infos and not prefill.rooms.refused and not prefill.rooms.live
     assert not prefill.request_status and not prefill.failure_records
     assert not decode.transfer_statuses and not decode.awaited_rooms and not decode.request_status
     assert not decode.required_prefill_response_num_table and not any(decode.addr_to_rooms_tracker.values())
@@ -986,7 +988,11 @@ _fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthC
 def test_whatever_message_comes_only_the_room_it_names_is_touched(world):
     """The thread that reads messages survives all of them, and a request for another room does not notice."""
     manager, other = world.prefill[0].manager, world.request(GOOD).bootstrap()
-    books = ("transfer_infos", "request_status", "refused", "ended_rooms", "failure_records")
+    books = ("transfer_infos", "request_status", "rooms.refused", "rooms.ended", "failure_records")
+
+    def read(book: str) -> dict:
+        return dict(operator.attrgetter(book)(manager))
+
     registered = manager.decode_kv_args_table[world.decode[0].agent.name]
     manager.decode_kv_args_table["registered"] = registered
     manager.agent.known.add("registered")
@@ -995,13 +1001,13 @@ def test_whatever_message_comes_only_the_room_it_names_is_touched(world):
     @_fuzz
     @given(requests_for_kv())
     def throw(frames):
-        before = {book: dict(getattr(manager, book)) for book in books}
+        before = {book: read(book) for book in books}
         agents = dict(manager.decode_kv_args_table)
         try:
             manager._on_message(frames)
         except Exception as e:
             # The thread logs it and goes on; nothing may have changed.
-            assert {book: dict(getattr(manager, book)) for book in books} == before, e
+            assert {book: read(book) for book in books} == before, e
             assert manager.decode_kv_args_table == agents
             return
         try:
@@ -1011,7 +1017,7 @@ def test_whatever_message_comes_only_the_room_it_names_is_touched(world):
         if named == GOOD:
             return
         for book in books:
-            after = getattr(manager, book)
+            after = read(book)
             assert {room for room in {*before[book], *after} if before[book].get(room) != after.get(room)} <= {named}
 
     throw()

@@ -9,17 +9,16 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
+from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_ROUTE,
     DECODE_PREFIX_VERSION,
-    GIVEN_UP,
     KvTransferCounters,
     check_decode_prefix,
 )
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender", "nothing_listens"]
 
-# Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
-REMEMBERED_ROOMS = 65536
 # Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
 LOOK_S, IDLE_LOOK_S = 0.15, 2.0
 # Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
@@ -64,12 +61,6 @@ def _host_and_port(addr: str) -> tuple[str, int]:
     return parsed.host, parsed.port
 
 
-def _remember(rooms: dict, room: int, value) -> None:
-    rooms[room] = value
-    while len(rooms) > REMEMBERED_ROOMS:
-        del rooms[next(iter(rooms))]
-
-
 class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
@@ -79,14 +70,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.prefix_peers: dict[str, bool] = {}
         # Those of them that ask for each piece of staging memory.
         self.piece_peers: set[str] = set()
-        # Why a room ended, None if it ended well; why its request was refused, until its sender reads it.
-        self.ended_rooms: dict[int, str | None] = {}
-        self.refused: dict[int, str] = {}
-        # The senders of this prefill by room, and those that decode has given up and not been answered about.
-        self.live_rooms: dict[int, CommonKVSender] = {}
-        self.given_up: deque[CommonKVSender] = deque()
-        # The thread that reads decode's messages and the scheduler both change these books and transfer_infos.
-        self.room_lock = threading.RLock()
+        # Prefill: its requests, and what decode has said of them. Its lock goes for transfer_infos too.
+        self.rooms = Rooms()
         # Decode: questions to prefills that are under way; when each prefill has refused connections, first and last;
         # and when and why one turned out to be of no use.
         self.asking: dict[str, threading.Thread] = {}
@@ -253,38 +238,21 @@ class CommonKVManager(engine.CommonKVManager):
         """
         reason = f"refused decode's request for KV: {reason}"
         logger.error("Room %s: %s", room, reason)
-        with self.room_lock:
-            # Nobody would read it for a room that has failed already.
-            if self.ended_rooms.get(room) is None:
-                _remember(self.refused, room, reason)
+        self.rooms.refuse(room, reason)
         return reason
 
     def end_room(self, room: int, reason: str | None = None) -> None:
         """Forget what decode asked for ``room`` and remember that it has ended, and why if it failed."""
-        with self.room_lock:
+        with self.rooms.lock:
             self.transfer_infos.pop(room, None)
-            self.live_rooms.pop(room, None)
-            _remember(self.ended_rooms, room, reason)
-
-    def give_up(self, room: int) -> None:
-        """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
-        self.refused[room] = GIVEN_UP
-        self.given_up.append(self.live_rooms[room])
+            self.rooms.end(room, reason)
 
     def settle(self) -> None:
         """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll.
 
         A request that waits for its turn is not polled: here it fails, and decode is told, when decode gives it up.
         """
-        for _ in range(len(self.given_up)):
-            sender = self.given_up.popleft()
-            status = sender.poll()
-            if status == KVPoll.Success:
-                # Decode has been told of that.
-                self.refused.pop(sender.bootstrap_room, None)
-            elif status != KVPoll.Failed:
-                # Some of it is being written.
-                self.given_up.append(sender)
+        self.rooms.settle()
 
     def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0) -> None:
         """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them.
@@ -315,9 +283,7 @@ class CommonKVSender(engine.CommonKVSender):
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
-        with mgr.room_lock:
-            mgr.ended_rooms.pop(bootstrap_room, None)
-            mgr.live_rooms[bootstrap_room] = self
+        mgr.rooms.begin(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     def read_decode_prefix(self) -> tuple[int, int | None]:
@@ -325,7 +291,7 @@ class CommonKVSender(engine.CommonKVSender):
 
         Raises ValueError when decode's ranks contradict each other.
         """
-        with self.kv_mgr.room_lock:
+        with self.kv_mgr.rooms.lock:
             self._infos = dict(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}))
         infos = self._infos.values()
         prefixes = {getattr(info, "decode_prefix_len", None) or 0 for info in infos}
@@ -375,7 +341,7 @@ class CommonKVSender(engine.CommonKVSender):
         """Fail if decode's request for this room could not be used, or decode has given it up."""
         if self._failed():
             return
-        reason = self.kv_mgr.refused.pop(self.bootstrap_room, None)
+        reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room)
         if reason is not None:
             self.fail(reason)
 

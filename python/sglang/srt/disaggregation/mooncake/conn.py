@@ -5,25 +5,21 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, nothing_listens
-from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
-from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
 from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.utils.network import NetworkAddress
+from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
+from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
+from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +30,6 @@ __all__ = [
     "MooncakeKVSender",
     "TransferInfo",
 ]
-
-# Prefill's messages about one piece of a delta that goes through decode's staging buffer, and decode's answer.
-STAGE, STAGED, GRANT = b"stage", b"staged", b"grant"
-# Seconds that a piece waits before it is asked whether decode is still there.
-PATIENCE_S = 2
 
 
 @dataclasses.dataclass
@@ -75,143 +66,7 @@ class TransferInfo(engine.TransferInfo):
         return info
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """Where one decode rank with a radix cache hears of its requests."""
-
-    endpoint: str
-    port: int
-
-
-class Inbox:
-    """The manager's socket as its thread sees it: what ``check`` refuses, or deals with itself, never gets there.
-
-    The engine's threads end at the first message they cannot read, and with them all requests of the worker.
-    check: takes the frames; False when they are dealt with, raises when they cannot be used.
-    """
-
-    def __init__(self, socket: Any, check: Callable[[list[bytes]], bool]):
-        self.socket = socket
-        self.check = check
-
-    def recv_multipart(self) -> list[bytes]:
-        """The next message for the engine's thread."""
-        while True:
-            frames = self.socket.recv_multipart()
-            try:
-                if self.check(frames):
-                    return frames
-            except Exception as e:
-                logger.error("Ignored a message: %s", e)
-
-
-class WatchedQueue:
-    """A transfer queue, and its executor, as their one worker sees them.
-
-    It knows the room whose chunk the worker is busy with. Chunks of which something has to go through decode's staging
-    buffer wait here until decode has granted it, while others pass. prepare: writes what can be written of a chunk by
-    way of that buffer; True when nothing is left of it there, None when the chunk must not be sent at all. done: called
-    with the room of a chunk that the worker has done with.
-    """
-
-    def __init__(
-        self,
-        queue,
-        executor: concurrent.futures.Executor,
-        prepare: Callable[[Any], bool | None],
-        done: Callable[[int], None],
-    ) -> None:
-        self.queue = queue
-        self.executor = executor
-        self.prepare = prepare
-        self.done = done
-        self.chunk: Any = None
-        self.writes: set[concurrent.futures.Future] = set()
-        self.room: int | None = None
-        self.lock = threading.Lock()
-        self.afterwards: list[Callable[[], None]] = []
-        # Chunks by room, in order, and since when each room waits; rooms of which something may have become ready.
-        self.waiting: dict[int, deque] = {}
-        self.since: dict[int, float] = {}
-        self.news: deque[int] = deque()
-
-    def get(self):
-        """The next chunk. To ask for it means to be done with the last one."""
-        self._rest()
-        if self.chunk is not None:
-            self.done(self.chunk.room)
-            self.chunk = None
-        while True:
-            if not self.news:
-                item = self.queue.get()
-                if not isinstance(item, int):
-                    self.since.setdefault(item.room, time.monotonic())
-                    self.waiting.setdefault(item.room, deque()).append(item)
-                self.news.append(item if isinstance(item, int) else item.room)
-            chunk = self._first_ready(self.news[0])
-            if chunk is not None:
-                self._begin(chunk.room)
-                self.chunk = chunk
-                return chunk
-            self.news.popleft()
-
-    def _begin(self, room: int) -> None:
-        with self.lock:
-            self.room = room
-
-    def _rest(self) -> None:
-        # When one write of a chunk fails, the engine does not wait for those beside it.
-        concurrent.futures.wait(self.writes)
-        self.writes.clear()
-        with self.lock:
-            self.room = None
-            afterwards, self.afterwards = self.afterwards, []
-        for job in afterwards:
-            job()
-
-    def _first_ready(self, room: int):
-        """The first chunk of ``room`` if nothing of it waits for staging memory; writes what has got some."""
-        chunks = self.waiting.get(room, deque())
-        self._begin(room)
-        # Also of those behind the first: what decode has granted must not wait for anything.
-        done = [self.prepare(chunk) for chunk in chunks]
-        self._rest()
-        while chunks and done[0] is not False:
-            self.since[room] = time.monotonic()
-            chunk = chunks.popleft()
-            if not chunks:
-                del self.waiting[room], self.since[room]
-            if done.pop(0):
-                return chunk
-            self.done(room)
-        return None
-
-    def wake(self, room: int) -> None:
-        """Have the worker look again at what waits of ``room``."""
-        if room in self.waiting:
-            self.queue.put(room)
-
-    def submit(self, write: Callable, *args) -> concurrent.futures.Future:
-        """Start one of the writes of a chunk."""
-        future = self.executor.submit(write, *args)
-        self.writes.add(future)
-        return future
-
-    def put(self, chunk) -> None:
-        """Put a chunk back, as the engine does when staging memory is short."""
-        self.chunk = None
-        self.queue.put(chunk)
-
-    def defer(self, room: int, job: Callable[[], None]) -> bool:
-        """Have the worker run ``job`` when it is done with its chunk of ``room``; False if it is not busy with one."""
-        with self.lock:
-            if self.room != room:
-                return False
-            self.afterwards.append(job)
-            return True
-
-
-class MooncakeKVManager(engine.MooncakeKVManager):
+class MooncakeKVManager(StagingKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
     def __init__(self, *args, **kwargs):
@@ -224,17 +79,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
-        # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
-        self.piece_sizes: dict[str, tuple[engine.KVArgsRegisterInfo, int]] = {}
         # Prefill: chunks that are queued or being written, by room.
         self.queued: dict[int, int] = defaultdict(int)
-        # Prefill: when each decode rank was last asked whether it is there, and whether it was gone.
-        self.probes: dict[Peer, tuple[float, bool]] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
-        # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
-        self.staging: DeltaStaging | None = None
-        self.staging_offer: Any = None
         # Decode: prefill ranks that write no more, by room; and those that said no more than that they failed.
         self.quiet_ranks: dict[int, set[int]] = {}
         self.failed_ranks: dict[int, set[int]] = {}
@@ -260,15 +108,15 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             return True
         room = wire_int(kind, "room")
         if frames[4:] == [CANCEL]:
-            with self.room_lock:
-                self._on_cancel(room, _peer(frames[1:3]))
+            with self.rooms.lock:
+                self._on_cancel(room, Peer.read(frames[1:3]))
             return False
         if frames[4:5] == [GRANT]:
             self._on_grant(room, frames)
             return False
         try:
             info = TransferInfo.from_zmq(frames)
-            with self.room_lock:
+            with self.rooms.lock:
                 self._on_request(info)
         except (ValueError, IndexError) as e:
             self._refuse(room, frames, str(e))
@@ -280,10 +128,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         infos = self.transfer_infos.get(room, {})
         if session not in self.decode_kv_args_table:
             raise ValueError(f"session {session!r} has not registered its memory")
-        ended = self.ended_rooms.get(room)
+        ended = self.rooms.failure(room)
         if ended is not None and info.names_prefix:
             # The request failed here before decode had asked for it.
-            self._tell_when_quiet(room, _listeners([info]), ended)
+            self._tell_when_quiet(room, listeners([info]), ended)
             return
         if room in self.queued and not infos and info.names_prefix:
             # They would be written to this request's pages, and end it.
@@ -306,21 +154,21 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
         reason = self.refuse(room, reason)
         if len(frames) > 8:
-            self._tell_when_quiet(room, {_peer(frames[1:3])}, reason)
+            self._tell_when_quiet(room, {Peer.read(frames[1:3])}, reason)
 
     def _on_cancel(self, room: int, peer: Peer) -> None:
         """Decode gave ``room`` up and keeps its pages until this rank has answered, or said that all is written.
 
         A request that is here answers when its writes are done; one that has not come yet is refused when it comes.
         """
-        if room in self.ended_rooms:
-            reason = self.ended_rooms[room]
+        if self.rooms.has_ended(room):
+            reason = self.rooms.failure(room)
             if reason is not None:
                 self._tell_when_quiet(room, {peer}, reason)
             # Else it has been told of its success.
-        elif room in self.live_rooms:
+        elif room in self.rooms.live:
             self.cancels.setdefault(room, set()).add(peer)
-            self.give_up(room)
+            self.rooms.give_up(room)
         else:
             self.end_room(room, self.refuse(room, GIVEN_UP))
             self.request_status.pop(room, None)
@@ -349,7 +197,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             part = slice(start - index_slice.start, end - index_slice.start)
             is_last = is_last_chunk and end == index_slice.stop
             if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                with self.room_lock:
+                with self.rooms.lock:
                     self.queued[bootstrap_room] += 1
             super().add_transfer_request(
                 bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
@@ -376,7 +224,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
                     self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
 
     def _on_chunk_done(self, room: int) -> None:
-        with self.room_lock:
+        with self.rooms.lock:
             self.queued[room] -= 1
             if self.queued[room] <= 0:
                 del self.queued[room]
@@ -384,151 +232,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written to decode at this moment."""
         return any(watched.room == room for watched in self.watched_queues)
-
-    # ---- prefill: by way of decode's staging buffer ----
-
-    def _piece_pages(self, info: TransferInfo) -> int:
-        """The most pages of one piece for a decode rank that gets its KV by way of its staging buffer, else 0."""
-        if info.is_dummy or not info.names_prefix or not self.enable_staging or self.kv_buffer_tensors is None:
-            return 0
-        session = info.mooncake_session_id
-        theirs = self.decode_kv_args_table[session]
-        known, most = self.piece_sizes.get(session, (None, 0))
-        if known is not theirs:
-            most = self._find_piece_pages(theirs)
-            self.piece_sizes[session] = theirs, most
-            if most:
-                logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
-        return most
-
-    def _find_piece_pages(self, theirs: engine.KVArgsRegisterInfo) -> int:
-        if theirs.staging is None or self.is_mla_backend or theirs.dst_attn_tp_size == self.attn_tp_size:
-            return 0
-        layers, page_size = self.kv_buffer_tensors["k_buffers"], self.kv_args.page_size
-        heads = resolve_total_kv_heads(self.kv_args, self.attn_tp_size)
-        head_bytes = layers[0].shape[-1] * layers[0].element_size()
-        shares = self.kv_args.kv_item_lens[0] * self.attn_tp_size, theirs.dst_kv_item_len * theirs.dst_attn_tp_size
-        if set(shares) != {heads * head_bytes * page_size}:
-            # Ranks that share a head: who writes what into a piece is only defined for heads of one rank each.
-            return 0
-        page = page_size * piece_bytes(self.attn_tp_size, theirs.dst_attn_tp_size, heads, head_bytes, len(layers))
-        mine = page // max(1, self.attn_tp_size // theirs.dst_attn_tp_size)
-        # Two pieces fit in decode's buffer, so that one can be filled while the other is emptied.
-        most = min(self._staging_ctx.buffers[0].get_size() // mine, theirs.staging.total_size // (2 * page))
-        if most == 0:
-            logger.warning(
-                "Staging buffers are too small for a page of %d bytes, so KV is sent without. Increase "
-                "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB on prefill or SGLANG_DISAGG_STAGING_POOL_SIZE_MB on decode.",
-                page,
-            )
-        return most
-
-    def _pieces(self, infos: Iterable[TransferInfo], index_slice: slice) -> list[tuple[int, int]]:
-        """First page and the one behind the last of each piece in which a chunk goes through staging buffers."""
-        most = min((n for info in infos if (n := self._piece_pages(info))), default=0)
-        start, end = index_slice.start, index_slice.stop
-        return [(at, min(at + most, end)) for at in range(start, end, most)] if most else []
-
-    def _ask_for_staging(self, info: TransferInfo, start: int, num_pages: int) -> None:
-        mine = [self.local_ip.encode("ascii"), b"%d" % self.rank_port]
-        frames = [b"%d" % info.room, STAGE, b"%d" % self._rank, b"%d" % start, b"%d" % num_pages, *mine]
-        try:
-            _post(Peer(info.endpoint, info.dst_port), frames)
-        except Exception as e:
-            self.fail_room(info.room, f"could not ask decode at {info.endpoint} for staging memory: {e}")
-
-    def _on_grant(self, room: int, frames: list[bytes]) -> None:
-        if len(frames) != 7:
-            raise ValueError(f"a grant of staging memory has 7 frames, this one of room {room} has {len(frames)}")
-        start, offset = wire_int(frames[5], "first page"), wire_int(frames[6], "offset")
-        with self.room_lock:
-            info = self.transfer_infos.get(room, {}).get(frames[3].decode("ascii"))
-        if info is not None:
-            info.grants[start] = offset
-            for watched in self.watched_queues:
-                watched.wake(room)
-
-    def _write_granted(self, chunk, staging_buffer) -> bool | None:
-        """Write those parts of a chunk for which decode has granted memory; see `WatchedQueue`."""
-        infos = list(self.transfer_infos.get(chunk.room, {}).values())
-        if self.request_status.get(chunk.room) == KVPoll.Failed and any(info.names_prefix for info in infos):
-            # With an earlier chunk missing, the last one would still be reported as the end of a success.
-            return None
-        start, num_pages = chunk.index_slice.start, len(chunk.prefill_kv_indices)
-        complete = True
-        for info in infos if num_pages else []:
-            if start in info.written or not self._piece_pages(info):
-                continue
-            if start in info.grants:
-                self._write_piece(chunk, info, info.grants.pop(start), staging_buffer)
-                info.written.add(start)
-            else:
-                complete = False
-        return complete
-
-    def _write_piece(self, chunk, info: TransferInfo, offset: int, staging_buffer) -> None:
-        theirs = self.decode_kv_args_table[info.mooncake_session_id]
-        failed = self.send_kvcache_staged(
-            info.mooncake_session_id,
-            chunk.prefill_kv_indices,
-            theirs.staging.base_ptr + offset,
-            theirs.staging.total_size - offset,
-            theirs.dst_tp_rank,
-            theirs.dst_attn_tp_size,
-            theirs.dst_kv_item_len,
-            staging_buffer,
-        )
-        if failed:
-            raise RuntimeError("a piece does not fit a staging buffer")
-        start, address = chunk.index_slice.start, NetworkAddress(info.endpoint, info.dst_port)
-        # The socket on which the end of the transfer is told, so that decode hears of this before.
-        socket = self._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
-        socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % start])
-
-    def _do_staging_transfer(
-        self, staging_strategy, kv_chunk, req, target_info, chunked_dst_kv_indice, executor, queue, prefill_unique_rank
-    ):
-        """Replaces the engine's for decode workers with a radix cache: what can be staged has been written before.
-
-        Returns 0 on success, and whether to try again later (never).
-        """
-        if not req.names_prefix:
-            return super()._do_staging_transfer(
-                staging_strategy,
-                kv_chunk,
-                req,
-                target_info,
-                chunked_dst_kv_indice,
-                executor,
-                queue,
-                prefill_unique_rank,
-            )
-        if self._piece_pages(req):
-            return 0, False
-        sent = self.send_kvcache_slice(
-            req.mooncake_session_id,
-            kv_chunk.prefill_kv_indices,
-            target_info.dst_kv_ptrs,
-            chunked_dst_kv_indice,
-            target_info.dst_tp_rank,
-            target_info.dst_attn_tp_size,
-            target_info.dst_kv_item_len,
-            executor,
-        )
-        return sent, False
-
-    def _prefetch_staging_reqs(self, room: int) -> None:
-        """Leaves out decode workers with a radix cache, which are asked piece by piece."""
-        if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
-            super()._prefetch_staging_reqs(room)
-
-    def is_gone(self, peer: Peer) -> bool:
-        """Whether nothing listens at ``peer``, asked once for all requests: it can take a while to find out."""
-        asked_at, gone = self.probes.get(peer, (0.0, False))
-        if time.monotonic() - asked_at >= PATIENCE_S:
-            gone = nothing_listens(peer.endpoint, peer.port)
-            self.probes[peer] = time.monotonic(), gone
-        return gone
 
     # ---- prefill: failures ----
 
@@ -548,10 +251,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
         Chunks of it that are still queued are not sent.
         """
-        with self.room_lock:
+        with self.rooms.lock:
             self.end_room(room, reason)
             cancels = self.cancels.pop(room, set())
-        self._tell_when_quiet(room, _listeners(infos) | cancels, reason)
+        self._tell_when_quiet(room, listeners(infos) | cancels, reason)
 
     def _tell_when_quiet(self, room: int, peers: set[Peer], reason: str) -> None:
         """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then."""
@@ -567,32 +270,13 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % self._rank, reason.encode("ascii", "replace")]
         for peer in peers:
             try:
-                _post(peer, frames)
+                post(peer, frames)
             except Exception as e:
                 logger.warning(
                     "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
                 )
 
     # ---- decode: messages of prefill workers ----
-
-    def _init_staging_allocator(self) -> None:
-        """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`.
-
-        And that there is none with MLA, which has no heads to tell apart.
-        """
-        if self.has_radix and self.is_mla_backend:
-            return
-        super()._init_staging_allocator()
-        if self.has_radix:
-            self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
-
-    def set_kv_buffer_tensors(self, k_buffers: list, v_buffers: list, page_size: int) -> None:
-        """Adds the books of decode's staging buffer, which need the KV pool."""
-        super().set_kv_buffer_tensors(k_buffers, v_buffers, page_size)
-        if self.staging_offer is not None:
-            rank = self.kv_args.engine_rank % self.attn_tp_size
-            buffer = self.staging_offer.buffer.buffer
-            self.staging = DeltaStaging(buffer, k_buffers, v_buffers, page_size, self.attn_tp_size, rank)
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
@@ -652,50 +336,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             self.update_status(room, KVPoll.Success)
         return False
 
-    def _on_piece(self, staging: DeltaStaging, room: int, frames: list[bytes]) -> None:
-        """Prefill wants staging memory for a piece, or has written it. Raises ValueError when that cannot be right."""
-        if len(frames) != (7 if frames[1] == STAGE else 4):
-            raise ValueError(f"a message about a piece of a delta has {len(frames)} frames")
-        rank, start = wire_int(frames[2], "prefill rank"), wire_int(frames[3], "first page")
-        if frames[1] == STAGED:
-            staging.written(room, start, rank)
-            return
-        peer = _peer(frames[5:7])
-
-        def grant(offset: int) -> None:
-            try:
-                _post(peer, [*_head(self, room, self.get_session_id()), GRANT, b"%d" % start, b"%d" % offset])
-            except Exception as e:
-                self.fail_room(room, f"could not grant staging memory to prefill at {peer.endpoint}: {e}")
-
-        staging.ask(room, start, wire_int(frames[4], "pages"), rank, grant)
-
-
-def _head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
-    """The frames with which each of decode's messages about a request begins: the room, and who it is."""
-    return [b"%d" % room, manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, session.encode("ascii")]
-
-
-def _peer(frames: list[bytes]) -> Peer:
-    return Peer(frames[0].decode("ascii"), wire_int(frames[1], "port"))
-
-
-def _post(peer: Peer, frames: list[bytes]) -> None:
-    """Send a message from any thread. The sockets of the transfer threads may be used by one thread only."""
-    address = NetworkAddress(peer.endpoint, peer.port)
-    socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
-    with lock:
-        socket.send_multipart(frames, flags=zmq.NOBLOCK)
-
-
-def _listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
-    """Whom to tell that a request failed.
-
-    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its word would
-    count for that of the rank that writes.
-    """
-    return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
-
 
 class MooncakeKVSender(engine.MooncakeKVSender):
     """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
@@ -707,7 +347,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         if self._told:
             return
         self._told = True
-        with self.kv_mgr.room_lock:
+        with self.kv_mgr.rooms.lock:
             infos = self._infos or dict(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}))
         self.kv_mgr.tell_failure(self.bootstrap_room, infos.values(), reason)
 
@@ -771,7 +411,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         if not self._failed():
             manager.end_room(room)
         manager.cancels.pop(room, None)
-        manager.refused.pop(room, None)
+        manager.rooms.take_refusal(room)
 
     def failure_exception(self) -> None:
         """Replaces the engine's: decode is told also by the ranks on which nothing went wrong."""
@@ -807,7 +447,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         for peer in self.bootstrap_infos:
             dummy = peer["is_dummy"]
             frames = [
-                *_head(self.kv_mgr, self.bootstrap_room, self.session_id),
+                *head(self.kv_mgr, self.bootstrap_room, self.session_id),
                 b"" if dummy else kv_indices.astype(np.int32).tobytes(),
                 b"" if dummy else str(aux_index).encode("ascii"),
                 b"" if dummy else states,
@@ -878,7 +518,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             if not peer["is_dummy"]:
                 socket, lock = self._connect_to_bootstrap_server(peer)
                 with lock:
-                    socket.send_multipart([*_head(self.kv_mgr, self.bootstrap_room, self.session_id), CANCEL])
+                    socket.send_multipart([*head(self.kv_mgr, self.bootstrap_room, self.session_id), CANCEL])
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""

@@ -166,13 +166,13 @@ class NixlKVManager(engine.NixlKVManager):
         except (ValueError, IndexError) as e:
             self._refuse(room, message[3].decode("ascii", "replace") if len(message) > 3 else "", str(e))
             return
-        with self.room_lock:
+        with self.rooms.lock:
             self._on_request(info)
 
     def _on_request(self, info: TransferInfo) -> None:
         """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
         room, infos = info.room, self.transfer_infos.get(info.room, {})
-        ended = self.ended_rooms.get(room)
+        ended = self.rooms.failure(room)
         if ended is not None and info.names_prefix:
             # The request failed here before decode had asked for it.
             self.tell_failure(room, [info.agent_name], ended)
@@ -188,7 +188,7 @@ class NixlKVManager(engine.NixlKVManager):
             self._refuse(room, info.agent_name, f"it says that {sorted(counts)} decode ranks will ask")
             return
         # A room that ended well may be used again, as in the engine.
-        self.ended_rooms.pop(room, None)
+        self.rooms.reopen(room)
         self.transfer_infos.setdefault(room, {})[info.agent_name] = info
         if len(self.transfer_infos[room]) == info.required_dst_info_num:
             self.update_status(room, KVPoll.WaitingForInput)
@@ -207,13 +207,13 @@ class NixlKVManager(engine.NixlKVManager):
         A request that has not come here yet is refused when it comes. One that is here answers when its writes are
         done; one that has ended has sent its notifications.
         """
-        with self.room_lock:
-            if room in self.live_rooms:
-                self.give_up(room)
-            elif room not in self.ended_rooms:
+        with self.rooms.lock:
+            if room in self.rooms.live:
+                self.rooms.give_up(room)
+            elif not self.rooms.has_ended(room):
                 self._refuse(room, agent_name, GIVEN_UP)
                 self.end_room(room, GIVEN_UP)
-            elif self.ended_rooms[room] is not None:
+            elif self.rooms.failure(room) is not None:
                 self.tell_failure(room, [agent_name], GIVEN_UP)
 
     def _refuse(self, room: int, agent_name: str, reason: str) -> None:
@@ -356,7 +356,7 @@ class NixlKVSender(engine.NixlKVSender):
             return
         self._told = True
         room = self.bootstrap_room
-        with self.kv_mgr.room_lock:
+        with self.kv_mgr.rooms.lock:
             infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
         reason = self.why()
         # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
@@ -366,7 +366,7 @@ class NixlKVSender(engine.NixlKVSender):
         self.kv_mgr.end_room(room, reason)
         self.kv_mgr.request_status.pop(room, None)
         # Decode's cancellation of what had failed already.
-        self.kv_mgr.refused.pop(room, None)
+        self.kv_mgr.rooms.take_refusal(room)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
@@ -404,7 +404,7 @@ class NixlKVSender(engine.NixlKVSender):
         """
         manager, room = self.kv_mgr, self.bootstrap_room
         status = manager.request_status.get(room)
-        if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.refused:
+        if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.rooms.refused:
             # As most are in a long queue, and nothing has been posted for it.
             return status
         states = self._states()

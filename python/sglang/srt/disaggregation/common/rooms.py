@@ -1,0 +1,97 @@
+"""What a prefill worker knows of rooms: which are live, which have ended and why, and what decode has said of them.
+
+Decode's messages and the worker's own requests meet here in any order: a message may come before its request, or long
+after its end. All of it is kept by the engine's bootstrap_room, and both transfer backends use the same books.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_prefix import GIVEN_UP
+
+# Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
+REMEMBERED_ROOMS = 65536
+
+
+class Rooms:
+    """The rooms of one prefill worker.
+
+    lock: held by whoever changes these books and the engine's together; the scheduler and the thread that reads
+    decode's messages both do.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        # Senders of the requests that are here.
+        self.live: dict[int, Any] = {}
+        # Why a room ended, None if it ended well; the oldest are forgotten.
+        self.ended: dict[int, str | None] = {}
+        # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
+        self.refused: dict[int, str] = {}
+        # Live senders that decode has given up and that have not answered it.
+        self.given_up: deque[Any] = deque()
+
+    def begin(self, room: int, sender: Any) -> None:
+        """A request is here. One of its room that had ended is forgotten."""
+        with self.lock:
+            self.reopen(room)
+            self.live[room] = sender
+
+    def reopen(self, room: int) -> None:
+        """Forget that ``room`` has ended: what is asked for it now is of a new request."""
+        self.ended.pop(room, None)
+
+    def end(self, room: int, reason: str | None = None) -> None:
+        """Remember that ``room`` has ended, and why if it failed."""
+        with self.lock:
+            self.live.pop(room, None)
+            _remember(self.ended, room, reason)
+
+    def has_ended(self, room: int) -> bool:
+        """Whether the last request of ``room`` has ended, as far back as is remembered."""
+        return room in self.ended
+
+    def failure(self, room: int) -> str | None:
+        """Why ``room`` failed; None if it has not ended, or ended well."""
+        return self.ended.get(room)
+
+    def refuse(self, room: int, reason: str) -> None:
+        """Note that decode's request for ``room`` cannot be used, for a sender that may come only later."""
+        with self.lock:
+            # Nobody would read it for a room that has failed already.
+            if self.failure(room) is None:
+                _remember(self.refused, room, reason)
+
+    def take_refusal(self, room: int) -> str | None:
+        """Why decode's request for ``room`` was refused, or that decode has given it up. It leaves the book."""
+        return self.refused.pop(room, None)
+
+    def give_up(self, room: int) -> None:
+        """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
+        self.refused[room] = GIVEN_UP
+        self.given_up.append(self.live[room])
+
+    def settle(self) -> None:
+        """Poll what decode has given up, and forget what has ended by that: it has answered decode."""
+        for _ in range(len(self.given_up)):
+            sender = self.given_up.popleft()
+            status = sender.poll()
+            if status == KVPoll.Success:
+                # Decode has been told of that.
+                self.refused.pop(sender.bootstrap_room, None)
+            elif status != KVPoll.Failed:
+                # Some of it is being written.
+                self.given_up.append(sender)
+
+
+def _remember(book: dict, room: int, value: str | None) -> None:
+    book.pop(room, None)
+    book[room] = value
+    while len(book) > REMEMBERED_ROOMS:
+        del book[next(iter(book))]

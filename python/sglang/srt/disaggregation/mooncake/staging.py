@@ -1,0 +1,227 @@
+"""Mooncake manager that sends deltas by way of staging buffers, where prefill and decode have different TP sizes.
+
+Upstream: not in 0.5.10.post1. docs/protocol.md has the messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import nothing_listens
+from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
+from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
+from sglang.srt.disaggregation.decode_prefix import wire_int
+from sglang.srt.disaggregation.mooncake import conn as engine
+from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Peer, head, post
+from sglang.srt.utils.network import NetworkAddress
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a piece waits before it is asked whether decode is still there.
+PATIENCE_S = 2
+
+
+class StagingKVManager(engine.MooncakeKVManager):
+    """The part of both workers' managers that is about staging buffers."""
+
+    def __init__(self, *args, **kwargs):
+        """Adds the books of pieces. Before the engine's own, which starts the threads."""
+        # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
+        self.piece_sizes: dict[str, tuple[engine.KVArgsRegisterInfo, int]] = {}
+        # Prefill: when each decode rank was last asked whether it is there, and whether it was gone.
+        self.probes: dict[Peer, tuple[float, bool]] = {}
+        # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
+        self.staging: DeltaStaging | None = None
+        self.staging_offer: Any = None
+        super().__init__(*args, **kwargs)
+
+    # ---- prefill ----
+
+    def _piece_pages(self, info: TransferInfo) -> int:
+        """The most pages of one piece for a decode rank that gets its KV by way of its staging buffer, else 0."""
+        if info.is_dummy or not info.names_prefix or not self.enable_staging or self.kv_buffer_tensors is None:
+            return 0
+        session = info.mooncake_session_id
+        theirs = self.decode_kv_args_table[session]
+        known, most = self.piece_sizes.get(session, (None, 0))
+        if known is not theirs:
+            most = self._find_piece_pages(theirs)
+            self.piece_sizes[session] = theirs, most
+            if most:
+                logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
+        return most
+
+    def _find_piece_pages(self, theirs: engine.KVArgsRegisterInfo) -> int:
+        if theirs.staging is None or self.is_mla_backend or theirs.dst_attn_tp_size == self.attn_tp_size:
+            return 0
+        layers, page_size = self.kv_buffer_tensors["k_buffers"], self.kv_args.page_size
+        heads = resolve_total_kv_heads(self.kv_args, self.attn_tp_size)
+        head_bytes = layers[0].shape[-1] * layers[0].element_size()
+        shares = self.kv_args.kv_item_lens[0] * self.attn_tp_size, theirs.dst_kv_item_len * theirs.dst_attn_tp_size
+        if set(shares) != {heads * head_bytes * page_size}:
+            # Ranks that share a head: who writes what into a piece is only defined for heads of one rank each.
+            return 0
+        page = page_size * piece_bytes(self.attn_tp_size, theirs.dst_attn_tp_size, heads, head_bytes, len(layers))
+        mine = page // max(1, self.attn_tp_size // theirs.dst_attn_tp_size)
+        # Two pieces fit in decode's buffer, so that one can be filled while the other is emptied.
+        most = min(self._staging_ctx.buffers[0].get_size() // mine, theirs.staging.total_size // (2 * page))
+        if most == 0:
+            logger.warning(
+                "Staging buffers are too small for a page of %d bytes, so KV is sent without. Increase "
+                "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB on prefill or SGLANG_DISAGG_STAGING_POOL_SIZE_MB on decode.",
+                page,
+            )
+        return most
+
+    def _pieces(self, infos: Iterable[TransferInfo], index_slice: slice) -> list[tuple[int, int]]:
+        """First page and the one behind the last of each piece in which a chunk goes through staging buffers."""
+        most = min((n for info in infos if (n := self._piece_pages(info))), default=0)
+        start, end = index_slice.start, index_slice.stop
+        return [(at, min(at + most, end)) for at in range(start, end, most)] if most else []
+
+    def _ask_for_staging(self, info: TransferInfo, start: int, num_pages: int) -> None:
+        mine = [self.local_ip.encode("ascii"), b"%d" % self.rank_port]
+        frames = [b"%d" % info.room, STAGE, b"%d" % self._rank, b"%d" % start, b"%d" % num_pages, *mine]
+        try:
+            post(Peer(info.endpoint, info.dst_port), frames)
+        except Exception as e:
+            self.fail_room(info.room, f"could not ask decode at {info.endpoint} for staging memory: {e}")
+
+    def _on_grant(self, room: int, frames: list[bytes]) -> None:
+        if len(frames) != 7:
+            raise ValueError(f"a grant of staging memory has 7 frames, this one of room {room} has {len(frames)}")
+        start, offset = wire_int(frames[5], "first page"), wire_int(frames[6], "offset")
+        with self.rooms.lock:
+            info = self.transfer_infos.get(room, {}).get(frames[3].decode("ascii"))
+        if info is not None:
+            info.grants[start] = offset
+            for watched in self.watched_queues:
+                watched.wake(room)
+
+    def _write_granted(self, chunk, staging_buffer) -> bool | None:
+        """Write those parts of a chunk for which decode has granted memory; see `WatchedQueue`."""
+        infos = list(self.transfer_infos.get(chunk.room, {}).values())
+        if self.request_status.get(chunk.room) == KVPoll.Failed and any(info.names_prefix for info in infos):
+            # With an earlier chunk missing, the last one would still be reported as the end of a success.
+            return None
+        start, num_pages = chunk.index_slice.start, len(chunk.prefill_kv_indices)
+        complete = True
+        for info in infos if num_pages else []:
+            if start in info.written or not self._piece_pages(info):
+                continue
+            if start in info.grants:
+                self._write_piece(chunk, info, info.grants.pop(start), staging_buffer)
+                info.written.add(start)
+            else:
+                complete = False
+        return complete
+
+    def _write_piece(self, chunk, info: TransferInfo, offset: int, staging_buffer) -> None:
+        theirs = self.decode_kv_args_table[info.mooncake_session_id]
+        failed = self.send_kvcache_staged(
+            info.mooncake_session_id,
+            chunk.prefill_kv_indices,
+            theirs.staging.base_ptr + offset,
+            theirs.staging.total_size - offset,
+            theirs.dst_tp_rank,
+            theirs.dst_attn_tp_size,
+            theirs.dst_kv_item_len,
+            staging_buffer,
+        )
+        if failed:
+            raise RuntimeError("a piece does not fit a staging buffer")
+        start, address = chunk.index_slice.start, NetworkAddress(info.endpoint, info.dst_port)
+        # The socket on which the end of the transfer is told, so that decode hears of this before.
+        socket = self._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
+        socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % start])
+
+    def _do_staging_transfer(
+        self, staging_strategy, kv_chunk, req, target_info, chunked_dst_kv_indice, executor, queue, prefill_unique_rank
+    ):
+        """Replaces the engine's for decode workers with a radix cache: what can be staged has been written before.
+
+        Returns 0 on success, and whether to try again later (never).
+        """
+        if not req.names_prefix:
+            return super()._do_staging_transfer(
+                staging_strategy,
+                kv_chunk,
+                req,
+                target_info,
+                chunked_dst_kv_indice,
+                executor,
+                queue,
+                prefill_unique_rank,
+            )
+        if self._piece_pages(req):
+            return 0, False
+        sent = self.send_kvcache_slice(
+            req.mooncake_session_id,
+            kv_chunk.prefill_kv_indices,
+            target_info.dst_kv_ptrs,
+            chunked_dst_kv_indice,
+            target_info.dst_tp_rank,
+            target_info.dst_attn_tp_size,
+            target_info.dst_kv_item_len,
+            executor,
+        )
+        return sent, False
+
+    def _prefetch_staging_reqs(self, room: int) -> None:
+        """Leaves out decode workers with a radix cache, which are asked piece by piece."""
+        if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
+            super()._prefetch_staging_reqs(room)
+
+    def is_gone(self, peer: Peer) -> bool:
+        """Whether nothing listens at ``peer``, asked once for all requests: it can take a while to find out."""
+        asked_at, gone = self.probes.get(peer, (0.0, False))
+        if time.monotonic() - asked_at >= PATIENCE_S:
+            gone = nothing_listens(peer.endpoint, peer.port)
+            self.probes[peer] = time.monotonic(), gone
+        return gone
+
+    # ---- decode ----
+
+    def _init_staging_allocator(self) -> None:
+        """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`.
+
+        And that there is none with MLA, which has no heads to tell apart.
+        """
+        if self.has_radix and self.is_mla_backend:
+            return
+        super()._init_staging_allocator()
+        if self.has_radix:
+            self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
+
+    def set_kv_buffer_tensors(self, k_buffers: list, v_buffers: list, page_size: int) -> None:
+        """Adds the books of decode's staging buffer, which need the KV pool."""
+        super().set_kv_buffer_tensors(k_buffers, v_buffers, page_size)
+        if self.staging_offer is not None:
+            rank = self.kv_args.engine_rank % self.attn_tp_size
+            buffer = self.staging_offer.buffer.buffer
+            self.staging = DeltaStaging(buffer, k_buffers, v_buffers, page_size, self.attn_tp_size, rank)
+
+    def _on_piece(self, staging: DeltaStaging, room: int, frames: list[bytes]) -> None:
+        """Prefill wants staging memory for a piece, or has written it. Raises ValueError when that cannot be right."""
+        if len(frames) != (7 if frames[1] == STAGE else 4):
+            raise ValueError(f"a message about a piece of a delta has {len(frames)} frames")
+        rank, start = wire_int(frames[2], "prefill rank"), wire_int(frames[3], "first page")
+        if frames[1] == STAGED:
+            staging.written(room, start, rank)
+            return
+        peer = Peer.read(frames[5:7])
+
+        def grant(offset: int) -> None:
+            try:
+                post(peer, [*head(self, room, self.get_session_id()), GRANT, b"%d" % start, b"%d" % offset])
+            except Exception as e:
+                self.fail_room(room, f"could not grant staging memory to prefill at {peer.endpoint}: {e}")
+
+        staging.ask(room, start, wire_int(frames[4], "pages"), rank, grant)

@@ -1,0 +1,81 @@
+"""What the messages over Mooncake's ZMQ sockets are made of, and a socket that lets only good ones through.
+
+Upstream: not in 0.5.10.post1. docs/protocol.md has the frames.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.decode_prefix import wire_int
+from sglang.srt.utils.network import NetworkAddress
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferInfo
+
+logger = logging.getLogger(__name__)
+
+# Prefill's messages about one piece of a delta that goes through decode's staging buffer, and decode's answer.
+STAGE, STAGED, GRANT = b"stage", b"staged", b"grant"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Where one decode rank with a radix cache hears of its requests."""
+
+    endpoint: str
+    port: int
+
+    @classmethod
+    def read(cls, frames: list[bytes]) -> Peer:
+        """From two frames of a message. Raises ValueError for what is no address."""
+        return cls(frames[0].decode("ascii"), wire_int(frames[1], "port"))
+
+
+class Inbox:
+    """The manager's socket as its thread sees it: what ``check`` refuses, or deals with itself, never gets there.
+
+    The engine's threads end at the first message they cannot read, and with them all requests of the worker.
+    check: takes the frames; False when they are dealt with, raises when they cannot be used.
+    """
+
+    def __init__(self, socket: Any, check: Callable[[list[bytes]], bool]):
+        self.socket = socket
+        self.check = check
+
+    def recv_multipart(self) -> list[bytes]:
+        """The next message for the engine's thread."""
+        while True:
+            frames = self.socket.recv_multipart()
+            try:
+                if self.check(frames):
+                    return frames
+            except Exception as e:
+                logger.error("Ignored a message: %s", e)
+
+
+def head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
+    """The frames with which each of decode's messages about a request begins: the room, and who it is."""
+    return [b"%d" % room, manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, session.encode("ascii")]
+
+
+def post(peer: Peer, frames: list[bytes]) -> None:
+    """Send a message from any thread. The sockets of the transfer threads may be used by one thread only."""
+    address = NetworkAddress(peer.endpoint, peer.port)
+    socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
+    with lock:
+        socket.send_multipart(frames, flags=zmq.NOBLOCK)
+
+
+def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
+    """Whom to tell that a request failed.
+
+    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its word would
+    count for that of the rank that writes.
+    """
+    return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
