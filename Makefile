@@ -62,6 +62,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases python/sglang
+	@$(BIN)/pd-radix patches --markdown | cmp -s - docs/patches.md || { \
+		echo 'docs/patches.md is not the register: pd-radix patches --markdown > docs/patches.md' >&2; exit 1; }
 
 test: setup lint
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)

@@ -11,8 +11,10 @@ import hashlib
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from sglang_pd_radix.errors import PdRadixError
@@ -230,18 +232,59 @@ def as_dicts(rows: list[Replacement]) -> list[dict[str, object]]:
     return [asdict(row) for row in rows]
 
 
-def for_readers(rows: list[Replacement]) -> list[Replacement]:
-    """The rows without the helper methods that a patch class adds for itself and does not explain."""
-    return [row for row in rows if row.why or row.undocumented]
+@dataclass(frozen=True)
+class FileOfChanges:
+    """A patch file as a reader needs it: what it changes in the engine, and how much it brings of its own."""
+
+    file: str
+    changes: list[Replacement]
+    own: int
+    upstream: str
+
+    @property
+    def own_parts(self) -> str:
+        """The helpers of this file, in words; "" where it has none."""
+        return f"And {self.own} {'part' if self.own == 1 else 'parts'} of its own." if self.own else ""
+
+
+def for_readers(rows: list[Replacement]) -> tuple[list[FileOfChanges], list[Replacement]]:
+    """The files that lie over one of the engine's, and the new modules."""
+    files = []
+    for file, group in groupby((row for row in rows if row.name != "*"), key=lambda row: row.file):
+        found = list(group)
+        changes = [row for row in found if row.kind != "adds"]
+        upstream = Counter(row.upstream for row in found).most_common(1)[0][0]
+        changes = [
+            row if row.upstream == upstream else replace(row, why=f"{row.why} {row.upstream}") for row in changes
+        ]
+        files.append(FileOfChanges(file, changes, len(found) - len(changes), upstream))
+    return files, [row for row in rows if row.name == "*"]
 
 
 def as_markdown(rows: list[Replacement]) -> str:
-    """The register as a Markdown table."""
-    table = ["| File | Name | Kind | Why | Upstream |", "|---|---|---|---|---|"]
-    for row in for_readers(rows):
-        cells = (f"`{row.file}`", f"`{row.name}`", row.kind, row.why, row.upstream)
-        table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(table)
+    """The register as a page in Markdown. What most files say of later releases is said once."""
+    files, modules = for_readers(rows)
+    common = Counter(file.upstream for file in files).most_common(1)[0][0] if files else ""
+    parts = [
+        "# What the patch set changes in the engine",
+        "Made by `pd-radix patches --markdown`. *Extends*: a subclass takes the class's name. *Wraps*: calls what it "
+        "replaces. *Replaces*: does not.",
+        f"Where nothing else is said: {common}" if common else "",
+    ]
+    for file in files:
+        parts.append(f"## `{file.file}`")
+        if file.upstream != common:
+            parts.append(file.upstream)
+        parts.append(_table(("Name", "Kind", "Why"), [(f"`{r.name}`", r.kind, r.why) for r in file.changes]))
+        parts.append(file.own_parts)
+    if modules:
+        parts += ["## New modules", _table(("File", "What it is"), [(f"`{r.file}`", r.why) for r in modules])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _digest(text: str) -> str:

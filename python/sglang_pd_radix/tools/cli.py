@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from sglang_pd_radix import __version__
@@ -113,19 +112,20 @@ def _print_table(rows: list[Replacement]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    for file, group in groupby(for_readers(rows), key=lambda row: row.file):
-        table = Table(title=Text(file, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    files, modules = for_readers(rows)
+    for file in files:
+        table = Table(title=Text(file.file, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("Name", style="cyan", overflow="fold", no_wrap=console.width >= 100)
         table.add_column("Kind")
         table.add_column("Why", ratio=1)
-        upstream = ""
-        for row in group:
+        for row in file.changes:
             table.add_row(Text(row.name), row.kind, Text(row.why))
-            if row.upstream and row.upstream != upstream:
-                upstream = row.upstream
-                table.add_row("", "", Text(f"Upstream: {upstream}", style="dim"))
+        for note in filter(None, (file.own_parts, file.upstream and f"Upstream: {file.upstream}")):
+            table.add_row("", "", Text(note, style="dim"))
         console.print(table)
         console.print()
+    for row in modules:
+        console.print(Text(row.file, style="bold"), Text(f"(new): {row.why}"))
 
 
 if __name__ == "__main__":

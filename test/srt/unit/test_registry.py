@@ -245,11 +245,18 @@ def test_pin_is_the_hash_of_the_dedented_source(sandbox: Sandbox) -> None:
     assert registry.pins(sandbox.engine_root, sandbox.ours)["sglang.srt.queue:Queue.make"] == expected
 
 
-def test_markdown_escapes_and_leaves_out_silent_helpers(sandbox: Sandbox) -> None:
+def test_the_page_has_a_row_for_each_change_and_counts_the_rest(sandbox: Sandbox) -> None:
     sandbox.patch({"srt/queue.py": PATCH.replace("Polls less", "Polls a | b")})
-    text = registry.as_markdown(list(rows(sandbox).values()))
-    assert "Polls a \\| b" in text and "_new" not in text
-    assert {line.count("|") - line.count("\\|") for line in text.splitlines()} == {6}
+    found = list(rows(sandbox).values())
+    text = registry.as_markdown(found)
+    assert "Polls a \\| b" in text
+    table = [line for line in text.splitlines() if line.startswith("| `")]
+    changes = [row.name for row in found if row.kind != "adds"]
+    assert [line.split("`")[1] for line in table] == changes + [row.file for row in found if row.name == "*"]
+    own = len([row for row in found if row.file == "sglang/srt/queue.py" and row.kind == "adds"])
+    assert own and f"And {own} part" in text
+    # What they have in common is said once, and what a row has of its own beside it.
+    assert text.count("the class's own, on two lines.") == 1 and "Pops what it likes. the method's own. |" in text
 
 
 # -- the real thing --------------------------------------------------------------------------------------------------

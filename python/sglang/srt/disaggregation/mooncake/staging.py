@@ -1,6 +1,8 @@
 """Mooncake manager that sends deltas by way of staging buffers, where prefill and decode have different TP sizes.
 
-Upstream: not in 0.5.10.post1. docs/protocol.md has the messages.
+docs/protocol.md has the messages.
+
+Upstream: not in 0.5.10.post1.
 """
 
 from __future__ import annotations

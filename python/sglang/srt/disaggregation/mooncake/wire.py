@@ -1,6 +1,8 @@
 """What the messages over Mooncake's ZMQ sockets are made of, and a socket that lets only good ones through.
 
-Upstream: not in 0.5.10.post1. docs/protocol.md has the frames.
+docs/protocol.md has the frames.
+
+Upstream: not in 0.5.10.post1.
 """
 
 from __future__ import annotations
