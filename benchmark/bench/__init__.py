@@ -6,6 +6,7 @@ load.py       asks it: the engine's `sglang.bench_serving`, in a process of its 
 deploy.py     the servers that are compared
 measure.py    one run: ask, watch, and take the figures
 stats.py      percentiles, spreads and ratios
+chart.py      charts, interactive and as pictures
 report.py     JSON, Markdown and HTML
 command.py    the options, and the order in which things are run
 """

@@ -26,6 +26,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.up import RADIX_ALIAS, RADIX_FLAG, check_model
 
 from . import link, report
+from .chart import check_libraries
 from .deploy import OFF, Deployment, Shape, Side, engine_options
 from .measure import LoadGenerator, Run, run_once
 from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
@@ -175,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
         raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
     if has_option(args.engine_options, RADIX_FLAG, RADIX_ALIAS):
         raise PdRadixError(f"{RADIX_FLAG} is what the benchmark switches: remove it from the engine options")
+    check_libraries()
     model = check_model(args.model) if args.model else None
     rates = link.parse_rates(args.link) if args.link else []
     hindrance = netns.trouble() if rates else None

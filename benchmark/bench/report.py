@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .chart import Line, bar_chart, line_chart, stand_alone
+from .chart import Bars, Chart, Line, script
 from .stats import Spread, paired_ratio, percentile
 
 Document = dict[str, Any]
@@ -339,20 +339,20 @@ def markdown(document: Document) -> str:
 # ---------------------------------------------------------------------------------------------------------- pictures
 
 
-def _look(name: str, names: Sequence[str]) -> tuple[str, str]:
-    """Color and dash of a variant among ``names``: the side gives the color, a second policy a dash."""
+def _look(name: str, names: Sequence[str]) -> tuple[str, bool]:
+    """Color of a variant among ``names``, which its side gives, and whether it is dashed, as a second policy is."""
     side, _, policy = name.partition(" ")
     more = [s for s in dict.fromkeys(n.partition(" ")[0] for n in names) if s not in COLORS]
     color = COLORS.get(side) or MORE_COLORS[more.index(side) % len(MORE_COLORS)]
-    return color, "5 3" if policy and policy != "cache_aware" else ""
+    return color, bool(policy) and policy != "cache_aware"
 
 
 def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
     return [(percentile(values, p), p / 100) for p in (*range(0, 100), 99.5, 100)] if values else []
 
 
-def charts(entry: Document) -> dict[str, str]:
-    """The pictures of one workload: name to SVG."""
+def charts(entry: Document) -> dict[str, Chart]:
+    """The charts of one workload by name."""
     names = entry["variants"]
     runs = {name: [run for run in entry["runs"] if run["variant"] == name] for name in names}
     many = max(map(len, runs.values()))
@@ -379,17 +379,17 @@ def charts(entry: Document) -> dict[str, str]:
     pool = entry["sizes"]["pool"] * entry["sizes"].get("decode", 1)
     least = entry["runs"][0]["figures"]["least_pages_with_warm_up"] * entry["page_bytes"] / 2**20
     found = {
-        "ttft": line_chart("Time to first token", "ms", "part of requests", ttft, log_x=True, top=1.0),
-        "itl": line_chart("Inter-token latency", "ms", "part of tokens", itl, log_x=True, top=1.0),
-        "bytes": line_chart(
+        "ttft": Chart("Time to first token", "ms", "part of requests", ttft, log_x=True, top=1.0),
+        "itl": Chart("Inter-token latency", "ms", "part of tokens", itl, log_x=True, top=1.0),
+        "bytes": Chart(
             "KV sent, warm-up included",
             "seconds",
             "MiB",
             over_time("sent_bytes", 2**20),
             mark=(least, "least possible"),
         ),
-        "running": line_chart("Requests running on decode", "seconds", "requests", over_time("running")),
-        "tokens": line_chart(
+        "running": Chart("Requests running on decode", "seconds", "requests", over_time("running")),
+        "tokens": Chart(
             "KV held by requests on decode", "seconds", "tokens", over_time("used_tokens"), mark=(pool, "pool")
         ),
     }
@@ -403,36 +403,21 @@ def charts(entry: Document) -> dict[str, str]:
 
         page, prompts, fewest = entry["page_bytes"], of(on, "prompt_tokens"), of(on, "least_pages")
         size = entry["page_size"]
-        found["turns"] = bar_chart(
-            "KV sent per turn",
-            "turn",
-            "MiB",
-            turns,
-            [
-                ("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
-                ("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
-                ("least possible", COLORS["least"], [v * page / 2**20 for v in fewest]),
-            ],
-        )
-        found["reuse"] = bar_chart(
-            "Part of the prompt that decode reuses",
-            "turn",
-            "%",
-            turns,
-            [
-                ("off", COLORS["off"], [0.0 for _ in turns]),
-                ("on", COLORS["on"], [100 * r / p for r, p in zip(of(on, "reused_tokens"), prompts, strict=True)]),
-                (
-                    "most possible",
-                    COLORS["least"],
-                    [
-                        100 * (pages - f) * size / p
-                        for f, p, pages in zip(fewest, prompts, of(on, "prompt_pages"), strict=True)
-                    ],
-                ),
-            ],
-        )
-    return {name: svg for name, svg in found.items() if svg}
+        sent = [
+            Bars("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
+            Bars("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
+            Bars("least possible", COLORS["least"], [v * page / 2**20 for v in fewest]),
+        ]
+        found["turns"] = Chart("KV sent per turn", "turn", "MiB", groups=turns, bars=sent)
+        reused = [100 * r / p for r, p in zip(of(on, "reused_tokens"), prompts, strict=True)]
+        most = zip(fewest, prompts, of(on, "prompt_pages"), strict=True)
+        reuse = [
+            Bars("off", COLORS["off"], [0.0 for _ in turns]),
+            Bars("on", COLORS["on"], reused),
+            Bars("most possible", COLORS["least"], [100 * (pages - f) * size / p for f, p, pages in most]),
+        ]
+        found["reuse"] = Chart("Part of the prompt that decode reuses", "turn", "%", groups=turns, bars=reuse)
+    return {name: chart for name, chart in found.items() if not chart.empty}
 
 
 # -------------------------------------------------------------------------------------------------------------- HTML
@@ -446,7 +431,7 @@ th,td{padding:.25em .7em;border-bottom:1px solid var(--line);text-align:right;wh
 th:first-child,td:first-child{text-align:left}
 pre{background:var(--card);padding:.7em;overflow-x:auto}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(380px,1fr));gap:1em}
-.charts svg{background:var(--card);border-radius:6px;width:100%}
+.charts>div{background:var(--card);border-radius:6px;overflow:hidden}
 .bad{color:#dc2626;font-weight:600}.dim{opacity:.75}
 """
 
@@ -478,10 +463,11 @@ def html(document: Document) -> str:
             parts.append(_html_table(*rounds_table(entry)))
         parts.append(f"<p>Answers identical in all runs: {identity(entry)}.</p>")
         parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
-        parts.append(f"<div class=charts>{''.join(charts(entry).values())}</div>")
+        parts.append(f"<div class=charts>{''.join(chart.interactive() for chart in charts(entry).values())}</div>")
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>pd-radix bench</title><style>{_PAGE_STYLE}</style><h1>pd-radix bench</h1>{''.join(parts)}</html>\n"
+        f"<title>pd-radix bench</title><style>{_PAGE_STYLE}</style>{script()}"
+        f"<h1>pd-radix bench</h1>{''.join(parts)}</html>\n"
     )
 
 
@@ -494,7 +480,7 @@ def write(document: Document, out: Path) -> list[Path]:
     }
     for entry in document["workloads"]:
         prefix = f"{entry['key']}-{entry['link']['name']}" if "link" in entry else entry["key"]
-        files |= {f"charts/{prefix}-{name}.svg": stand_alone(svg) for name, svg in charts(entry).items()}
+        files |= {f"charts/{prefix}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

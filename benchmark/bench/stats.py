@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The ``percent`` percentile, linear between the two nearest ranks (numpy's default); NaN of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """The ``percent`` percentile, linear between the two nearest ranks; NaN of nothing."""
+    return float(np.percentile(values, percent)) if len(values) else math.nan
 
 
 def quantiles(values: Sequence[float], count: int = 100) -> list[float]:
     """``count`` + 1 evenly spaced percentiles, from the least to the greatest value: a distribution in few numbers."""
-    if not values:
-        return []
-    ordered = sorted(values)
-    found = []
-    for i in range(count + 1):
-        place = (len(ordered) - 1) * i / count
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        found.append(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
-    return found
+    return np.quantile(values, np.linspace(0, 1, count + 1)).tolist() if len(values) else []
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class Spread:
         known = [value for value in values if not math.isnan(value)]
         if not known:
             return cls(math.nan, math.nan, math.nan, 0)
-        return cls(statistics.median(known), min(known), max(known), len(known))
+        return cls(float(np.median(known)), min(known), max(known), len(known))
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:

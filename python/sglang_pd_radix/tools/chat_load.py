@@ -8,24 +8,22 @@ chat clients do. Answers have a fixed number of tokens, so every turn of every r
 from __future__ import annotations
 
 import functools
-import http.client
 import json
 import random
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import requests
+
 from sglang_pd_radix.errors import PdRadixError
 
+from .cluster import local_session
 from .make_model import make_vocabulary
 
 Message = dict[str, str]
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 
 
 class ChatError(PdRadixError):
@@ -90,7 +88,7 @@ def stream_chat(
 
     Raises ChatError: no answer, an error, or an answer of another length.
     """
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "messages": list(messages),
         "max_tokens": answer_tokens,
@@ -99,14 +97,14 @@ def stream_chat(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    headers = {"Content-Type": "application/json"}
     url = base_url + "/v1/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     text, first, usage = "", None, None
     started = time.perf_counter()
     try:
-        with _OPENER.open(request, timeout=timeout_s) as response:
-            for line in response:
+        with local_session() as session, session.post(url, json=body, timeout=timeout_s, stream=True) as response:
+            if response.status_code != 200:
+                raise ChatError(f"{url} answered HTTP {response.status_code}: {_short(response.text)}")
+            for line in response.iter_lines():
                 event = _event(line)
                 if event is None:
                     continue
@@ -119,11 +117,7 @@ def stream_chat(
                     if piece and first is None:
                         first = time.perf_counter()
                     text += piece
-    except urllib.error.HTTPError as error:
-        with error:
-            content = error.read().decode(errors="replace")
-        raise ChatError(f"{url} answered HTTP {error.code}: {_short(content)}") from None
-    except (OSError, http.client.HTTPException) as error:
+    except requests.RequestException as error:
         raise ChatError(f"{url} did not answer: {error}") from None
     total = time.perf_counter() - started
     if usage is None or first is None:

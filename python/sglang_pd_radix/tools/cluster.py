@@ -11,7 +11,6 @@ closes and the watchdog ends what is left.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -22,13 +21,13 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import requests
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host
@@ -254,21 +253,21 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business on this machine
+def local_session() -> requests.Session:
+    """A session for the servers of this machine, on which a proxy of the environment has no business."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
 
 
 def http(url: str, body: Any = None, timeout: float = 10.0) -> tuple[int, bytes]:
     """GET ``url`` (or POST ``body`` as JSON). Returns status and content; status 0 if nobody answered."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    try:
-        with _OPENER.open(request, timeout=timeout) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-    except (OSError, ValueError) as error:
-        return 0, str(error).encode()
+    with local_session() as session:
+        try:
+            reply = session.request("GET" if body is None else "POST", url, json=body, timeout=timeout)
+        except (requests.RequestException, ValueError) as error:
+            return 0, str(error).encode()
+    return reply.status_code, reply.content
 
 
 class _Family:
