@@ -23,6 +23,7 @@ COMMANDS = {
     "up": "start prefill workers, decode workers and the router",
     "demo": "hold the same conversation with the flag off and on, and compare",
     "bench": "measure deployments against each other",
+    "verify": "check the decode prefix cache on this machine, with your model, and print a verdict",
     "patches": "print everything the patch set changes in the engine",
     "doctor": "check this installation and this machine",
 }
