@@ -121,10 +121,14 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
 
     def check_server_args(self) -> None:
-        """Adds checks when all defaults are settled: Mooncake can be loaded, and the decode radix cache is still on."""
+        """Adds checks when all defaults are settled: of the secret, of Mooncake, and that the cache is still on."""
         super().check_server_args()
-        if self.disaggregation_mode != "null" and self.disaggregation_transfer_backend == "mooncake":
-            mooncake_host.check(cpu_host.active())
+        if self.disaggregation_mode != "null":
+            from sglang.srt.disaggregation.common.authentication import secret
+
+            secret()
+            if self.disaggregation_transfer_backend == "mooncake":
+                mooncake_host.check(cpu_host.active())
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

@@ -11,10 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 
-import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
+from sglang.srt.disaggregation.common.authentication import (
+    NotTrusted,
+    SignedRequests,
+    SigningSocket,
+    VerifyingSocket,
+    middleware,
+    secret,
+)
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_ROUTE,
@@ -28,7 +35,17 @@ from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender", "nothing_listens"]
+__all__ = [
+    "CommonKVBootstrapServer",
+    "CommonKVManager",
+    "CommonKVReceiver",
+    "CommonKVSender",
+    "nothing_listens",
+    "requests",
+]
+
+# The engine's questions to bootstrap servers, signed where there is a secret.
+requests = SignedRequests()
 
 # Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
 LOOK_S, IDLE_LOOK_S = 0.15, 2.0
@@ -56,6 +73,11 @@ def nothing_listens(host: str, port: int) -> bool:
     return False
 
 
+def _signing(socket, endpoint: str):
+    key = secret()
+    return socket if key is None else SigningSocket(socket, endpoint, key)
+
+
 def _host_and_port(addr: str) -> tuple[str, int]:
     parsed = NetworkAddress.parse(addr)
     return parsed.host, parsed.port
@@ -78,9 +100,17 @@ class CommonKVManager(engine.CommonKVManager):
         self.refusing: dict[str, tuple[float, float]] = {}
         self.unusable: dict[str, tuple[float, str]] = {}
         super().__init__(*args, **kwargs)
+        key = secret()
+        if key is not None:
+            own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
+            self.server_socket = VerifyingSocket(self.server_socket, own, key)
         self.counters = KvTransferCounters.get(self.server_args)
         if self.has_radix:
             threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
+
+    def _connect(self, endpoint: str, is_ipv6: bool = False):
+        """Adds that messages are signed where there is a secret."""
+        return _signing(super()._connect(endpoint, is_ipv6), endpoint)
 
     @property
     def has_radix(self) -> bool:
@@ -136,14 +166,19 @@ class CommonKVManager(engine.CommonKVManager):
         """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
-        answers 404 and is then sent no prefix.
+        answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
+        secret, which asking again does not mend.
         """
         try:
             reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            if reply.status_code == 401:
+                raise NotTrusted(reply.text)
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
             version, pieces = int(answer["version"]), bool(answer.get("pieces"))
+        except NotTrusted:
+            raise
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
@@ -380,6 +415,12 @@ class CommonKVReceiver(engine.CommonKVReceiver):
             mgr.failure_records.pop(bootstrap_room, None)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
+    @classmethod
+    def _connect(cls, endpoint: str, is_ipv6: bool = False):
+        """Adds that messages are signed where there is a secret."""
+        socket, lock = super()._connect(endpoint, is_ipv6)
+        return _signing(socket, endpoint), lock
+
     def init(self, prefill_dp_rank: int) -> None:
         """Adds that an error of the handshake fails this request only, and that none is made with one that is lost.
 
@@ -509,8 +550,11 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     asks_for_pieces = False
 
     def _setup_routes(self) -> None:
-        """Adds the route of the decode prefix to the engine's."""
+        """Adds the route of the decode prefix to the engine's, and the secret if there is one."""
         super()._setup_routes()
+        key = secret()
+        if key is not None:
+            self.app.middlewares.append(middleware(key))
         self.app.router.add_get(DECODE_PREFIX_ROUTE, self._handle_decode_prefix)
 
     async def _handle_decode_prefix(self, request: web.Request) -> web.Response:

@@ -1,0 +1,242 @@
+"""A shared secret for the control plane of a PD deployment: who may shake hands, ask for KV, or say that it has come.
+
+The engine's control plane takes every message that can be read. With ``SGLANG_DISAGGREGATION_SECRET_FILE`` set on all
+workers, each message over ZMQ, each request to the bootstrap server but the health check, and each answer to one bears
+a HMAC-SHA256 (RFC 2104) over what it says, whom it is for, the time, and a number used once; what has none, or a wrong,
+an old or a used one, is ignored. Nothing is encrypted, and KV itself goes as it always goes.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import requests
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGLANG_DISAGGREGATION_SECRET_FILE"
+# A line that `openssl rand -hex 16` makes has 32.
+LEAST_BYTES = 16
+# Seconds for which a message may be under way, and by which clocks may differ.
+WINDOW_S = 60.0
+HEADER = "X-SGLang-PD-Signature"
+# Time (s), number used once, MAC.
+_TAG = struct.Struct(">d12s32s")
+# Seconds between two lines about messages that were ignored.
+_TELL_S = 10.0
+
+
+@lru_cache(maxsize=1)
+def secret() -> Secret | None:
+    """The secret of this process, None without one. Raises ValueError for a file that holds none."""
+    path = os.environ.get(VARIABLE, "").strip()
+    if not path:
+        return None
+    try:
+        content = Path(path).read_bytes().strip()
+    except OSError as e:
+        raise ValueError(f"{VARIABLE}={path} cannot be read: {e.strerror or e}") from None
+    if len(content) < LEAST_BYTES:
+        raise ValueError(
+            f"{VARIABLE}={path} holds {len(content)} bytes, and a secret has at least {LEAST_BYTES}: "
+            "`openssl rand -hex 32` makes one"
+        )
+    return Secret(content)
+
+
+class Secret:
+    """Signs and verifies. Threads may share it."""
+
+    def __init__(self, key: bytes, clock: Callable[[], float] = time.time):
+        self._key, self._clock = hashlib.sha256(key).digest(), clock
+        self._lock = threading.Lock()
+        # Numbers that were used, with the time until which a message that bears them would pass. Only those of messages
+        # that were signed: nobody else can make it grow.
+        self._used: OrderedDict[bytes, float] = OrderedDict()
+
+    def sign(self, parts: Sequence[bytes], purpose: str) -> bytes:
+        """The tag of a message. purpose: what kind it is, and whom it is for."""
+        now, number = self._clock(), os.urandom(12)
+        return _TAG.pack(now, number, self._mac(parts, purpose, now, number))
+
+    def verify(self, parts: Sequence[bytes], purpose: str, tag: bytes) -> None:
+        """Raises ValueError, which says why, for a message that is not to be believed."""
+        if len(tag) != _TAG.size:
+            raise ValueError("it is not signed")
+        at, number, mac = _TAG.unpack(tag)
+        if not hmac.compare_digest(mac, self._mac(parts, purpose, at, number)):
+            raise ValueError("its signature is of another secret, another receiver or another message")
+        now = self._clock()
+        if not abs(now - at) <= WINDOW_S:
+            raise ValueError(f"it was signed {now - at:.0f} s ago by this host's clock: a replay, or a clock is wrong")
+        with self._lock:
+            while self._used and next(iter(self._used.values())) < now:
+                self._used.popitem(last=False)
+            if number in self._used:
+                raise ValueError("it has come before")
+            # From now, not from its own time, so that the oldest stands first.
+            self._used[number] = now + 2 * WINDOW_S
+
+    def _mac(self, parts: Sequence[bytes], purpose: str, at: float, number: bytes) -> bytes:
+        mac = hmac.new(self._key, digestmod=hashlib.sha256)
+        # Lengths, so that bytes cannot move from one part to the next.
+        for part in (purpose.encode(), struct.pack(">d", at), number, *parts):
+            mac.update(struct.pack(">Q", len(part)))
+            mac.update(part)
+        return mac.digest()
+
+
+# ---- ZMQ ----
+
+
+class SigningSocket:
+    """A socket to one worker whose messages get a frame more, their tag."""
+
+    def __init__(self, socket: Any, endpoint: str, key: Secret):
+        self._socket, self._endpoint, self._key = socket, endpoint, key
+
+    def send_multipart(self, frames: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Send them and the tag."""
+        parts = [bytes(frame) for frame in frames]
+        return self._socket.send_multipart([*parts, self._key.sign(parts, f"zmq {self._endpoint}")], *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+class VerifyingSocket:
+    """A worker's own socket, from which only messages come that one of the deployment has sent to it."""
+
+    def __init__(self, socket: Any, endpoint: str, key: Secret):
+        self._socket, self._endpoint, self._key = socket, endpoint, key
+        self._told_at, self._untold = -_TELL_S, 0
+
+    def recv_multipart(self, *args: Any, **kwargs: Any) -> list[bytes]:
+        """The next message that can be believed, without its tag."""
+        while True:
+            frames = self._socket.recv_multipart(*args, **kwargs)
+            try:
+                self._key.verify(frames[:-1], f"zmq {self._endpoint}", frames[-1])
+                return frames[:-1]
+            except ValueError as e:
+                self._tell(str(e))
+
+    def _tell(self, reason: str) -> None:
+        # A stranger must not fill the disk either.
+        self._untold += 1
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_S:
+            logger.error(
+                "Ignored %d message(s) at %s, the last since %s. Have all workers the same %s?",
+                self._untold,
+                self._endpoint,
+                reason,
+                VARIABLE,
+            )
+            self._told_at, self._untold = now, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+# ---- HTTP ----
+
+
+def _of_request(method: str, path: str, body: bytes) -> list[bytes]:
+    return [method.encode(), path.encode(), body]
+
+
+class NotTrusted(requests.RequestException):
+    """A bootstrap server and this worker have not the same secret."""
+
+
+class _Signed(requests.auth.AuthBase):
+    """Signs a request, and believes only a signed answer to it."""
+
+    def __init__(self, key: Secret):
+        self._key = key
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        body = request.body or b""
+        assert isinstance(body, bytes), "the engine sends JSON only"
+        parts = _of_request(request.method or "", request.path_url, body)
+        tag = request.headers[HEADER] = self._key.sign(parts, "request").hex()
+        request.register_hook("response", lambda reply, **_: self._check(reply, tag))
+        return request
+
+    def _check(self, reply: requests.Response, tag: str) -> None:
+        try:
+            parts = [tag.encode(), b"%d" % reply.status_code, reply.content]
+            self._key.verify(parts, "answer", _from_hex(reply.headers.get(HEADER)))
+        except ValueError as e:
+            raise NotTrusted(
+                f"{reply.url} answered with status {reply.status_code}, and {e}. Have all workers the same {VARIABLE}?"
+            ) from None
+
+
+class SignedRequests:
+    """Stands for the module ``requests`` where the engine asks a bootstrap server: with a secret, it signs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(requests, name)
+
+    def get(self, url: str, **kwargs: Any) -> requests.Response:
+        """As ``requests.get``."""
+        return requests.get(url, **kwargs, **self._auth())
+
+    def put(self, url: str, **kwargs: Any) -> requests.Response:
+        """As ``requests.put``."""
+        return requests.put(url, **kwargs, **self._auth())
+
+    def post(self, url: str, **kwargs: Any) -> requests.Response:
+        """As ``requests.post``."""
+        return requests.post(url, **kwargs, **self._auth())
+
+    def _auth(self) -> dict[str, Any]:
+        key = secret()
+        return {} if key is None else {"auth": _Signed(key)}
+
+
+def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """For a bootstrap server: answers 401 to what is not signed, and signs its answers. Health checks pass."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Callable[..., Awaitable[web.Response]]) -> web.StreamResponse:
+        if request.path == "/health":
+            return await handler(request)
+        tag = request.headers.get(HEADER, "")
+        try:
+            parts = _of_request(request.method, request.raw_path, await request.read())
+            key.verify(parts, "request", _from_hex(tag))
+        except ValueError as e:
+            return web.Response(status=401, text=f"{e}. This prefill has a secret: give the same {VARIABLE} to all.")
+        try:
+            reply = await handler(request)
+        except web.HTTPException as e:
+            reply = e
+        body = reply.body if isinstance(reply.body, bytes) else b""
+        reply.headers[HEADER] = key.sign([tag.encode(), b"%d" % reply.status, body], "answer").hex()
+        return reply
+
+    return check
+
+
+def _from_hex(text: str | None) -> bytes:
+    try:
+        return bytes.fromhex(text or "")
+    except ValueError:
+        return b""

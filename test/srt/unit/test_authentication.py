@@ -1,0 +1,309 @@
+"""The shared secret of a deployment: what is believed, and what is not, over ZMQ and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import test_mooncake_wire as mooncake_wire
+import test_nixl_wire as nixl_wire
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import authentication, conn
+from sglang.srt.disaggregation.common.authentication import VARIABLE, WINDOW_S, Secret, SigningSocket, VerifyingSocket
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
+
+from sglang_pd_radix.tools.cluster import free_ports
+
+KEY, OTHER = b"0123456789abcdef", b"0123456789abcdeg"
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- signatures ----
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.data())
+def test_nothing_but_what_was_signed_is_believed(parts: list[bytes], data: st.DataObject) -> None:
+    key = Secret(KEY)
+    tag = key.sign(parts, "zmq tcp://a:1")
+    key.verify(parts, "zmq tcp://a:1", tag)
+    key = Secret(KEY)
+    with pytest.raises(ValueError, match="another receiver"):
+        key.verify(parts, "zmq tcp://b:1", tag)
+    with pytest.raises(ValueError, match="another secret"):
+        Secret(OTHER).verify(parts, "zmq tcp://a:1", tag)
+    at = data.draw(st.integers(0, len(tag) - 1))
+    with pytest.raises(ValueError):
+        key.verify(parts, "zmq tcp://a:1", tag[:at] + bytes([tag[at] ^ 1]) + tag[at + 1 :])
+    with pytest.raises(ValueError, match="not signed"):
+        key.verify(parts, "zmq tcp://a:1", tag[:at])
+    changed = data.draw(st.lists(st.binary(max_size=40), max_size=5).filter(lambda other: other != parts))
+    with pytest.raises(ValueError, match="another message"):
+        key.verify(changed, "zmq tcp://a:1", tag)
+
+
+def test_bytes_do_not_move_between_frames() -> None:
+    key = Secret(KEY)
+    tag = key.sign([b"12", b"3"], "x")
+    for parts in ([b"1", b"23"], [b"123"], [b"12", b"3", b""]):
+        with pytest.raises(ValueError):
+            key.verify(parts, "x", tag)
+
+
+def test_a_message_passes_once_and_for_a_minute() -> None:
+    clock = Clock()
+    key = Secret(KEY, clock)
+    first, second = key.sign([b"1"], "x"), key.sign([b"1"], "x")
+    key.verify([b"1"], "x", first)
+    with pytest.raises(ValueError, match="has come before"):
+        key.verify([b"1"], "x", first)
+    clock.now += WINDOW_S + 1
+    for tag in (first, second):
+        with pytest.raises(ValueError, match="61 s ago"):
+            key.verify([b"1"], "x", tag)
+    ahead = Secret(KEY, lambda: clock.now + 2 * WINDOW_S).sign([b"1"], "x")
+    with pytest.raises(ValueError, match="-120 s ago"):
+        key.verify([b"1"], "x", ahead)
+
+
+def test_memory_is_that_of_two_minutes_of_good_messages() -> None:
+    clock = Clock()
+    key, stranger = Secret(KEY, clock), Secret(OTHER, clock)
+    for _ in range(100):
+        with pytest.raises(ValueError):
+            key.verify([b"1"], "x", stranger.sign([b"1"], "x"))
+    assert not key._used
+    for _ in range(500):
+        clock.now += 1
+        key.verify([b"1"], "x", key.sign([b"1"], "x"))
+    assert len(key._used) <= 2 * WINDOW_S + 2
+
+
+# ---- the file ----
+
+
+@pytest.fixture
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    authentication.secret.cache_clear()
+    yield
+    authentication.secret.cache_clear()
+
+
+@pytest.fixture
+def with_secret(no_secret: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Secret:
+    path = tmp_path / "secret"
+    path.write_bytes(KEY + b"\n")
+    monkeypatch.setenv(VARIABLE, str(path))
+    found = authentication.secret()
+    assert found is not None
+    return found
+
+
+def test_without_a_file_nothing_is_signed(no_secret: None) -> None:
+    assert authentication.secret() is None
+    signing = conn.CommonKVManager._connect.__globals__["_signing"]
+    assert signing("a socket", "tcp://a:1") == "a socket"
+
+
+@pytest.mark.parametrize("content, told", [(b"short\n", "at least 16"), (None, "cannot be read")])
+def test_a_file_without_a_secret_is_refused(no_secret, monkeypatch, tmp_path, content, told) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv(VARIABLE, str(path))
+    with pytest.raises(ValueError, match=f"{VARIABLE}.*{told}"):
+        authentication.secret()
+
+
+# ---- ZMQ ----
+
+
+def test_a_socket_gives_only_what_is_signed_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    context, endpoint = zmq.Context.instance(), f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    try:
+        pull.bind(endpoint)
+        push.connect(endpoint)
+        inbox = VerifyingSocket(pull, endpoint, Secret(KEY))
+        good = SigningSocket(push, endpoint, Secret(KEY))
+        tag = Secret(KEY).sign([b"again"], f"zmq {endpoint}")
+        with caplog.at_level(logging.ERROR):
+            push.send_multipart([b""])
+            push.send_multipart([b"1", b"2"])
+            SigningSocket(push, endpoint, Secret(OTHER)).send_multipart([b"1"])
+            SigningSocket(push, "tcp://elsewhere:1", Secret(KEY)).send_multipart([b"1"])
+            push.send_multipart([b"again", tag])
+            push.send_multipart([b"again", tag])
+            good.send_multipart([b"1", memoryview(b"2")], flags=zmq.NOBLOCK)
+            assert inbox.recv_multipart() == [b"again"]
+            assert inbox.recv_multipart() == [b"1", b"2"]
+        told = [record.message for record in caplog.records]
+        assert len(told) == 1 and VARIABLE in told[0], "a stranger does not fill the log"
+        assert inbox.type == zmq.PULL, "everything else is the socket's own"
+    finally:
+        pull.close(0)
+        push.close(0)
+
+
+def test_a_request_over_nixl_with_a_secret(with_secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = nixl_wire.World(monkeypatch)
+    before = dict(world.prefill[0].manager.rooms.refused)
+    # A stranger's request for KV, and one that is not even a message.
+    world.sockets[0].send_multipart(nixl_wire.message(nixl_wire.BAD, "nobody"))
+    world.sockets[0].send_multipart([b"x"])
+    world.assert_healthy()
+    assert world.prefill[0].manager.rooms.refused == before, "nobody has read it"
+
+
+def test_a_request_over_mooncake_with_a_secret(with_secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = mooncake_wire.World(monkeypatch)
+    try:
+        request = world.request(7, 26, 8).bootstrap()
+        for rank in (*world.prefill, *world.decode):
+            # Decode would fail the room by this.
+            mooncake_wire.push(rank).send_multipart([b"7", b"%d" % KVPoll.Failed, b"0"])
+            told = rank.manager.server_socket
+            while hasattr(told, "socket"):
+                told = told.socket
+            mooncake_wire.until(lambda told=told: told._told_at > 0, "it has come, and been ignored")
+        request.send()
+        request.finish()
+        request.assert_landed()
+    finally:
+        world.close()
+
+
+# ---- HTTP ----
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[str]:
+    """The address of a bootstrap server of our own."""
+    (port,) = free_ports(1)
+    server = conn.CommonKVBootstrapServer("127.0.0.1", port)
+    nixl_wire.until(lambda: _up(port), "the bootstrap server answers")
+    yield f"http://127.0.0.1:{port}"
+    loop = server._loop
+    loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+    server.close()
+
+
+def _up(port: int) -> bool:
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=1).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+REGISTRATION = {
+    "attn_tp_size": 1,
+    "attn_tp_rank": 0,
+    "attn_cp_size": 1,
+    "attn_cp_rank": 0,
+    "attn_dp_size": 1,
+    "attn_dp_rank": 0,
+    "pp_size": 1,
+    "pp_rank": 0,
+    "system_dp_size": 1,
+    "system_dp_rank": 0,
+    "rank_ip": "127.0.0.1",
+    "rank_port": 5,
+    "page_size": 16,
+    "kv_cache_dtype": "auto",
+    "load_balance_method": "follow_bootstrap_room",
+}
+RANK = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+
+
+def test_a_bootstrap_server_with_a_secret_serves_those_who_have_it(with_secret: Secret, bootstrap: str) -> None:
+    stranger = requests.put(f"{bootstrap}/route", json={**REGISTRATION, "rank_port": 666}, timeout=5)
+    assert stranger.status_code == 401 and VARIABLE in stranger.text
+    signed = conn.requests
+    assert signed.put(f"{bootstrap}/route", json=REGISTRATION, timeout=5).status_code == 200
+    assert signed.get(f"{bootstrap}/route?{RANK}", timeout=5).json()["rank_port"] == 5
+    assert signed.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=5).json()["version"] == 0
+    assert signed.post(f"{bootstrap}/query_dp_ranks", json={"bootstrap_rooms": [1]}, timeout=5).json() == {}
+    # An answer that is an error of aiohttp's own is signed as well.
+    assert signed.get(f"{bootstrap}/nowhere", timeout=5).status_code == 404
+    assert requests.get(f"{bootstrap}/route?{RANK}", timeout=5).status_code == 401
+    assert requests.get(f"{bootstrap}/health", timeout=5).status_code == 200
+
+
+def test_a_request_to_a_bootstrap_server_is_good_once_and_as_it_is(with_secret: Secret, bootstrap: str) -> None:
+    sent = requests.Request("PUT", f"{bootstrap}/route", json=REGISTRATION, auth=authentication._Signed(with_secret))
+    with requests.Session() as session:
+        prepared = session.prepare_request(sent)
+        assert session.send(prepared).status_code == 200
+        prepared.hooks["response"].clear()
+        assert session.send(prepared).status_code == 401
+        other = session.prepare_request(sent)
+        other.hooks["response"].clear()
+        other.body = other.body.replace(b'"rank_port": 5', b'"rank_port": 6')
+        assert session.send(other).status_code == 401
+
+
+def test_an_answer_without_the_secret_is_not_believed(no_secret, bootstrap, monkeypatch, tmp_path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(KEY)
+    monkeypatch.setenv(VARIABLE, str(path))
+    authentication.secret.cache_clear()
+    with pytest.raises(requests.RequestException, match=VARIABLE):
+        conn.requests.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=5)
+
+
+_fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_whatever_is_asked_of_a_bootstrap_server_it_goes_on(bootstrap: str) -> None:
+    """Without a secret everybody is heard; what cannot be meant has no effect."""
+    assert requests.put(f"{bootstrap}/route", json=REGISTRATION, timeout=5).status_code == 200
+    paths = ["/route", f"/route?{RANK}", "/route?prefill_dp_rank=x", "/register_dp_rank", "/query_dp_ranks", "/health"]
+
+    @_fuzz
+    @given(
+        st.sampled_from(["GET", "PUT", "POST", "DELETE", "PATCH", "X"]),
+        st.sampled_from([*paths, DECODE_PREFIX_ROUTE, "/", "/route/../health", "/%00"]),
+        st.binary(max_size=64)
+        | _json.map(lambda value: json.dumps(value).encode())
+        | st.builds(lambda n: b"[" * n, st.integers(1, 5000)),
+    )
+    def throw(method: str, path: str, body: bytes) -> None:
+        reply = requests.request(method, bootstrap + path, data=body, timeout=5)
+        assert reply.status_code in (200, 400, 404, 405, 500)
+
+    throw()
+    assert requests.put(f"{bootstrap}/route", data=b"x" * (4 << 20), timeout=5).status_code in (413, 500)
+    assert requests.get(f"{bootstrap}/route?{RANK}", timeout=5).json()["rank_port"] == 5
+
+
+def test_what_it_costs_is_not_felt() -> None:
+    """A request's message with the page numbers of 16K tokens at page 16: some microseconds at each end."""
+    import timeit
+
+    key = Secret(KEY)
+    parts = [b"1", b"127.0.0.1", b"5555", np.arange(1024, dtype=np.int32).tobytes(), b"1", b"1", b"", b"8", b"0"]
+    tags = iter([key.sign(parts, "x") for _ in range(2001)])
+    signing = timeit.timeit(lambda: key.sign(parts, "x"), number=2000) / 2000
+    verifying = timeit.timeit(lambda: key.verify(parts, "x", next(tags)), number=2000) / 2000
+    assert signing < 1e-3 and verifying < 1e-3, (signing, verifying)
+    print(f"sign {1e6 * signing:.0f} us, verify {1e6 * verifying:.0f} us")
