@@ -9,9 +9,10 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,10 @@ def _takes_prefix(decode_req: engine.DecodeRequest) -> bool:
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
+def _is_aborted(decode_req: engine.DecodeRequest) -> bool:
+    return isinstance(decode_req.req.finished_reason, FINISH_ABORT)
+
+
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
 
@@ -115,6 +120,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._blocked: tuple[str, AdmissionPlan, int, tuple[int, ...]] | None = None
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
+        # Of the requests of the window when the ranks last compared them, a digest of their rooms.
+        self._rooms: tuple[list[Place], int] = ([], 0)
         # Steps in a row in which the TP ranks were not in the same state.
         self._disagreements = 0
         self._steps = 0
@@ -184,10 +191,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._resolve_pending_reqs()
         if self._nothing_new():
             return [], []
-        candidates = self._agree()
-        if candidates is None:
+        agreed = self._agree()
+        if agreed is None:
             return [], []
-        failed = [dr for dr in self.queue if isinstance(dr.req.finished_reason, FINISH_ABORT)]
+        failed = [dr for dr in self.queue if dr.req.finished_reason is not None and _is_aborted(dr)]
         for decode_req in failed:
             self.scheduler.stream_output([decode_req.req], decode_req.req.return_logprob)
         if failed:
@@ -195,7 +202,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             for decode_req in failed:
                 self.line.leave(self._place(decode_req))
         # As in the engine, a retracted request that waits for memory goes before everything else.
-        admitted = [] if self.retracted_queue else self._admit_ready(candidates)
+        admitted = [] if self.retracted_queue else self._admit_ready(*agreed)
         if admitted:
             self._forget(admitted)
         if self._blocked is None:
@@ -249,33 +256,36 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Or the handshake of one that has failed would still be made.
         self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
 
-    def _agree(self) -> list[tuple[engine.DecodeRequest, bool]] | None:
+    def _agree(self) -> tuple[list[engine.DecodeRequest], Iterable[bool]] | None:
         """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.
 
         Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
         skip the step. A request of which their trees hold different prefixes goes without one.
 
-        Returns the requests that may be admitted, in order, and whether each may match; None to skip the step.
+        Returns the requests that may be admitted, in order, and of each whether it may match; None to skip the step.
         """
         window = self.queue[:WINDOW]
         if not window:
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
-            return []
-        places = [self._place(dr) for dr in window]
+            return [], []
+        places = [getattr(dr, "place", None) or self._place(dr) for dr in window]
         polls = [dr.poll() for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
-            return [(window[i], _takes_prefix(window[i])) for i in self._order(window, places)]
+            ready = [window[i] for i in self._order(window, places)]
+            # Asked one by one: most of a long queue stands behind the first that does not fit.
+            return ready, map(_takes_prefix, ready)
 
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
         order = self._order(window, places)
-        late = [i for i in range(len(window)) if not window[i].waiting_for_input]
-        picked = [i for i in order if not places[i].coming][:CANDIDATES]
-        picked += late[: CANDIDATES - len(picked)]
+        picked = list(islice((i for i in order if not places[i].coming), CANDIDATES))
+        late = [i for i, dr in enumerate(window) if not dr.waiting_for_input][: CANDIDATES - len(picked)]
         chosen = set(picked)
+        order = [i for i in order if i in chosen or places[i].coming]
+        picked += late
         told = agree(
             self.gloo_group,
-            self._state(window, [i for i in order if i in chosen or places[i].coming]),
+            self._state(window, places, order),
             [self.line.held(places[i]) for i in picked],
             polls,
             [_takes_prefix(dr) for dr in window],
@@ -286,27 +296,28 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._disagreements = 0
         self._take_polls(window, told.polls)
         same = dict(zip(picked, told.same, strict=True))
-        return [
-            (window[i], told.capable[i] and same.get(i, True))
-            for i in [*order, *late]
-            if (i in chosen or places[i].coming) and window[i].waiting_for_input
-        ]
+        going = [i for i in (*order, *late) if window[i].waiting_for_input]
+        return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going]
 
     def _order(self, window: list[engine.DecodeRequest], places: list[Place]) -> list[int]:
         """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
         ready = [i for i, dr in enumerate(window) if dr.waiting_for_input]
-        line, now = self.line, time.monotonic()
+        line = self.line
         following = False
-        for i in ready:
-            try:
-                following = bool(_takes_prefix(window[i]) and line.look(places[i], now)) or following
-            except Exception as e:
-                window[i].lose(e)
+        if line.may_follow:
+            now = time.monotonic()
+            for i in ready:
+                try:
+                    following = bool(_takes_prefix(window[i]) and line.look(places[i], now)) or following
+                except Exception as e:
+                    window[i].lose(e)
+        else:
+            line.stop_following(places)
         if len(ready) < 2:
             return ready
         # The same requests and the same tree: the same order. Who follows may lose patience.
         tree = self.radix
-        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, [p.arrival for p in places])
+        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, places)
         if following or self._ordered is None or self._ordered[0] != asked_in:
             candidates = [self._candidate(window[i], places[i]) for i in ready]
             order = [ready[n] for n in admission_order(candidates, line.max_overtaken)]
@@ -320,13 +331,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             decode_req.lose(e)
             return Candidate(place.arrival, place.priority, 0, 0, 0, 0, place.overtaken)
 
-    def _state(self, window: list[engine.DecodeRequest], order: list[int]) -> list[int]:
+    def _state(self, window: list[engine.DecodeRequest], places: list[Place], order: list[int]) -> list[int]:
         """The figures that must be the same on all ranks for them to decide alike."""
-        rooms = ",".join(str(dr.req.bootstrap_room) for dr in window)
-        line = ",".join(f"{i}/{self._place(window[i]).coming}" for i in order)
+        if self._rooms[0] != places:
+            self._rooms = places, zlib.crc32(",".join(str(dr.req.bootstrap_room) for dr in window).encode())
+        line = ",".join(f"{i}/{places[i].coming}" for i in order)
         return [
             len(self.queue),
-            zlib.crc32(rooms.encode()),
+            self._rooms[1],
             self.token_to_kv_pool_allocator.available_size(),
             self.radix.evictable_size(),
             len(self.retracted_queue),
@@ -335,10 +347,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         ]
 
     def _take_polls(self, window: list[engine.DecodeRequest], polls: list[int]) -> None:
+        waiting = KVPoll.WaitingForInput
         for decode_req, poll in zip(window, polls, strict=True):
+            if poll == waiting and decode_req.waiting_for_input:
+                continue
             if poll == KVPoll.Failed:
                 self._fail_handshake(decode_req)
-            elif poll == KVPoll.WaitingForInput and not decode_req.waiting_for_input:
+            elif poll == waiting:
                 n = decode_req.req.sampling_params.n
                 if n > 1:
                     # Its samples would be requests of one room. Refused only now that its prefill can be told, which
@@ -349,7 +364,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     continue
                 decode_req.waiting_for_input = True
                 decode_req.req.time_stats.set_bootstrap_done_time()
-            elif poll not in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
+            elif poll != KVPoll.Bootstrapping:
                 decode_req.lose("prefill says that it has sent what it has not been asked for")
 
     def _on_disagreement(self, low: list[int], high: list[int]) -> None:
@@ -390,23 +405,24 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     # ---- admission ----
 
-    def _admit_ready(self, candidates: list[tuple[engine.DecodeRequest, bool]]) -> list[engine.DecodeRequest]:
-        """Admit requests in the order given, until one does not fit. Each comes with whether it may match."""
+    def _admit_ready(
+        self, candidates: list[engine.DecodeRequest], matching: Iterable[bool]
+    ) -> list[engine.DecodeRequest]:
+        """Admit requests in the order given, until one does not fit. matching: of each, whether it may match."""
         line, now = self.line, time.monotonic()
         admitted: list[engine.DecodeRequest] = []
-        waiting = [
-            dr for dr, _ in candidates if dr.error is None and not isinstance(dr.req.finished_reason, FINISH_ABORT)
-        ]
-        # Requests that may still go out of their turn in this step; and those that wait, whose turn it is last.
-        slack = line.slack([dr.place for dr in waiting if not dr.place.coming])
-        in_turn = sorted((dr.place for dr in waiting), key=lambda place: (-place.priority, -place.arrival))
+        # Found out for the first that fits. Of those that could be admitted: their places; how many may still go out of
+        # their turn in this step; and the places again, whose turn it is last.
+        waiting: list[Place] | None = None
+        in_turn: list[Place] = []
+        slack = 0
         # Kept for those that wait for a transfer of others and will then go first.
         promised = 0
         retractable: int | None = None
         reserve: int | None = None
         was_blocked = self._blocked
         self._blocked = None
-        for decode_req, may_match in candidates:
+        for decode_req, may_match in zip(candidates, matching, strict=True):
             req, place = decode_req.req, decode_req.place
             if isinstance(req.finished_reason, FINISH_ABORT) or decode_req.error is not None:
                 continue
@@ -421,9 +437,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if coming:
                 promised += max(0, plan.soon - coming)
                 continue
-            # Who waits for a transfer is not passed by; this request itself stays.
-            while in_turn[-1].coming or in_turn[-1].admitted_at:
-                in_turn.pop()
             if self.req_to_token_pool.available_size() <= 0:
                 break
             if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
@@ -436,6 +449,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     self.counters.blocked()
                 self._block(req, plan, promised)
                 break
+            if waiting is None:
+                waiting = [dr.place for dr in candidates if dr.error is None and not _is_aborted(dr)]
+                slack = line.slack([other for other in waiting if not other.coming])
+                in_turn = sorted(waiting, key=lambda other: (-other.priority, -other.arrival))
+            # Who waits for a transfer is not passed by; this request itself stays.
+            while in_turn[-1].coming or in_turn[-1].admitted_at:
+                in_turn.pop()
             if place is not in_turn[-1]:
                 if slack <= 0:
                     break
@@ -457,8 +477,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
         if admitted:
-            gone = {id(dr) for dr in admitted}
-            left = [dr.place for dr in waiting if id(dr) not in gone and not dr.place.coming]
+            left = [place for place in waiting or [] if not place.admitted_at and not place.coming]
             self.counters.overtaken(line.passed_by(left, [dr.place for dr in admitted]))
         return admitted
 

@@ -183,6 +183,17 @@ class Line:
             self.tree.watches.remove(place.watch)
             place.watch = None
 
+    @property
+    def may_follow(self) -> bool:
+        """Whether there is a transfer under way that somebody could wait for."""
+        return self.follow and self.tree.watches.on_the_way > 0
+
+    def stop_following(self, places: Sequence[Place]) -> None:
+        """What `look` does with each of ``places`` while nobody may follow."""
+        for place in places:
+            if place.leader is not None:
+                place.leader, place.coming = None, 0
+
     def look(self, place: Place, now: float) -> int:
         """Whether ``place`` is to wait for a transfer under way: for how many tokens; 0 if it is not."""
         found = self._leader(place)
@@ -212,7 +223,7 @@ class Line:
         return self.look(place, now)
 
     def _leader(self, place: Place) -> tuple[Watch, int] | None:
-        if not self.follow or place.watch is None or not self.tree.watches.on_the_way:
+        if place.watch is None or not self.may_follow:
             return None
         found = self.tree.watches.leader(place.watch)
         if found is None or not pays_to_follow(found[1], found[0].owner.lacked):

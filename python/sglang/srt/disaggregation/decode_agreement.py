@@ -30,14 +30,14 @@ _STATE = SHARED_FIGURES + 2 * CANDIDATES
 class Agreement:
     """What all ranks know after the collective.
 
-    low, high: the least and greatest of each shared figure. polls, capable: of each request of the window, by MIN.
-    same: for each candidate, whether all ranks' trees hold the same of it.
+    low, high: the least and greatest of each shared figure. polls, capable (0 or 1): of each request of the window, by
+    MIN. same: for each candidate, whether all ranks' trees hold the same of it.
     """
 
     low: list[int]
     high: list[int]
     polls: list[int]
-    capable: list[bool]
+    capable: list[int]
     same: list[bool]
 
     @property
@@ -61,7 +61,7 @@ def agree(
     state = [*shared, *(figure for two in held for figure in two)]
     state += [0] * (_STATE - len(state))
     pad = [0] * (WINDOW - len(polls))
-    mine = [*state, *(-figure for figure in state), *polls, *pad, *map(int, capable), *pad]
+    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     agreed = reduced.tolist()
@@ -71,6 +71,6 @@ def agree(
         low=low[:SHARED_FIGURES],
         high=high[:SHARED_FIGURES],
         polls=agreed[first : first + len(polls)],
-        capable=[bool(flag) for flag in agreed[first + WINDOW : first + WINDOW + len(polls)]],
+        capable=agreed[first + WINDOW : first + WINDOW + len(polls)],
         same=[low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)],
     )

@@ -164,20 +164,23 @@ class DecodeRadixCache(RadixCache):
 
         ``node`` ends where these tokens end. Nothing is touched; cost: one comparison per token, at C speed.
         """
-        page = self.page_size
+        page, child_key = self.page_size, self.get_child_key_fn
         end = len(token_ids) // page * page
+        following = RadixKey([], extra_key)
         while length < end:
-            child = node.children.get(self.get_child_key_fn(RadixKey(token_ids[length : length + page], extra_key)))
+            following.token_ids = token_ids[length : length + page]
+            child = node.children.get(child_key(following))
             if child is None:
                 return
             held = child.key.token_ids
-            wanted = token_ids[length : min(length + len(held), end)]
-            span = len(held) if held == wanted else self.common_length(held, wanted)
-            yield child, span
-            if span < len(held):
+            stop = length + len(held)
+            wanted = token_ids[length : stop if stop < end else end]
+            if held != wanted:
+                # It ends within the node.
+                yield child, self.common_length(held, wanted)
                 return
-            length += span
-            node = child
+            yield child, stop - length
+            length, node = stop, child
 
     def common_length(self, a: Sequence[int], b: Sequence[int], known: int = 0) -> int:
         """Tokens, whole pages, that ``a`` and ``b`` share from their start; the first ``known`` are known to be equal.
