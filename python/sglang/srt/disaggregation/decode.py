@@ -38,6 +38,8 @@ __all__ = ["DecodePreallocQueue", "DecodeRequest", "DecodeTransferQueue"]
 
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
+# Tokens of its answer, at most, for which a request must find room.
+MOST_NEW_TOKENS = engine.CLIP_MAX_NEW_TOKEN
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 # Steps of a blocked queue between two looks for aborted requests in it.
@@ -428,7 +430,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 continue
             try:
                 may_match = may_match and self.radix.takes(req)
-                coming = place.coming = line.look_again(place, now) if may_match else 0
+                coming = place.coming = line.look_again(place, now) if may_match and line.may_follow else 0
                 plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
             except Exception as e:
                 # On all ranks: they ask the same of the same tree.
@@ -444,7 +446,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if reserve is None:
                 retractable = self._retractable_tokens()
                 reserve = self._reserve(retractable, count_retracted=True)
-            if plan.needed(retractable) > self._free_or_evictable() - reserve - promised:
+            available = self.token_to_kv_pool_allocator.available_size()
+            if plan.needed(retractable) > available + self.radix.evictable_size() - reserve - promised:
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
                 self._block(req, plan, promised)
@@ -460,7 +463,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 if slack <= 0:
                     break
                 slack -= 1
-            evicted = plan.delta > self.token_to_kv_pool_allocator.available_size()
             if place.following_since is not None:
                 self.counters.followed(plan.found.length - place.held_alone, place.waited_s)
             # Whatever comes of it on this rank, on all of them others may follow it from now on.
@@ -473,7 +475,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 decode_req.lose(e)
             reserve += self.num_reserved_decode_tokens
             admitted.append(decode_req)
-            if evicted and self.num_ranks > 1:
+            if plan.delta > available and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
         if admitted:
@@ -533,18 +535,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _plan(self, req: Req, token_ids: list[int], found: PrefixPeek) -> AdmissionPlan:
         """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
-        page, num_tokens = self.token_to_kv_pool_allocator.page_size, len(token_ids)
+        page, prefix_len, num_tokens = self.token_to_kv_pool_allocator.page_size, found.length, len(token_ids)
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-
-        def beyond_prefix(tokens: int) -> int:
-            # Rounded up once, over the whole sequence: a request that just fits the pool must not wait for ever.
-            return pages(tokens, page) * page - found.length
-
+        # Rounded up once, over the whole sequence: a request that just fits the pool must not wait for ever.
         return AdmissionPlan(
             found=found,
-            delta=beyond_prefix(num_tokens),
-            soon=beyond_prefix(num_tokens + min(left, self.num_reserved_decode_tokens)),
-            at_length=beyond_prefix(num_tokens + min(left, engine.CLIP_MAX_NEW_TOKEN)),
+            delta=pages(num_tokens, page) * page - prefix_len,
+            soon=pages(num_tokens + min(left, self.num_reserved_decode_tokens), page) * page - prefix_len,
+            at_length=pages(num_tokens + min(left, MOST_NEW_TOKENS), page) * page - prefix_len,
         )
 
     def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> None:

@@ -7,9 +7,8 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,8 +83,7 @@ def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class AdmissionPlan:
+class AdmissionPlan(NamedTuple):
     """What admitting one request takes. All figures are tokens.
 
     found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
