@@ -3,12 +3,15 @@
 Decode's queues, tree, pool and allocator are the real ones; prefill, links, decode steps and clients are models on a
 simulated clock (``sim/times.py`` has their constants and where these come from). Slots of the pool are numbers only.
 
-    python benchmark/simulate.py                                       # all workloads and modes
+    python benchmark/simulate.py                                       # published, g and h in all modes
+    python benchmark/simulate.py --workload trace4 --trace FILE
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
-order of arrival, ``new`` the defaults. ``--set`` changes a size of a workload (``h.pool=``), a constant of time
-(``times.step=``) or an argument of the decode server (``args.NAME=``).
+order of arrival, ``new`` the defaults. ``share`` is not to be had: as ``new``, but followers share the pages of their
+leader while these are written (``sim/share.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of
+time (``times.step=``) or an argument of the decode server (``args.NAME=``). ``trace``, ``trace4`` and ``trace16`` are a
+recorded trace on so many decode workers and need ``--trace FILE``.
 
 With ``published`` in modes off and today: exits with 1 unless on / off in requests/s is within 15% of the 1.32 that was
 measured there.
@@ -30,7 +33,7 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
-from sim.workload import KINDS, fields_of  # noqa: E402
+from sim.kinds import KINDS, fields_of  # noqa: E402
 
 ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
 # What each mode asks of the decode server.
@@ -38,6 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "off": {ADMISSION: "prefix", OVERTAKEN: 32},
     "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
     "new": {ADMISSION: "prefix", OVERTAKEN: 32},
+    "share": {ADMISSION: "prefix", OVERTAKEN: 32},
 }
 MEASURED, TOLERANCE = 1.32, 0.15
 
@@ -62,7 +66,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any
             raise ValueError(f"--set times.{field}: there is no such constant")
         setattr(workload.times, field, type(getattr(workload.times, field))(value))
     began = time.process_time()
-    figures = Deployment(workload, mode == "off", options).run()
+    figures = Deployment(workload, mode == "off", options, share=mode == "share").run()
     return {"workload": key, "mode": mode, **figures, "cpu_seconds": time.process_time() - began}
 
 
@@ -113,11 +117,14 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Simulate, print the tables, return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--workload", default=",".join(KINDS), metavar="KEY,...", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--workload", default="published,g,h", metavar="KEY,...", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--modes", default=",".join(MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
+    parser.add_argument("--trace", metavar="FILE", help="Mooncake-format trace for the workloads of that name")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
+    if args.trace:
+        args.settings = [f"{key}.file={args.trace}" for key in KINDS if key.startswith("trace")] + args.settings
     keys, modes = args.workload.split(","), args.modes.split(",")
     for asked, known in ((keys, KINDS), (modes, MODES)):
         if unknown := set(asked) - set(known):

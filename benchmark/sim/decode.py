@@ -91,10 +91,12 @@ class SimulatedQueue(Queue):
     """The real queue; its receivers are those of the simulation."""
 
     worker: SimulatedDecode
+    receiver_type = Receiver
 
     def _create_receiver_and_enqueue(self, req: Req) -> DecodeRequest:
         record = self.worker.records[req.rid]
-        decode_req = DecodeRequest(req, Receiver(self.worker, req, record, self.worker.prefill_of(record.request)))
+        prefill = self.worker.prefill_of(record.request)
+        decode_req = DecodeRequest(req, self.receiver_type(self.worker, req, record, prefill))
         self.queue.append(decode_req)
         return decode_req
 
@@ -111,6 +113,7 @@ class SimulatedDecode(DecodeWorker):
         workload: Workload,
         off: bool,
         options: Mapping[str, Any],
+        queue_type: type[SimulatedQueue] = SimulatedQueue,
         *,
         longest: int,
         prefill_of: Callable[[Request], Prefill],
@@ -128,7 +131,7 @@ class SimulatedDecode(DecodeWorker):
             max_reqs=workload.max_running,
             max_len=-(-longest // workload.scale) + workload.page,
             reserved=-(-workload.reserve // workload.scale),
-            queue_type=SimulatedQueue,
+            queue_type=queue_type,
             tree_type=ChunkCache if off else DecodeRadixCache,
             options=options,
         )
@@ -138,6 +141,8 @@ class SimulatedDecode(DecodeWorker):
         self.allocator.load_cpu_copy = lambda kv_cache_cpu, indices: None
         self.allocator.get_kvcache().cpu_offloading_chunk_size = 1
         self.links: dict[str, Link] = {}
+        # By slot, who brings what others may share meanwhile; see `share.py`.
+        self.landing: dict[int, Any] = {}
         self.records: dict[str, Record] = {}
         self.gauges = Gauges()
         self._ids = itertools.count(1)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from sim.decode import UNIQUE, SimulatedDecode
+from sim.decode import UNIQUE, SimulatedDecode, SimulatedQueue
 from sim.events import Clock
 from sim.figures import Least, Record, summary
 from sim.prefill import Link, Prefill
-from sim.workload import Request, Workload
+from sim.share import SharingQueue
+from sim.workload import SPAN, Request, Workload
 
 # A run in which nothing was finished for so many simulated seconds is stuck.
 PATIENCE = 3600.0
@@ -20,13 +21,17 @@ PATIENCE = 3600.0
 IMBALANCE = 32
 # The part of a prompt that must have gone to a worker before to send it there again.
 AFFINITY = 0.5
+# The same of sglang-router's `cache_aware` policy, its defaults: the part, and by how many requests, and how many times
+# as many, the busiest worker has more than the idlest when it turns to the idlest whatever the prompt.
+CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5
 
 
 class Router:
-    """Which of ``workers`` a request goes to, by ``policy``: ``round_robin`` or ``affine``.
+    """Which of ``workers`` a request goes to, by ``policy``: ``round_robin``, ``affine`` or ``cache_aware``.
 
     Affine: where most of its prompt has gone before, if that is half of it and the worker is not overloaded; else to
-    the worker with the fewest requests.
+    the worker with the fewest requests. Cache-aware, with sglang-router's defaults: the same from 0.3 of the prompt on,
+    as long as the workers' loads are balanced.
     """
 
     def __init__(self, policy: str, workers: int):
@@ -42,7 +47,13 @@ class Router:
             return (self._turn - 1) % self.workers
         chosen = min(range(self.workers), key=lambda w: loads[w])
         tokens, best = max((self._known(request, w), -w) for w in range(self.workers))
-        if tokens >= AFFINITY * request.length and loads[-best] - loads[chosen] <= IMBALANCE:
+        if self.policy == "affine":
+            known = tokens >= AFFINITY * request.length and loads[-best] - loads[chosen] <= IMBALANCE
+        else:
+            low, high = loads[chosen], max(loads)
+            balanced = high - low <= BALANCE_ABS or high <= BALANCE_REL * low
+            known = tokens > CACHE_THRESHOLD * request.length and balanced
+        if known:
             chosen = -best
         self._seen[chosen].update(key for key, _ in request.blocks)
         return chosen
@@ -56,14 +67,24 @@ class Router:
         return tokens
 
 
-class Deployment:
-    """One run of a workload. off: without the cache. options: arguments of the decode server."""
+def turns(request: Request | None) -> Iterator[Request]:
+    """A request and what its client asks after it."""
+    while request is not None:
+        yield request
+        request = request.then
 
-    def __init__(self, workload: Workload, off: bool, options: Mapping[str, Any]):
+
+class Deployment:
+    """One run of a workload. off: without the cache. options: arguments of the decode server.
+
+    share: followers share their leader's pages and do not wait for its commit; see ``share.py``.
+    """
+
+    def __init__(self, workload: Workload, off: bool, options: Mapping[str, Any], share: bool = False):
         self.workload = workload
         self.clock = Clock()
         times = workload.times
-        longest = max(r.length + r.answer for rnd in workload.rounds for r in rnd)
+        longest = max(r.length + r.answer for rnd in workload.rounds for first in rnd for r in turns(first))
         self.prefills = [Prefill(self.clock, times, f"prefill{i}") for i in range(workload.prefills)]
         self.router = Router(workload.router, workload.decodes)
         self.prefill_router = Router(workload.prefill_router, workload.prefills)
@@ -75,6 +96,7 @@ class Deployment:
                 workload,
                 off,
                 options,
+                SharingQueue if share else SimulatedQueue,
                 longest=longest,
                 prefill_of=lambda request: self.prefills[self.prefill_for[id(request)]],
                 asked=self._asked,
@@ -111,7 +133,7 @@ class Deployment:
         asked = next(self._rounds, None)
         if asked is None:
             return
-        self._open = len(asked)
+        self._open = sum(1 for first in asked for _ in turns(first))
         if self.began is None and asked[0].measured:
             self.began = self.clock.now
         if self.workload.concurrency is None:
@@ -139,7 +161,13 @@ class Deployment:
         self.prefill_loads[self.prefill_for.pop(id(record.request))] -= 1
         self._open -= 1
         self._last_end = self.clock.now
-        if self._queue:
+        request = record.request
+        if request.answer_key:
+            answer = range(request.answer_key * SPAN, request.answer_key * SPAN + request.answer // self.workload.scale)
+            self.least.keeper.answered(request.slots(self.workload.scale, UNIQUE), answer)
+        if request.then is not None:
+            self.clock.after(self.workload.think, functools.partial(self._send, request.then))
+        elif self._queue:
             self._send(self._queue.popleft())
         elif not self._open:
             self._next_round()

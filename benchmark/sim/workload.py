@@ -7,7 +7,6 @@ simulated pool is 1.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -22,7 +21,8 @@ SPAN = 1 << 20
 class Request:
     """blocks: (key, tokens) of each block of the prompt. answer: tokens. arrival: seconds; None: as clients get free.
 
-    measured: whether it counts.
+    measured: whether it counts. answer_key: the answer as a block of later prompts; 0 if no prompt has it. then: what
+    the client asks when it has the answer.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -31,6 +31,7 @@ class Request:
     arrival: float | None = None
     measured: bool = True
     answer_key: int = 0
+    then: Request | None = None
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +53,7 @@ class Workload:
 
     concurrency: clients, each of which asks when it has its answer; None: by the times of arrival.
     pool: slots x scale, in tokens, of each decode worker. reserve: tokens kept for each running request's answer.
+    think: seconds from an answer to what its client asks then.
     """
 
     title: str
@@ -67,6 +69,7 @@ class Workload:
     max_running: int = 256
     router: str = "round_robin"
     prefill_router: str = "affine"
+    think: float = 0.0
 
 
 @dataclass
@@ -162,11 +165,3 @@ class Published:
             self.prefills,
             self.decodes,
         )
-
-
-KINDS: dict[str, type[Published | Churn]] = {"published": Published, "g": Churn, "h": Crowd}
-
-
-def fields_of(sizes: object) -> dict[str, type]:
-    """The options of a kind of workload and their types."""
-    return {f.name: type(getattr(sizes, f.name)) for f in dataclasses.fields(sizes)}  # type: ignore[arg-type]

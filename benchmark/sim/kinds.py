@@ -1,0 +1,26 @@
+"""The workloads by their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from sim.scale import Many, Trace
+from sim.workload import Churn, Crowd, Published
+
+Sizes = Published | Churn | Trace | Many
+KINDS: dict[str, Callable[[], Sizes]] = {
+    "published": Published,
+    "g": Churn,
+    "h": Crowd,
+    "trace": Trace,
+    "trace4": functools.partial(Trace, decodes=4),
+    "trace16": functools.partial(Trace, decodes=16),
+    "many": Many,
+}
+
+
+def fields_of(sizes: Sizes) -> dict[str, type]:
+    """The options of a kind of workload and their types."""
+    return {f.name: type(getattr(sizes, f.name)) for f in dataclasses.fields(sizes)}
