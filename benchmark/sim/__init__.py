@@ -1,7 +1,8 @@
 """A discrete-event simulation of a PD deployment around the real decode worker; see ``simulate.py``.
 
-``times``: how long things take. ``workload``, ``scale`` and ``kinds``: what is asked. ``events``: the clock. ``prefill``:
-prefill workers and links, which are models. ``decode``: the decode worker, whose queues, tree, pool and allocator are the
-real ones. ``share``: what decode could do instead. ``deployment``: all of them together, with routers and clients.
+``times``: how long things take. ``workload``, ``scale`` and ``kinds``: what is asked. ``events``: the clock.
+``prefill``: prefill workers and links, which are models. ``decode``: the decode worker, whose queues, tree, pool and
+allocator are the real ones. ``share``: what decode could do instead. ``deployment``: all of them together, with routers
+and clients.
 ``figures``: what came of it.
 """

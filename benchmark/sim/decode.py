@@ -215,8 +215,8 @@ class SimulatedDecode(DecodeWorker):
         self.gauges.take(self)
         if self.running:
             records = [self.records[r.rid] for r in self.running]
-            tokens = sum(r.request.length + r.tokens for r in records)
-            left = min(r.request.answer - r.tokens for r in records)
+            tokens = sum([r.request.length + r.tokens for r in records])
+            left = min([r.request.answer - r.tokens for r in records])
             self._began = self.clock.now
             self._step = self.times.decode_step(len(records), tokens)
             self._stride(min(left, self.times.stride))
@@ -271,31 +271,32 @@ class SimulatedDecode(DecodeWorker):
         """Slots for the next tokens of all running requests; who has the fewest goes when there are none left."""
         page = self.page_size
         while True:
-            grown = [self._slots(r, r.tokens + steps) for r in (self.records[q.rid] for q in self.running)]
-            more = [
-                pages(end, page) - pages(req.kv_allocated_len, page)
-                for req, end in zip(self.running, grown, strict=True)
+            records = [self.records[req.rid] for req in self.running]
+            # Who needs another slot, of which most stand for many tokens, and how many it will have then.
+            growing = [
+                (req, end)
+                for req, record in zip(self.running, records, strict=True)
+                if (end := self._slots(record, record.tokens + steps)) != req.kv_allocated_len
             ]
+            more = [pages(end, page) - pages(req.kv_allocated_len, page) for req, end in growing]
             need = sum(more) * page
             evict_from_tree_cache(self.tree, need)
             if self.allocator.available_size() >= need:
                 break
             self._retract(min(self.running, key=lambda r: (len(r.output_ids), -len(r.origin_input_ids))))
-        if need:
-            slots = alloc_token_slots(self.tree, need).to(torch.int32)
-            taken = 0
-            for req, num_pages in zip(self.running, more, strict=True):
-                if num_pages:
-                    start, new = pages(req.kv_allocated_len, page) * page, num_pages * page
-                    self.pool.write((req.req_pool_idx, slice(start, start + new)), slots[taken : taken + new])
-                    taken += new
-        for req, end in zip(self.running, grown, strict=True):
-            record = self.records[req.rid]
-            record.tokens += steps
+        slots = alloc_token_slots(self.tree, need).to(torch.int32) if need else None
+        taken = 0
+        for (req, end), num_pages in zip(growing, more, strict=True):
+            if num_pages and slots is not None:
+                start, new = pages(req.kv_allocated_len, page) * page, num_pages * page
+                self.pool.write((req.req_pool_idx, slice(start, start + new)), slots[taken : taken + new])
+                taken += new
             req.kv_committed_len = req.kv_allocated_len = end
             answered = end - len(req.origin_input_ids) + 1
-            first = record.request.answer_key * SPAN
+            first = self.records[req.rid].request.answer_key * SPAN
             req.output_ids.extend(range(first + len(req.output_ids), first + answered))
+        for record in records:
+            record.tokens += steps
 
     def _retract(self, req: Req) -> None:
         """As the engine retracts a request: its KV goes to host memory, which here takes no time."""

@@ -119,7 +119,7 @@ class Deployment:
     def run(self) -> dict[str, Any]:
         """Let everything happen; returns the figures."""
         # One rank has nothing to reduce, and this is most of what it would take.
-        with self.clock.in_place(), mock.patch("torch.distributed.all_reduce"):
+        with self.clock.in_place(), mock.patch("torch.distributed.all_reduce", lambda *_, **__: None):
             self._next_round()
             while self._open and self.clock.run_next():
                 if self.clock.now - self._last_end > PATIENCE:
@@ -164,7 +164,7 @@ class Deployment:
         request = record.request
         if request.answer_key:
             answer = range(request.answer_key * SPAN, request.answer_key * SPAN + request.answer // self.workload.scale)
-            self.least.keeper.answered(request.slots(self.workload.scale, UNIQUE), answer)
+            self.least.answered(request.slots(self.workload.scale, UNIQUE), answer)
         if request.then is not None:
             self.clock.after(self.workload.think, functools.partial(self._send, request.then))
         elif self._queue:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bench.least import Keeper, PageIndex
 from bench.stats import percentile
 
 from sim.workload import Request
 
 if TYPE_CHECKING:
     from sim.decode import SimulatedDecode
+
+# Points that are kept of what a worker held over time.
+SERIES = 200
 
 
 @dataclass(eq=False)
@@ -73,20 +75,33 @@ class Gauges:
 
 
 class Least:
-    """Slots that had to be sent at least: what one worker that forgets nothing would have lacked."""
+    """Pages that had to be sent at least: what one worker that forgets nothing would have lacked.
+
+    As ``bench/least.py`` counts them. Here a slot's number stands for all before it too, and so the last of a page for
+    the page.
+    """
 
     def __init__(self, page: int):
-        self.keeper = Keeper(PageIndex(page))
-        self.pages = 0
+        self.page = page
+        self._held: set[int] = set()
 
     def asked(self, prompt: Sequence[int]) -> int:
-        lacking = self.keeper.send(prompt)
-        self.pages += lacking
+        """Pages of ``prompt`` (slots) that it lacks; it has the full ones from here on."""
+        full = prompt[self.page - 1 :: self.page]
+        lacking = len(full) - len(self._held.intersection(full)) + (len(prompt) % self.page > 0)
+        self._held.update(full)
         return lacking
+
+    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """It has the slots of ``answer`` to ``prompt``, but for the last, whose last token has no KV."""
+        self._held.update([*prompt, *answer[:-1]][self.page - 1 :: self.page])
 
 
 def summary(records: Sequence[Record], least_pages: int, began: float, gauges: Sequence[Gauges]) -> dict[str, Any]:
-    """The figures of the measured requests. least_pages: pages that had to be sent for them."""
+    """The figures of the measured requests. least_pages: pages that had to be sent for them.
+
+    Means and peaks of what is running, in transfer, queued and held are those of one decode worker.
+    """
     done = [r for r in records if r.request.measured]
     assert done and all(r.done is not None for r in done)
     end = max(r.done or 0.0 for r in done)
@@ -94,6 +109,8 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
     itls = [r.itl for r in done if r.request.answer > 1]
     span = end - began
     sent = sum(r.sent_pages for r in done)
+    # Workers x seconds.
+    looked = sum(g._at for g in gauges)
     return {
         "requests": len(done),
         "seconds": span,
@@ -108,10 +125,12 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "sent_over_least": sent / least_pages,
         "hit": sum(r.prefix_len for r in done) / sum(r.request.length for r in done),
         "peak_running": max(g.peak_running for g in gauges),
-        "mean_running": sum(g.running_time for g in gauges) / max(g._at for g in gauges),
-        "mean_moving": sum(g.moving_time for g in gauges) / max(g._at for g in gauges),
+        "mean_running": sum(g.running_time for g in gauges) / looked,
+        "mean_moving": sum(g.moving_time for g in gauges) / looked,
         "peak_held": max(g.peak_held for g in gauges),
-        "mean_held": sum(g.held_time for g in gauges) / max(g._at for g in gauges),
+        "mean_held": sum(g.held_time for g in gauges) / looked,
         "retracted": sum(g.retracted for g in gauges),
         "peak_queued": max(g.peak_queued for g in gauges),
+        # Of the first worker: seconds, running, in transfer, queued, tokens held.
+        "series": gauges[0].series[:: len(gauges[0].series) // SERIES + 1],
     }

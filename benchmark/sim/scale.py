@@ -23,14 +23,13 @@ class Trace:
     ``output_length`` (tokens) and ``hash_ids``, one for each block of 512 tokens and all before it.
 
     Requests come at their time, ``speed`` x ``decodes`` times as fast as recorded; pool and prefill workers are per
-    decode worker. Model and hardware are those of ``times.published``. The default speed asks for somewhat more than a
-    worker without the cache can serve. limit: only so many requests; 0: all.
+    decode worker. Model and hardware are those of ``times.published``. limit: only so many requests; 0: all.
     """
 
     file: str = ""
     decodes: int = 1
-    prefills: int = 8
-    speed: float = 1.8
+    prefills: int = 12
+    speed: float = 1.25
     pool: int = 2_060_032
     reserve: int = 512
     router: str = "cache_aware"
