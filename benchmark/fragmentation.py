@@ -6,7 +6,9 @@ allocator of a prefill worker through thousands of requests of growing conversat
 prints, as Markdown, the pages per run of the deltas: until the first eviction, and in windows from there to the end. No
 network and no model; what a request's KV is does not matter here, only where it is.
 
-    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order | --stock PART]
+    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order | --stock PART] [--pool TOKENS]
+
+With a small ``--pool`` for decode, requests queue for memory; the default has room for all of them.
 
 "Runs on decode" are those of decode's pages alone; "runs on both" is what one layer's K takes in descriptors, since the
 pages of prefill, which has the engine's allocator, must be contiguous too. "us" is the thread's CPU time of the step
@@ -192,14 +194,14 @@ class DrivenDecode(DecodeWorker):
 class Decode(DrivenDecode):
     """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is the part to keep free."""
 
-    def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK):
+    def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK, pool: int = POOL):
         super().__init__(
-            POOL,
+            pool,
             page,
             max_reqs=2 * RUNNING,
             max_len=32_768,
             reserved=512,
-            stock=0 if engine_order else int(stock * POOL) // page * page,
+            stock=0 if engine_order else int(stock * pool) // page * page,
             tree_type=Tree,
         )
         if engine_order:
@@ -232,12 +234,18 @@ class Window:
 
 
 def run(
-    page: int, requests: int, size: int, engine_order: bool = False, stock: float = DEFAULT_STOCK, seed: int = 0
+    page: int,
+    requests: int,
+    size: int,
+    engine_order: bool = False,
+    stock: float = DEFAULT_STOCK,
+    pool: int = POOL,
+    seed: int = 0,
 ) -> Iterator[Window]:
     """Serve ``requests`` requests; yields a window up to the first eviction, then one for every ``size`` requests."""
     rng = random.Random(seed)
     system_prompts = [[rng.randrange(1000, 151_000) for _ in range(512)] for _ in range(SYSTEM_PROMPTS)]
-    prefill, decode = Prefill(page), Decode(page, engine_order, stock)
+    prefill, decode = Prefill(page), Decode(page, engine_order, stock, pool)
     idle = [Conversation(rng, system_prompts) for _ in range(CONVERSATIONS)]
     talking: dict[str, tuple[Conversation, np.ndarray, list[int]]] = {}
     ends: dict[str, int] = {}
@@ -307,15 +315,16 @@ def main() -> int:
         metavar="PART",
         help=f"part to keep free (default: {DEFAULT_STOCK})",
     )
+    parser.add_argument("--pool", type=int, default=POOL, metavar="TOKENS", help=f"decode's pool (default: {POOL})")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for page in args.page:
-        print(f"\nPages of {page} tokens, pool of {POOL:,} tokens\n")
+        print(f"\nPages of {page} tokens, pool of {args.pool:,} tokens\n")
         print("| requests | pages | hit | runs on decode | pages per run | / first ", end="")
         print("| runs on both | pages per run | / first | us |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         first = None
-        for window in run(page, args.requests, max(1, args.requests // 10), args.engine_order, args.stock):
+        for window in run(page, args.requests, max(1, args.requests // 10), args.engine_order, args.stock, args.pool):
             first = first or window
             print(window.row(first), flush=True)
     return 0

@@ -4,7 +4,8 @@ Decode's queues, tree, pool and allocator are the real ones; prefill, links, dec
 simulated clock (``sim/times.py`` has their constants and where these come from). Slots of the pool are numbers only.
 
     python benchmark/simulate.py                                       # published, g and h in all modes
-    python benchmark/simulate.py --workload trace4 --trace FILE
+    python benchmark/simulate.py --workload trace4 --trace FILE --json trace4.json
+    python benchmark/simulate.py --workload "" --add trace4.json --plot DIR      # tables and charts of earlier runs
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
@@ -26,6 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # Before the engine is imported, which warns of what a CPU host lacks.
@@ -34,6 +36,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
 from sim.kinds import KINDS, fields_of  # noqa: E402
+from sim.plot import charts  # noqa: E402
 
 ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
 # What each mode asks of the decode server.
@@ -122,16 +125,19 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
     parser.add_argument("--trace", metavar="FILE", help="Mooncake-format trace for the workloads of that name")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", metavar="DIR", type=Path, help="write charts there, as SVG")
+    parser.add_argument("--add", metavar="FILE", type=Path, nargs="+", default=[], help="--json of earlier runs, first")
     args = parser.parse_args()
     if args.trace:
         args.settings = [f"{key}.file={args.trace}" for key in KINDS if key.startswith("trace")] + args.settings
-    keys, modes = args.workload.split(","), args.modes.split(",")
+    # Without any of them, only what is added.
+    keys, modes = [key for key in args.workload.split(",") if key], args.modes.split(",")
     for asked, known in ((keys, KINDS), (modes, MODES)):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    results = []
+    results = [figures for file in args.add for figures in json.loads(file.read_text(encoding="utf-8"))]
     # The calibration comes first.
     for key in sorted(keys, key=lambda key: key != "published"):
         for mode in modes:
@@ -144,6 +150,10 @@ def main() -> int:
     if checked:
         print(checked[0] + "\n")
     print(table(results))
+    if args.plot:
+        args.plot.mkdir(parents=True, exist_ok=True)
+        for name, svg in charts(results).items():
+            (args.plot / name).write_text(svg, encoding="utf-8")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as out:
             json.dump(results, out, indent=1)

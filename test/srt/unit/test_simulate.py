@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
 import pytest
-from sim.deployment import Deployment
-from sim.workload import Churn, Crowd
+from sim.deployment import Deployment, Router, turns
+from sim.figures import Least
+from sim.plot import charts
+from sim.scale import Many, Trace
+from sim.workload import Churn, Crowd, Request
 from simulate import MODES, simulate
 
 SMALL = ["requests=48", "prefixes=4", "shared=96", "own=16", "answer=8", "reserve=8", "concurrency=16"]
@@ -19,7 +26,7 @@ def small(key: str, pool: int) -> list[str]:
 def test_all_requests_are_served_and_all_memory_comes_back(key, mode):
     kind = {"g": Churn, "h": Crowd}[key]
     sizes = kind(requests=48, prefixes=4, shared=96, own=16, answer=8, reserve=8, concurrency=16, pool=640)
-    deployment = Deployment(sizes.make(), mode == "off", MODES[mode])
+    deployment = Deployment(sizes.make(), mode == "off", MODES[mode], share=mode == "share")
     figures = deployment.run()
     assert figures["requests"] == 48 * sizes.rounds
     for record in deployment.records:
@@ -29,6 +36,7 @@ def test_all_requests_are_served_and_all_memory_comes_back(key, mode):
     assert not worker.records and not worker.running and not worker.queue.queue and not worker.transfer.queue
     assert worker.allocator.available_size() + worker.tree.evictable_size() == worker.size
     assert figures["peak_held"] <= worker.size
+    assert not worker.landing
     if mode != "off":
         assert worker.tree.audit([]) == []
 
@@ -57,3 +65,85 @@ def test_with_room_for_all_the_cache_sends_less():
 def test_a_setting_that_there_is_not():
     with pytest.raises(ValueError, match=r"h\.poll=3"):
         simulate("h", "off", ["h.poll=3"])
+
+
+SMALL_MANY = dict(requests=60, documents=6, document=1024, concurrency=16, decodes=2, prefills=1, pool=64_000)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_turn_of_every_conversation_is_answered_after_the_one_before(mode):
+    workload = Many(**SMALL_MANY).make()
+    deployment = Deployment(workload, mode == "off", MODES[mode], share=mode == "share")
+    figures = deployment.run()
+    assert figures["requests"] == 60
+    at = {id(r.request): r for r in deployment.records}
+    for first in workload.rounds[0]:
+        asked = [at[id(request)] for request in turns(first)]
+        for before, after in zip(asked, asked[1:], strict=False):
+            assert after.arrived == pytest.approx(before.done + workload.think)
+    if mode != "off":
+        # What decode has of the answer before counts: no turn sends it again while there is room.
+        assert 0.9 < figures["sent_over_least"] < 2
+        for worker in deployment.decodes:
+            assert worker.allocator.available_size() + worker.tree.evictable_size() == worker.size
+
+
+def test_a_trace(tmp_path):
+    lines = [
+        {"timestamp": 0, "input_length": 1200, "output_length": 30, "hash_ids": [0, 1, 2]},
+        {"timestamp": 90_000, "input_length": 1300, "output_length": 20, "hash_ids": [0, 1, 3]},
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    (asked,) = Trace(file=str(file), decodes=4, speed=1.5).make().rounds
+    assert [r.length for r in asked] == [1200, 1300]
+    assert [r.arrival for r in asked] == [0, 15]
+    assert asked[0].blocks[:2] == asked[1].blocks[:2] and asked[0].blocks[2] != asked[1].blocks[2]
+    figures = simulate("trace4", "new", [f"trace4.file={file}"])
+    # The second brings what its 1024 tokens in common do not have, in slots of 64 tokens.
+    assert figures["pages_sent"] == figures["pages_least"] == math.ceil(1200 / 64) + math.ceil(276 / 64)
+    with pytest.raises(ValueError, match="--trace"):
+        simulate("trace", "new")
+
+
+def test_a_cache_aware_router_follows_the_prompt_until_the_loads_differ_too_much():
+    router = Router("cache_aware", 2)
+    first, second, other = (Request(((1, 512), (key, 512)), 1) for key in (2, 3, 4))
+    assert router.choose(first, [1, 0]) == 1
+    assert router.choose(second, [0, 64]) == 1
+    assert router.choose(other, [0, 65]) == 0
+
+
+def test_the_least_is_that_of_the_bench():
+    from bench.least import Keeper, PageIndex
+
+    for page in (1, 16):
+        mine, keeper = Least(page), Keeper(PageIndex(page))
+        # Blocks of numbers that stand for all before them.
+        prompts = [[*range(1, 101)], [*range(1, 71), *range(200, 240)], [*range(1, 101), *range(500, 530)]]
+        for prompt in prompts:
+            assert mine.asked(prompt) == keeper.send(prompt)
+            answer = range(prompt[-1] + 1000, prompt[-1] + 1040)
+            mine.answered(prompt, answer)
+            keeper.answered(prompt, answer)
+            assert mine.asked([*prompt, *answer]) == keeper.send([*prompt, *answer])
+
+
+def test_who_shares_pages_in_flight_decodes_after_these_have_come():
+    sizes = Crowd(requests=8, prefixes=1, shared=96, own=16, answer=8, reserve=8, concurrency=8, pool=640)
+    shared = Deployment(sizes.make(), False, MODES["share"], share=True)
+    figures = shared.run()
+    leader, *followers = sorted(shared.records, key=lambda r: r.admitted)
+    assert leader.prefix_len == 0 and all(f.prefix_len >= 96 for f in followers)
+    # Asked for before the leader was done, and answered after it.
+    assert any(f.admitted < leader.first for f in followers)
+    assert all(f.first >= leader.first for f in followers)
+    assert figures["pages_sent"] == figures["pages_least"]
+
+
+def test_charts():
+    results = [simulate("h", mode, small("h", 640)) for mode in ("off", "new")]
+    drawn = charts(results)
+    assert set(drawn) == {"sim-rate.svg", "sim-ttft.svg", "sim-bytes.svg"}
+    for svg in drawn.values():
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
