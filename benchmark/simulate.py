@@ -152,8 +152,8 @@ def main() -> int:
     print(table(results))
     if args.plot:
         args.plot.mkdir(parents=True, exist_ok=True)
-        for name, svg in charts(results).items():
-            (args.plot / name).write_text(svg, encoding="utf-8")
+        for name, chart in charts(results).items():
+            (args.plot / name).write_text(chart.picture(), encoding="utf-8")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as out:
             json.dump(results, out, indent=1)

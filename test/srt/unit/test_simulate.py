@@ -146,5 +146,5 @@ def test_charts():
     results = [simulate("h", mode, small("h", 640)) for mode in ("off", "new")]
     drawn = charts(results)
     assert set(drawn) == {"sim-rate.svg", "sim-ttft.svg", "sim-bytes.svg"}
-    for svg in drawn.values():
-        assert ElementTree.fromstring(svg).tag.endswith("svg")
+    for chart in drawn.values():
+        assert ElementTree.fromstring(chart.picture()).tag.endswith("svg")
