@@ -85,8 +85,8 @@ class Decode(DecodeWorker):
             max_reqs=4,
             max_len=max(prompt_lens) + 64,
             reserved=512 if size > 4096 else 8,
-            # A stock would evict part of the tree before the first look at it.
-            stock=0,
+            # A watermark would evict part of the tree before the first look at it.
+            watermark=0,
             queue_type=SilentQueue,
         )
         self.prompts = {n: self._conversation(rng, n) for n in prompt_lens}

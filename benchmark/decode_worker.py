@@ -43,7 +43,7 @@ class DecodeWorker:
     """One decode rank with pages of ``page_size`` tokens and a pool of ``size`` tokens.
 
     max_reqs: requests that run at a time, and as many more that are preallocated, each of at most ``max_len`` tokens.
-    reserved: tokens kept for each request's answer. stock: tokens kept free, None for the default part of the pool.
+    reserved: tokens kept for each request's answer. watermark: tokens kept free, None for the default part of the pool.
     tree_type: the engine's ``ChunkCache`` makes it a worker without the flag. options: more arguments of the server.
     """
 
@@ -55,7 +55,7 @@ class DecodeWorker:
         max_reqs: int,
         max_len: int,
         reserved: int,
-        stock: int | None = None,
+        watermark: int | None = None,
         kv: MHATokenToKVPool | None = None,
         group: dist.ProcessGroup | None = None,
         queue_type: type[Queue] = Queue,
@@ -91,8 +91,8 @@ class DecodeWorker:
                 page_size=page_size,
             )
         )
-        if stock is not None:
-            self.tree.stock = stock
+        if watermark is not None:
+            self.tree.watermark = watermark
         self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
         self.meta_alloc = ReqToMetadataIdxAllocator(2 * max_reqs)
         self.streamed: list[Req] = []

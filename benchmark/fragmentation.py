@@ -6,7 +6,7 @@ allocator of a prefill worker through thousands of requests of growing conversat
 prints, as Markdown, the pages per run of the deltas: until the first eviction, and in windows from there to the end. No
 network and no model; what a request's KV is does not matter here, only where it is.
 
-    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order | --stock PART] [--pool TOKENS]
+    python benchmark/fragmentation.py [--requests N] [--page N ...] [--engine-order | --watermark PART] [--pool TOKENS]
 
 With a small ``--pool`` for decode, requests queue for memory; the default has room for all of them.
 
@@ -42,7 +42,7 @@ from sglang.srt.mem_cache.common import (
     evict_from_tree_cache,
     release_kv_cache,
 )
-from sglang.srt.mem_cache.decode_radix_cache import DEFAULT_STOCK, DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DEFAULT_WATERMARK, DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -192,16 +192,16 @@ class DrivenDecode(DecodeWorker):
 
 
 class Decode(DrivenDecode):
-    """One decode worker. With ``engine_order`` it allocates as the engine does; ``stock`` is the part to keep free."""
+    """One decode worker. ``engine_order``: it allocates as the engine does. ``watermark``: the part to keep free."""
 
-    def __init__(self, page: int, engine_order: bool = False, stock: float = DEFAULT_STOCK, pool: int = POOL):
+    def __init__(self, page: int, engine_order: bool = False, watermark: float = DEFAULT_WATERMARK, pool: int = POOL):
         super().__init__(
             pool,
             page,
             max_reqs=2 * RUNNING,
             max_len=32_768,
             reserved=512,
-            stock=0 if engine_order else int(stock * pool) // page * page,
+            watermark=0 if engine_order else int(watermark * pool) // page * page,
             tree_type=Tree,
         )
         if engine_order:
@@ -238,14 +238,14 @@ def run(
     requests: int,
     size: int,
     engine_order: bool = False,
-    stock: float = DEFAULT_STOCK,
+    watermark: float = DEFAULT_WATERMARK,
     pool: int = POOL,
     seed: int = 0,
 ) -> Iterator[Window]:
     """Serve ``requests`` requests; yields a window up to the first eviction, then one for every ``size`` requests."""
     rng = random.Random(seed)
     system_prompts = [[rng.randrange(1000, 151_000) for _ in range(512)] for _ in range(SYSTEM_PROMPTS)]
-    prefill, decode = Prefill(page), Decode(page, engine_order, stock, pool)
+    prefill, decode = Prefill(page), Decode(page, engine_order, watermark, pool)
     idle = [Conversation(rng, system_prompts) for _ in range(CONVERSATIONS)]
     talking: dict[str, tuple[Conversation, np.ndarray, list[int]]] = {}
     ends: dict[str, int] = {}
@@ -307,13 +307,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="default: 5000")
     parser.add_argument("--page", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
-    parser.add_argument("--engine-order", action="store_true", help="allocate as the engine does, with no stock")
+    parser.add_argument("--engine-order", action="store_true", help="allocate as the engine does, with no watermark")
     parser.add_argument(
-        "--stock",
+        "--watermark",
         type=float,
-        default=DEFAULT_STOCK,
+        default=DEFAULT_WATERMARK,
         metavar="PART",
-        help=f"part to keep free (default: {DEFAULT_STOCK})",
+        help=f"part to keep free (default: {DEFAULT_WATERMARK})",
     )
     parser.add_argument("--pool", type=int, default=POOL, metavar="TOKENS", help=f"decode's pool (default: {POOL})")
     args = parser.parse_args()
@@ -324,7 +324,9 @@ def main() -> int:
         print("| runs on both | pages per run | / first | us |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         first = None
-        for window in run(page, args.requests, max(1, args.requests // 10), args.engine_order, args.stock, args.pool):
+        for window in run(
+            page, args.requests, max(1, args.requests // 10), args.engine_order, args.watermark, args.pool
+        ):
             first = first or window
             print(window.row(first), flush=True)
     return 0

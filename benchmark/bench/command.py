@@ -66,7 +66,7 @@ Workloads:
   pd-radix bench --quick
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
-  pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_STOCK=0 --num-reserved-decode-tokens 128"
+  pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
   sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
 

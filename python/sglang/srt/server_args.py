@@ -113,9 +113,9 @@ class ServerArgs(engine.ServerArgs):
                 f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
             )
         # Not at the top: the tree needs the engine's modules, which need this one.
-        from sglang.srt.mem_cache.decode_radix_cache import stock_part
+        from sglang.srt.mem_cache.decode_radix_cache import watermark_part
 
-        stock_part()
+        watermark_part()
         for name, used in unverified.items():
             if used:
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")

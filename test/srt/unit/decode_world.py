@@ -78,7 +78,7 @@ class Receiver:
 
 
 class World(DecodeWorker):
-    """One decode rank. ``size`` and ``stock`` (None: the default part of the pool) in tokens."""
+    """One decode rank. ``size`` and ``watermark`` (None: the default part of the pool) in tokens."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class World(DecodeWorker):
         reserved: int = 2,
         max_reqs: int = 8,
         group=None,
-        stock: int | None = 0,
+        watermark: int | None = 0,
         options: dict | None = None,
     ):
         self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
@@ -98,7 +98,7 @@ class World(DecodeWorker):
             max_reqs=max_reqs,
             max_len=4 * size,
             reserved=reserved,
-            stock=stock,
+            watermark=watermark,
             kv=self.kv,
             group=group,
             options=options,

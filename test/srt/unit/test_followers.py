@@ -455,24 +455,24 @@ def test_of_a_leaf_that_is_waited_for_in_part_the_rest_goes():
     world.check()
 
 
-def test_the_stock_takes_nothing_that_a_request_waits_for():
+def test_the_watermark_takes_nothing_that_a_request_waits_for():
     world = World(size=128, page_size=4)
     wanted, other = tokens(1, 48), tokens(2, 48)
     fill(world, wanted, other)
-    world.tree.stock = 96
+    world.tree.watermark = 96
     waiting = world.arrive(wanted + tokens(3, 8))
     world.queue._place(waiting)
     for _ in range(10):
-        world.tree.refill_stock()
+        world.tree.evict_to_watermark()
     assert held(world, wanted, other) == [48, 0]
 
 
-def test_the_stock_is_not_refilled_while_a_request_waits_for_memory():
+def test_the_watermark_is_not_kept_while_a_request_waits_for_memory():
     world = World(size=128, page_size=4, reserved=2)
     kept = tokens(1, 32)
     fill(world, kept)
     running = serve(world, tokens(2, 60), max_new=8).req
-    world.tree.stock = 64
+    world.tree.watermark = 64
     (blocked,) = queue(world, tokens(3, 80))
     for _ in range(40):
         world.step()

@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
 from sglang.srt.disaggregation.decode_prefix import count_runs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.decode_radix_cache import STOCK, STOCK_LEAVES, stock_part
+from sglang.srt.mem_cache.decode_radix_cache import WATERMARK, WATERMARK_LEAVES, watermark_part
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
@@ -111,21 +111,21 @@ def fill(world: World, leaves: int, length: int) -> None:
         world.tree.insert(InsertParams(key=RadixKey([n + 1] * length, None), value=slots))
 
 
-@pytest.mark.parametrize(("text", "stock"), [(None, 40), ("", 40), ("0", 0), ("0.5", 320)])
-def test_the_stock_is_a_part_of_the_pool(monkeypatch: pytest.MonkeyPatch, text: str | None, stock: int) -> None:
-    monkeypatch.delenv(STOCK, raising=False)
+@pytest.mark.parametrize(("text", "watermark"), [(None, 40), ("", 40), ("0", 0), ("0.5", 320)])
+def test_the_watermark_is_a_part_of_the_pool(monkeypatch: pytest.MonkeyPatch, text: str | None, watermark: int) -> None:
+    monkeypatch.delenv(WATERMARK, raising=False)
     if text is not None:
-        monkeypatch.setenv(STOCK, text)
-    world = World(size=640, page_size=4, stock=None)
+        monkeypatch.setenv(WATERMARK, text)
+    world = World(size=640, page_size=4, watermark=None)
     fill(world, 4, 160)
     world.step()
-    assert world.allocator.available_size() == world.tree.stock == stock
+    assert world.allocator.available_size() == world.tree.watermark == watermark
 
 
-def test_stock_is_refilled_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STOCK, "0.06")
-    world = World(size=640, page_size=4, stock=None)
-    assert world.tree.stock == 36  # 38.4 tokens in whole pages
+def test_the_watermark_is_reached_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WATERMARK, "0.06")
+    world = World(size=640, page_size=4, watermark=None)
+    assert world.tree.watermark == 36  # 38.4 tokens in whole pages
     fill(world, 4, 160)
     world.step()
     assert world.allocator.available_size() == 36
@@ -134,18 +134,18 @@ def test_stock_is_refilled_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) 
     assert world.allocator.available_size() == 36
     assert world.tree.audit([]) == []
 
-    small = World(size=STOCK_LEAVES * 400, page_size=4, stock=None)
-    fill(small, STOCK_LEAVES * 100, 4)
+    small = World(size=WATERMARK_LEAVES * 400, page_size=4, watermark=None)
+    fill(small, WATERMARK_LEAVES * 100, 4)
     small.step()
-    assert small.allocator.available_size() == 4 * STOCK_LEAVES < small.tree.stock
+    assert small.allocator.available_size() == 4 * WATERMARK_LEAVES < small.tree.watermark
     for _ in range(6):
         small.step()
-    assert small.allocator.available_size() == small.tree.stock
+    assert small.allocator.available_size() == small.tree.watermark
 
 
-def test_stock_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STOCK, "0.5")
-    world = World(size=640, page_size=4, stock=None)
+def test_watermark_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WATERMARK, "0.5")
+    world = World(size=640, page_size=4, watermark=None)
     fill(world, 4, 160)
     for leaf in list(world.tree.evictable_leaves):
         world.tree.inc_lock_ref(leaf)
@@ -154,10 +154,10 @@ def test_stock_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("text", ["much", "-0.1", "0.6", "nan"])
-def test_a_stock_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(STOCK, text)
-    with pytest.raises(ValueError, match=f"{STOCK} is .*0.5"):
-        stock_part()
+def test_a_watermark_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(WATERMARK, text)
+    with pytest.raises(ValueError, match=f"{WATERMARK} is .*0.5"):
+        watermark_part()
 
 
 @pytest.mark.parametrize(
@@ -180,18 +180,18 @@ def test_runs_are_counted_as_the_engine_groups_them(sources: list[int], targets:
     assert len(group_concurrent_contiguous(source[:length], target[:length])[0]) == expected
 
 
-def test_the_stock_is_not_refilled_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watermark_is_not_kept_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step takes a page now and then; each eviction costs about as much as one of many pages."""
-    monkeypatch.delenv(STOCK, raising=False)
-    world = World(size=6400, page_size=4, stock=None)
+    monkeypatch.delenv(WATERMARK, raising=False)
+    world = World(size=6400, page_size=4, watermark=None)
     world.tree.insert(InsertParams(key=RadixKey(list(range(6400)), None), value=torch.arange(4, 6404)))
     world.allocator.free_pages = world.allocator.free_pages[:0]
-    world.tree.refill_stock()
-    assert world.allocator.available_size() == world.tree.stock == 400
+    world.tree.evict_to_watermark()
+    assert world.allocator.available_size() == world.tree.watermark == 400
     evictions: list[int] = []
     evict = world.tree._evict
     monkeypatch.setattr(world.tree, "_evict", lambda n, **how: evictions.append(n) or evict(n, **how))
     for _ in range(40):
         assert world.allocator.alloc(4) is not None
-        world.tree.refill_stock()
+        world.tree.evict_to_watermark()
     assert evictions == [52, 52, 52]

@@ -16,9 +16,9 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
 class Life(RuleBasedStateMachine):
     page_size = 4
 
-    @initialize(size=st.sampled_from([48, 64, 128]), stock=st.sampled_from([0, 0, 8, 32]))
-    def begin(self, size, stock):
-        self.world = World(size=size, page_size=self.page_size, stock=stock)
+    @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
+    def begin(self, size, watermark):
+        self.world = World(size=size, page_size=self.page_size, watermark=watermark)
 
     def pick(self, items, index):
         return items[index % len(items)]

@@ -209,7 +209,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._forget(admitted)
         if self._blocked is None:
             # While a request waits for memory, what is cached may be what it waits for.
-            self.radix.refill_stock()
+            self.radix.evict_to_watermark()
         self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
         return admitted, failed
 

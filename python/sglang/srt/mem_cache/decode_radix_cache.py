@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup", "stock_part"]
+__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup", "watermark_part"]
 
 
 class PrefixPeek(NamedTuple):
@@ -41,25 +41,25 @@ class PrefixPeek(NamedTuple):
 
 NOTHING = PrefixPeek(0, 0, [], 0)
 
-STOCK = "SGLANG_DISAGGREGATION_DECODE_FREE_STOCK"
-DEFAULT_STOCK = 1 / 16
-# Leaves that one step evicts for the stock: it must not be felt.
-STOCK_LEAVES = 16
-# The part of the stock that may be missing before it is refilled.
-STOCK_SLACK = 1 / 8
+WATERMARK = "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK"
+DEFAULT_WATERMARK = 1 / 16
+# Leaves that one step evicts to reach it: it must not be felt.
+WATERMARK_LEAVES = 16
+# The part of it that may be missing before anything is evicted.
+WATERMARK_SLACK = 1 / 8
 
 
-def stock_part() -> float:
+def watermark_part() -> float:
     """The part of the pool to keep free, from the environment, or the default. Raises ValueError."""
-    text = os.environ.get(STOCK, "").strip()
+    text = os.environ.get(WATERMARK, "").strip()
     if not text:
-        return DEFAULT_STOCK
+        return DEFAULT_WATERMARK
     try:
         part = float(text)
     except ValueError:
         part = -1.0
     if not 0 <= part <= 0.5:
-        raise ValueError(f"{STOCK} is {text!r}: give the part of the KV pool to keep free, from 0 (none) to 0.5.")
+        raise ValueError(f"{WATERMARK} is {text!r}: give the part of the KV pool to keep free, from 0 (none) to 0.5.")
     return part
 
 
@@ -104,7 +104,7 @@ class DecodeRadixCache(RadixCache):
         allocator = self.token_to_kv_pool_allocator
         allocator.long_runs_last = True
         # Tokens to keep free, whole pages.
-        self.stock = int(stock_part() * allocator.size) // self.page_size * self.page_size
+        self.watermark = int(watermark_part() * allocator.size) // self.page_size * self.page_size
 
     def reset(self) -> None:
         super().reset()
@@ -306,17 +306,17 @@ class DecodeRadixCache(RadixCache):
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
         return EvictResult(num_tokens_evicted=self._evict(params.num_tokens, exact=False))
 
-    def refill_stock(self) -> None:
-        """Evict what the free list lacks to its stock, a few leaves at a time, and nothing that a request waits for.
+    def evict_to_watermark(self) -> None:
+        """Evict what the free list lacks to the watermark, a few leaves at a time; nothing that a request waits for.
 
         A pool without one hands each request the pages of whatever leaves just went for it, and each decode step cuts
-        the next long run up: with a stock there are long runs and short ones to choose from. Requests may use all of
-        it; it is not part of what they are budgeted.
+        the next long run up: with it there are long runs and short ones to choose from. Requests may use all of what is
+        kept free; it is not part of what they are budgeted.
         """
-        short = self.stock - self.token_to_kv_pool_allocator.available_size()
+        short = self.watermark - self.token_to_kv_pool_allocator.available_size()
         # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
-        if short > self.stock * STOCK_SLACK:
-            self._evict(short, exact=True, max_leaves=STOCK_LEAVES, wanted_too=False)
+        if short > self.watermark * WATERMARK_SLACK:
+            self._evict(short, exact=True, max_leaves=WATERMARK_LEAVES, wanted_too=False)
 
     def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None, wanted_too: bool = True) -> int:
         """Evict leaves in the order of the eviction policy; what queued requests match goes last, if at all.
