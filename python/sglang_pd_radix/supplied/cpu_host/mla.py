@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import attention
+
 
 def _patch_mla_dispatch(module: Any) -> None:
-    # torch_native attends to the KV pool alone, in which MLA keeps latents: only the absorbed form can read them.
-    # Without an entry of its own it would get Triton's, which prefills from unpooled, up-projected keys.
-    module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+    # They attend to the KV pool alone, in which MLA keeps latents: only the absorbed form can read them. Without an
+    # entry of their own they would get Triton's, which prefills from unpooled, up-projected keys.
+    for backend in ("torch_native", attention.NAME):
+        module.AttentionBackendRegistry.register(backend, module._dispatch_mla_subtype)
 
 
 def _patch_rope(module: Any) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from . import kernels
+from . import attention, kernels
 
 
 def _patch_server_args(module: Any) -> None:
@@ -16,7 +16,9 @@ def _patch_server_args(module: Any) -> None:
     def defaults(wrapped: Callable[[], None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if instance.device == "cpu":
             if not kernels.has_cpu_kernels() and instance.attention_backend is None:
-                instance.attention_backend = "torch_native"
+                instance.attention_backend = attention.NAME
+            if attention.NAME in (instance.attention_backend, instance.decode_attention_backend):
+                instance.disable_cuda_graph = True
             instance.disable_overlap_schedule = True  # it overlaps CUDA streams
             if not instance.enable_torch_compile:
                 # Small functions of the engine are compiled at their first call, whatever the options. On a CPU that

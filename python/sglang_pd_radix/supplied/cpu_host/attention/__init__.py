@@ -1,0 +1,47 @@
+"""Decode attention for CPU hosts: the requests of a step at once, and what they share read once.
+
+prefixes.py   which running requests share which KV slots
+levels.py     which of that is worth reading together
+plan.py       the pieces of KV of a step, in blocks, from batch to batch and from step to step
+kernel.py     the computation
+backend.py    the engine's interface
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: The value of ``--attention-backend``.
+NAME = "torch_batched"
+
+
+def _patch_registry(module: Any) -> None:
+    @module.register_attention_backend(NAME)
+    def create(runner: Any) -> Any:
+        from .backend import TorchBatchedAttnBackend
+
+        return TorchBatchedAttnBackend(runner)
+
+
+def _patch_choices(module: Any) -> None:
+    module.add_attention_backend_choices([NAME])
+
+
+def _patch_utils(module: Any) -> None:
+    engine_answer = module.support_triton
+    # Asked by name, of backends that the engine knows, whether Triton kernels can fill its tables.
+    module.support_triton = lambda backend: backend != NAME and engine_answer(backend)
+
+
+def _patch_mem_cache(module: Any) -> None:
+    # The same question, asked without that function.
+    module.get_last_loc_triton = module.get_last_loc_torch
+
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.layers.attention.attention_registry": _patch_registry,
+    "sglang.srt.mem_cache.common": _patch_mem_cache,
+    "sglang.srt.server_args": _patch_choices,
+    "sglang.srt.utils.common": _patch_utils,
+}

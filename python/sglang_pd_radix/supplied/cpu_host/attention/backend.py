@@ -1,0 +1,139 @@
+"""The attention backend ``torch_batched``: the decode attention of a batch in a few calls, shared prefixes read once."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.dp_attention import get_attention_tp_size
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+from .kernel import Plan, Workspace, decode_attention
+from .levels import COSTS, LayerShape, Level, choose_levels
+from .plan import Layout
+from .prefixes import RunningPrefixes
+
+#: 0: every request reads its whole KV.
+SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
+
+
+class WrittenRows:
+    """Rows of ``req_to_token`` that were written other than by appending a decode step's token.
+
+    What a row holds is set when its request is admitted, and again when the prefix cache takes the request's KV in and
+    gives it the slots it had already. Both go through the pool's ``write``, with a slice of positions.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.rows: set[int] = set()
+        write = pool.write
+
+        def noted(indices: Any, values: Any) -> None:
+            if isinstance(indices[1], slice):
+                self.rows.add(int(indices[0]))
+            write(indices, values)
+
+        pool.write = noted
+
+
+class TorchBatchedAttnBackend(TorchNativeAttnBackend):
+    """Decode steps of plain layers as planned; the engine's loop over requests for prefill and for all other layers."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._plan: Plan | None = None
+        pool = model_runner.token_to_kv_pool
+        self._takes_pool = _takes(pool, model_runner.dtype)
+        if not self._takes_pool:
+            return
+        self._layout: Layout | None = None
+        self._workspace = Workspace()
+        keys, values = pool.get_key_buffer(pool.start_layer), pool.get_value_buffer(pool.start_layer)
+        # The pool is read by pages where it can be; a page of 1 always can.
+        self._page_size = pool.page_size if keys.shape[0] % pool.page_size == 0 else 1
+        kv_heads, dim = keys.shape[1:]
+        latent = keys.data_ptr() == values.data_ptr()
+        self._shape = LayerShape(
+            heads=model_runner.model_config.num_attention_heads // get_attention_tp_size(),
+            kv_heads=kv_heads,
+            dims=2 * dim,
+            kv_bytes=(1 if latent else 2) * kv_heads * dim * keys.element_size(),
+        )
+        self._prefixes = RunningPrefixes(self._page_size) if os.environ.get(SHARE) != "0" else None
+        self._written = WrittenRows(model_runner.req_to_token_pool)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Make the plan of a decode step, which all its layers share."""
+        if self._takes_pool:
+            decodes = forward_batch.forward_mode.is_decode() and forward_batch.spec_info is None
+            self._plan = self._next_plan(forward_batch) if decodes else None
+
+    def _next_plan(self, forward_batch: Any) -> Plan:
+        table = forward_batch.req_to_token_pool.req_to_token.numpy()
+        rows = forward_batch.req_pool_indices.numpy()
+        lens = forward_batch.seq_lens.numpy()
+        layout = self._layout
+        same = layout is not None and np.array_equal(rows, layout.rows) and self._written.rows.isdisjoint(rows.tolist())
+        if layout is None or not same or not layout.advance(lens):
+            levels = self._levels(table, rows, lens)
+            layout = self._layout = Layout(
+                table, rows.copy(), lens.copy(), levels, self._page_size, self._shape.kv_bytes
+            )
+        return layout.plan()
+
+    def _levels(self, table: np.ndarray, rows: np.ndarray, lens: np.ndarray) -> list[Level]:
+        """What to read together, when the tree of running prefixes has followed the batch."""
+        now = dict(zip(rows.tolist(), lens.tolist(), strict=True))
+        if self._prefixes is None or len(now) < len(rows):  # the engine's dummy batches are of one row
+            self._written.rows.clear()
+            return []
+        before = self._prefixes.rows()
+        for row in (before - now.keys()) | (before & self._written.rows):
+            self._prefixes.remove(row)
+        for row, length in now.items():
+            if row not in self._prefixes:
+                self._prefixes.add(row, table[row, :length])
+        self._written.rows.clear()
+        return choose_levels(self._prefixes, self._shape, COSTS)
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """As planned, or as the engine does what the plan is not for."""
+        if self._plan is None or not _is_plain(layer):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        pool = forward_batch.token_to_kv_pool
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        out = decode_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self._plan,
+            self._page_size,
+            layer.scaling,
+            self._workspace,
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _takes(pool: Any, dtype: torch.dtype) -> bool:
+    """Whether a pool has keys and values of one size, or one vector for both, in the type that is computed in."""
+    if type(pool) is MHATokenToKVPool:
+        return pool.head_dim == pool.v_head_dim and pool.store_dtype == dtype
+    return type(pool) is MLATokenToKVPool and pool.store_dtype == dtype
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is causal attention to all that came before, and no more."""
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and not layer.is_cross_attention
+        and layer.logit_cap == 0
+        and layer.sliding_window_size == -1
+        and layer.xai_temperature_len == -1
+    )

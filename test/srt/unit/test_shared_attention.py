@@ -1,0 +1,320 @@
+"""The batched decode attention of CPU hosts against the engine's loop: the same pools, tables, layers and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_pd_radix.supplied.cpu_host.attention import backend as batched
+from sglang_pd_radix.supplied.cpu_host.attention import levels, plan
+from sglang_pd_radix.supplied.cpu_host.attention.levels import Costs, LayerShape, choose_levels
+from sglang_pd_radix.supplied.cpu_host.attention.prefixes import RunningPrefixes
+
+MAX_LEN, ROWS, SLOTS = 4096, 24, 16384
+# So that every level of the small cases is read together; what the real ones choose has a test of its own.
+ANYTHING_PAYS = Costs(piece=0, query=0)
+SHAPES = {"mha": (4, 4, 32), "gqa": (8, 2, 32), "mqa": (4, 1, 16), "mla": (4, 1, 48)}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Worker:
+    """A pool, a table, one layer and both backends; requests come with slots that others have too."""
+
+    kind: str
+    page: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    lens: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        torch.manual_seed(self.seed)
+        heads, kv_heads, dim = SHAPES[self.kind]
+        common = dict(
+            size=SLOTS, page_size=self.page, dtype=self.dtype, layer_num=1, device="cpu", enable_memory_saver=False
+        )
+        if self.kind == "mla":
+            self.kv = MLATokenToKVPool(kv_lora_rank=dim - 16, qk_rope_head_dim=16, **common)
+            buffers, value_dim = self.kv.kv_buffer, dim - 16
+        else:
+            self.kv = MHATokenToKVPool(head_num=kv_heads, head_dim=dim, **common)
+            buffers, value_dim = self.kv.k_buffer + self.kv.v_buffer, dim
+        for buffer in buffers:
+            buffer.fill_(float("nan"))  # what nobody has written must not be read
+        self.buffers = buffers
+        self.pool = ReqToTokenPool(ROWS, MAX_LEN, "cpu", False)
+        self.layer = RadixAttention(heads, dim, dim**-0.5, kv_heads, 0, v_head_dim=value_dim)
+        self.free_pages = self.random.permutation(np.arange(1, SLOTS // self.page)).tolist()
+        runner = SimpleNamespace(
+            device="cpu",
+            dtype=self.dtype,
+            token_to_kv_pool=self.kv,
+            req_to_token_pool=self.pool,
+            model_config=SimpleNamespace(num_attention_heads=heads),
+        )
+        self.batched, self.native = batched.TorchBatchedAttnBackend(runner), TorchNativeAttnBackend(runner)
+
+    def new_pages(self, tokens: int, contiguous: bool = False) -> torch.Tensor:
+        count = -(-tokens // self.page)
+        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        if contiguous:
+            taken.sort()
+        slots = (np.array(taken, np.int64)[:, None] * self.page + np.arange(self.page)).reshape(-1)
+        return torch.from_numpy(slots)
+
+    def enter(self, row: int, shared: torch.Tensor, own: int) -> None:
+        """Admit a request with these slots before ``own`` tokens (at least 1) of its own."""
+        slots = torch.cat([shared, self.new_pages(own)])[: len(shared) + own]
+        for buffer in self.buffers:
+            fresh = slots[buffer[slots].isnan().flatten(1).any(1)]
+            buffer[fresh] = torch.randn(len(fresh), *buffer.shape[1:]).to(self.dtype)
+        self.pool.write((row, slice(0, len(slots))), slots.to(torch.int32))
+        self.lens[row] = len(slots)
+
+    def leave(self, row: int, shared: int) -> None:
+        """End a request; its own pages go to the next one, and hold NaNs until they are written."""
+        slots = self.slots(row)[shared:]
+        pages = sorted(set((slots // self.page).tolist()))
+        for buffer in self.buffers:
+            for page in pages:
+                buffer[page * self.page : (page + 1) * self.page] = float("nan")
+        self.free_pages = pages + self.free_pages
+        del self.lens[row]
+
+    def slots(self, row: int) -> torch.Tensor:
+        return self.pool.req_to_token[row, : self.lens[row]].long()
+
+    def step(self, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode one token of each request with both backends: [requests, heads * value dim] each."""
+        rows = rows or list(self.lens)
+        last = []
+        for row in rows:
+            length = self.lens[row]
+            slot = int(self.pool.req_to_token[row, length - 1]) + 1
+            if length % self.page == 0:
+                slot = int(self.new_pages(1)[0])
+            last.append(slot)
+            self.lens[row] += 1
+        index, where = torch.tensor(rows), torch.tensor(last)
+        lens = torch.tensor([self.lens[row] for row in rows])
+        self.pool.write((index, lens - 1), where.to(torch.int32))
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(rows),
+            input_ids=torch.zeros(len(rows), dtype=torch.int64),
+            req_pool_indices=index,
+            seq_lens=lens,
+            out_cache_loc=where,
+            seq_lens_sum=int(lens.sum()),
+            req_to_token_pool=self.pool,
+            token_to_kv_pool=self.kv,
+        )
+        heads, kv_heads, dim = SHAPES[self.kind]
+        q = torch.randn(len(rows), heads * dim).to(self.dtype)
+        k = torch.randn(len(rows), kv_heads, dim).to(self.dtype)
+        v = k[..., : self.layer.v_head_dim]
+        if self.kind != "mla":
+            v = torch.randn(len(rows), kv_heads, dim).to(self.dtype)
+        found = []
+        for one in (self.native, self.batched):
+            one.init_forward_metadata(batch)
+            found.append(one.forward(q, k, v, self.layer, batch).float())
+        return found[0], found[1]
+
+    def check_step(self, rows: list[int] | None = None) -> None:
+        expected, found = self.step(rows)
+        assert (expected - found).abs().max() < TOLERANCE[self.dtype]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch):
+    monkeypatch.setattr(batched, "get_attention_tp_size", lambda: 1)
+
+
+@pytest.fixture(autouse=True)
+def _everything_pays(monkeypatch):
+    monkeypatch.setattr(batched, "COSTS", ANYTHING_PAYS)
+
+
+def read_together(worker: Worker) -> int:
+    """How many tokens the last step did not read again because another request read them."""
+    blocks = worker.batched._plan.blocks
+    return sum(worker.lens.values()) - sum(int(block_tokens(block)) for block in blocks)
+
+
+def block_tokens(block) -> int:
+    return block.count * block.length if block.mask is None else int((block.mask == 0).sum())
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_levels_of_sharing_equal_the_engines_loop(kind, page, dtype):
+    worker = Worker(kind, page, dtype)
+    system = worker.new_pages(320, contiguous=True)  # a run of slots, read where it is
+    documents = [worker.new_pages(16 * n) for n in (3, 5)]
+    for row in range(6):
+        worker.enter(row, torch.cat([system, documents[row % 2]]), own=1 + 7 * row)
+    worker.enter(6, system, own=30)
+    worker.enter(7, system[:0], own=1500)  # longer than a piece
+    for _ in range(40):  # over the ends of pages, and of the room behind a piece
+        worker.check_step()
+    assert read_together(worker) >= 6 * len(system) + 2 * sum(map(len, documents)) - 8 * page
+    worker.leave(0, len(system) + len(documents[0]))
+    worker.check_step()
+    worker.check_step([7])
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_row_that_goes_to_another_request_of_the_same_length(page):
+    worker = Worker("gqa", page)
+    ours, others = worker.new_pages(64), worker.new_pages(64)
+    for row in range(3):
+        worker.enter(row, ours, own=10)
+    worker.enter(3, others, own=10)
+    for _ in range(3):
+        worker.check_step()
+    # As long as what the batch expects of this row in the next step: nothing but its slots tells.
+    worker.leave(1, 64)
+    worker.enter(1, others, own=13)
+    worker.check_step([0, 1, 2, 3])
+    worker.check_step([0, 1, 2, 3])
+
+
+def test_slots_that_the_cache_has_replaced():
+    worker = Worker("mha", 16)
+    held = worker.new_pages(64)
+    worker.enter(0, held, own=5)
+    worker.enter(1, held[:0], own=69)
+    worker.check_step()
+    assert read_together(worker) == 0
+    # Row 1 had computed the same prompt itself; its copy goes back to the pool.
+    copy = worker.slots(1)[:64]
+    for buffer in worker.buffers:
+        buffer[copy] = float("nan")
+    worker.pool.write((1, slice(0, 64)), held.to(torch.int32))
+    worker.check_step()
+    assert read_together(worker) == 64
+    worker.check_step()
+
+
+def test_one_step_is_planned_from_the_last(monkeypatch):
+    worker = Worker("gqa", 16)
+    for row in range(4):
+        worker.enter(row, worker.new_pages(32), own=5)
+    built = []
+    layout = plan.Layout.__init__
+    monkeypatch.setattr(plan.Layout, "__init__", lambda self, *a: (built.append(1), layout(self, *a))[1])
+    for _ in range(30):
+        worker.check_step()
+    assert len(built) == 1
+
+
+def test_nothing_shared_is_nothing_chosen():
+    prefixes = RunningPrefixes(1)
+    prefixes.add(0, np.arange(100, 200, dtype=np.int32))
+    prefixes.add(1, np.arange(300, 400, dtype=np.int32))
+    assert list(prefixes.shared()) == []
+
+
+def test_a_level_has_to_pay():
+    shape = LayerShape(heads=16, kv_heads=8, dims=128, kv_bytes=4096)
+    for length, pays in ((2, False), (2048, True)):
+        prefixes = RunningPrefixes(1)
+        for row in range(8):
+            prefixes.add(row, np.r_[:length, 10**6 + row].astype(np.int32))
+        assert [level.end for level in choose_levels(prefixes, shape, levels.COSTS)] == ([length] if pays else [])
+
+
+def test_sharing_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv(batched.SHARE, "0")
+    worker = Worker("gqa", 16)
+    prompt = worker.new_pages(64)
+    for row in range(3):
+        worker.enter(row, prompt, own=4)
+    worker.check_step()
+    assert read_together(worker) == 0
+
+
+@pytest.mark.parametrize("change", [{"logit_cap": 30.0}, {"sliding_window_size": 8}])
+def test_other_layers_go_to_the_engine(change, monkeypatch):
+    worker = Worker("mha", 1)
+    worker.enter(0, worker.new_pages(8), own=3)
+    for name, value in change.items():
+        setattr(worker.layer, name, value)
+    monkeypatch.setattr(batched, "decode_attention", lambda *a: pytest.fail("not for this layer"))
+    worker.check_step()
+
+
+def longest_common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([1, 4]))
+def test_the_tree_of_running_prefixes_is_what_the_rows_say(data, page):
+    """Whoever comes and goes: below each pair's common slots, in whole pages, they are in the same nodes."""
+    prefixes, rows = RunningPrefixes(page), {}
+    for _ in range(data.draw(st.integers(1, 25))):
+        if rows and data.draw(st.booleans()):
+            row = data.draw(st.sampled_from(sorted(rows)))
+            prefixes.remove(row)
+            del rows[row]
+        else:
+            row = max(rows, default=-1) + 1
+            pages = data.draw(st.lists(st.integers(0, 2), max_size=6))
+            path = [0]
+            for choice in pages:  # a page belongs to one place of the tree, as in a pool
+                path.append(path[-1] * 3 + choice + 1)
+            slots = [p * page + i for p in path[1:] for i in range(page)]
+            rows[row] = [*slots, 10**6 + row]
+            prefixes.add(row, np.array(rows[row], np.int32))
+        assert prefixes.rows() == rows.keys()
+        nodes = list(prefixes.shared())
+        for node in nodes:
+            assert len(node.members) > 1 and len(node.slots) % page == 0 and len(node.slots)
+            for row in node.members:
+                assert rows[row][node.start : node.end] == node.slots.tolist()
+            (only,) = list(node.children.values()) if len(node.children) == 1 else [None]
+            assert only is None or len(only.members) < len(node.members)
+        for a in rows:
+            for b in rows:
+                if a < b:
+                    common = sum(len(n.slots) for n in nodes if {a, b} <= n.members)
+                    assert common == longest_common(rows[a], rows[b])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.sampled_from([1, 16]), st.sampled_from(["gqa", "mla"]))
+def test_any_coming_and_going_equals_the_engines_loop(data, page, kind):
+    worker = Worker(kind, page)
+    stems = [worker.new_pages(0)]
+    for _ in range(3):
+        stem = data.draw(st.sampled_from(stems))
+        stems.append(torch.cat([stem, worker.new_pages(page * data.draw(st.integers(1, 20)))]))
+    shared: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 8))):
+        action = data.draw(st.sampled_from(["enter", "enter", "leave", "replace"]))
+        row, own = len(shared), data.draw(st.integers(1, 3 * page))
+        stem = data.draw(st.sampled_from(stems))
+        if action != "enter" and shared:
+            row = data.draw(st.sampled_from(sorted(shared)))
+            own = max(1, worker.lens[row] + 1 - len(stem))  # the length that is expected of the row, if it can be had
+            worker.leave(row, shared.pop(row))
+        if action != "leave" and row not in shared:
+            worker.enter(row, stem, own)
+            shared[row] = len(stem)
+        for _ in range(data.draw(st.integers(1, 3))):
+            if shared:
+                worker.check_step()
