@@ -409,7 +409,7 @@ def test_every_hook_names_a_module_of_the_engine():
         assert (root / f"{name.replace('.', '/')}.py").is_file(), name
 
 
-@pytest.mark.parametrize("device, backend, expected", [("cpu", None, "torch_native"), ("cpu", "triton", "triton")])
+@pytest.mark.parametrize("device, backend, expected", [("cpu", None, "torch_batched"), ("cpu", "triton", "triton")])
 def test_options_left_open_become_those_that_run_here(monkeypatch, device, backend, expected):
     class ServerArgs:
         def _handle_cpu_backends(self):

@@ -16,9 +16,10 @@ def _patch_server_args(module: Any) -> None:
     def defaults(wrapped: Callable[[], None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if instance.device == "cpu":
             if not kernels.has_cpu_kernels() and instance.attention_backend is None:
-                instance.attention_backend = attention.NAME
-            if attention.NAME in (instance.attention_backend, instance.decode_attention_backend):
-                instance.disable_cuda_graph = True
+                # What is compiled as a whole cannot have a plan made for each step.
+                instance.attention_backend = "torch_native" if instance.enable_torch_compile else attention.NAME
+            if instance.attention_backend == attention.NAME:
+                instance.disable_cuda_graph = True  # as the engine does for torch_native
             instance.disable_overlap_schedule = True  # it overlaps CUDA streams
             if not instance.enable_torch_compile:
                 # Small functions of the engine are compiled at their first call, whatever the options. On a CPU that

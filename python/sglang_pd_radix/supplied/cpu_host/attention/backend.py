@@ -1,4 +1,4 @@
-"""The attention backend ``torch_batched``: the decode attention of a batch in a few calls, shared prefixes read once."""
+"""The attention backend ``torch_batched``: the decode attention of a batch in a few calls, shared KV read once."""
 
 from __future__ import annotations
 

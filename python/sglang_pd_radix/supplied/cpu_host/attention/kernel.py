@@ -18,7 +18,7 @@ class Block:
     length: int
     #: Which query, by position in the batch; [count * width]. Where a piece has fewer, one is repeated.
     queries: torch.Tensor
-    #: Numbers of the pool's pages, [count * length / page]; or the first slot of the only piece, if its slots are a run.
+    #: Numbers of the pool's pages, [count * length / page]; or, if the slots of the only piece are a run, the first.
     pages: torch.Tensor | int
     #: 0, and -inf behind the end of a piece; float32 [count, 1, 1, length]. None if all are of full length.
     mask: torch.Tensor | None
@@ -32,13 +32,12 @@ class Block:
 class Plan:
     """All blocks of a step, and how a request's result is made of ``partials`` results.
 
-    order: requests by how many pieces they have, most first. sources: [requests, most pieces] for each its results,
-    filled up with ``partials``, which stands for none. counts: of how many requests there is a 1st, 2nd, ... piece.
+    sources: [requests, most pieces], the results of each, requests of most pieces first; filled up with ``partials``,
+    which stands for none. inverse: the row of each request there. counts: how many requests have a 1st, 2nd, ... piece.
     """
 
     blocks: list[Block]
     partials: int
-    order: torch.Tensor
     inverse: torch.Tensor
     sources: torch.Tensor
     counts: list[int]

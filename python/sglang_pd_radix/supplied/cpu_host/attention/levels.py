@@ -16,14 +16,13 @@ class Costs:
     """
 
     #: To gather a byte of KV, and read it again.
-    byte: float = 0.12
-    #: A multiplication and addition of a query with a key or a value.
-    product: float = 0.03
-    #: The same if a KV head has a single row of queries, which is no product of matrices.
-    lone_product: float = 0.06
+    byte: float = 0.16
+    #: A multiplication and addition of a head's query with a key or a value; and its score: maximum, exponential, sum.
+    product: float = 0.034
+    score: float = 2.4
     #: A piece, whatever its length, and each query of it: to be selected, and merged with the others of its request.
-    piece: float = 25_000
-    query: float = 1_500
+    piece: float = 20_000
+    query: float = 30
 
 
 COSTS = Costs()
@@ -40,9 +39,7 @@ class LayerShape:
 
     def token_cost(self, queries: int, costs: Costs) -> float:
         """Nanoseconds for ``queries`` requests to attend to a token that is read once."""
-        lone = queries * self.heads == self.kv_heads
-        product = costs.lone_product if lone else costs.product
-        return costs.byte * self.kv_bytes + product * queries * self.heads * self.dims
+        return costs.byte * self.kv_bytes + queries * self.heads * (costs.score + costs.product * self.dims)
 
 
 @dataclass(frozen=True)

@@ -25,24 +25,15 @@ ROOM_TOKENS = 32
 
 
 @dataclass
-class _Piece:
-    """Positions ``start`` to ``start + length`` of a row, for the requests in ``members`` (places in the batch)."""
-
-    row: int
-    start: int
-    length: int
-    members: Sequence[int]
-    grows: bool = False
-
-
-@dataclass
 class _Spot:
-    """Where a block's pieces lie in the flat arrays of a layout."""
+    """Where a block lies: its first piece, its first place in the flat arrays, and the number of its first result."""
 
+    piece: int
     count: int
     width: int
     length: int
     token: int
+    partial: int
     run: int | None
     padded: bool
 
@@ -58,130 +49,128 @@ class Layout:
         self, table: np.ndarray, rows: Ints, lens: Ints, levels: Sequence[Level], page_size: int, kv_bytes: int
     ) -> None:
         self._table, self._page = table, page_size
-        self._most = max(page_size, PIECE_TOKENS // page_size * page_size)
         self.rows, self.lens = rows, lens
-        pieces = sorted(self._pieces(levels), key=lambda p: (len(p.members), p.length))
-        self._spots: list[_Spot] = []
-        placed = [piece for block in self._blocks(pieces, kv_bytes) for piece in block]
-        self._place(placed)
-        self._merge(placed)
+        self._cut(levels)
+        self._spots = list(self._blocks(kv_bytes))
+        self._place()
+        self._merge()
 
-    def _pieces(self, levels: Sequence[Level]) -> Iterable[_Piece]:
-        at = {int(row): i for i, row in enumerate(self.rows)}
-        begins = [0] * len(at)
+    def _cut(self, levels: Sequence[Level]) -> None:
+        """Cut the KV into pieces, in order of their width and length: arrays of where each lies and who attends to it.
+
+        A piece has one row, that of its first member, a start there, a length, and its members by place in the batch.
+        """
+        most = max(self._page, PIECE_TOKENS // self._page * self._page)
+        begins = np.zeros_like(self.lens)
+        at = {row: i for i, row in enumerate(self.rows.tolist())} if levels else {}
+        starts, lengths, members = [], [], []
         for level in levels:
-            members = [at[row] for row in level.rows]
-            for member in members:
-                begins[member] = level.end
-            for start in range(level.start, level.end, self._most):
-                yield _Piece(level.rows[0], start, min(self._most, level.end - start), members)
-        for i, (row, start, length) in enumerate(zip(self.rows.tolist(), begins, self.lens.tolist(), strict=True)):
-            while length - start > self._most:
-                yield _Piece(row, start, self._most, [i])
-                start += self._most
-            yield _Piece(row, start, length - start, [i], grows=True)
+            own = np.array([at[row] for row in level.rows])
+            begins[own] = level.end
+            for start in range(level.start, level.end, most):
+                starts.append(start)
+                lengths.append(min(most, level.end - start))
+                members.append(own)
+        left = self.lens - begins
+        pieces = (left - 1) // most + 1
+        owner = np.repeat(np.arange(len(left)), pieces)
+        ahead = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+        length = np.concatenate([np.array(lengths, np.int64), np.minimum(left[owner] - ahead, most)])
+        start = np.concatenate([np.array(starts, np.int64), begins[owner] + ahead])
+        width = np.concatenate([np.array([len(own) for own in members], np.int64), np.ones_like(owner)])
+        grows = np.concatenate([np.zeros(len(members), bool), ahead + most >= left[owner]])
+        order = np.lexsort((length, width))
+        first = np.concatenate([np.array([own[0] for own in members], np.int64), owner])
+        self._first, self._start, self._length = first[order], start[order], length[order]
+        self._width, self._grows = width[order], grows[order]
+        # All members of the pieces that have several, which are the last in this order.
+        self._members = [members[i] for i in order.tolist() if i < len(members)]
+        room = np.where(self._grows, ROOM_TOKENS, 0)
+        self._padded = np.minimum(most, -(-(self._length + room) // self._page) * self._page)
 
-    def _blocks(self, pieces: Sequence[_Piece], kv_bytes: int) -> Iterable[list[_Piece]]:
-        """Cut pieces, in order of width and length, into blocks that waste little; and note the sizes of each."""
-        token = 0
-        block: list[_Piece] = []
-
-        def close(run: int | None = None) -> list[_Piece]:
-            nonlocal token, block
-            length = max(self._padded(piece) for piece in block)
-            padded = any(piece.grows or piece.length < length for piece in block)
-            self._spots.append(_Spot(len(block), len(block[-1].members), length, token, run, padded))
-            token += len(block) * length
-            done, block = block, []
-            return done
-
-        for piece in pieces:
-            width, length = len(piece.members), self._padded(piece)
-            if block and (
-                width > 1.25 * len(block[0].members)
-                or length > 1.25 * self._padded(block[0]) + ROOM_TOKENS
-                or (len(block) + 1) * length * kv_bytes > BLOCK_BYTES
+    def _blocks(self, kv_bytes: int) -> Iterable[_Spot]:
+        """Cut the pieces into blocks that waste little."""
+        widths, padded = self._width.tolist(), self._padded.tolist()
+        runs = {i: run for i in np.flatnonzero(self._width > 1).tolist() if (run := self._run(i)) is not None}
+        first = token = partial = 0
+        for i in range(1, len(widths) + 1):
+            count = i - first
+            if (
+                i < len(widths)
+                and i not in runs
+                and first not in runs
+                and widths[i] <= 1.25 * widths[first]
+                and padded[i] <= 1.25 * padded[first] + ROOM_TOKENS
+                and (count + 1) * padded[i] * kv_bytes <= BLOCK_BYTES
             ):
-                yield close()
-            run = None if piece.grows or piece.length < RUN_TOKENS else self._run(piece)
-            if run is not None:
-                if block:
-                    yield close()
-                block.append(piece)
-                yield close(run)
-            else:
-                block.append(piece)
-        if block:
-            yield close()
+                continue
+            length, width = max(padded[first:i]), widths[i - 1]
+            behind = bool(self._grows[first:i].any() or (self._length[first:i] < length).any())
+            yield _Spot(first, count, width, length, token, partial, runs.get(first), behind)
+            first, token, partial = i, token + count * length, partial + count * width
 
-    def _padded(self, piece: _Piece) -> int:
-        room = ROOM_TOKENS if piece.grows else 0
-        return min(self._most, -(-(piece.length + room) // self._page) * self._page)
+    def _run(self, piece: int) -> int | None:
+        """The first slot of a long piece whose slots follow each other, None for another."""
+        start, length = self._start[piece], self._length[piece]
+        slots = self._table[self.rows[self._first[piece]], start : start + length]
+        return int(slots[0]) if length >= RUN_TOKENS and (np.diff(slots) == 1).all() else None
 
-    def _run(self, piece: _Piece) -> int | None:
-        """The first slot of a piece whose slots follow each other, None for another."""
-        slots = self._table[piece.row, piece.start : piece.start + piece.length]
-        return int(slots[0]) if (np.diff(slots) == 1).all() else None
-
-    def _place(self, pieces: Sequence[_Piece]) -> None:
+    def _place(self) -> None:
         """Fill the flat arrays: the page of each place, and what is masked."""
-        page = self._page
-        counts = [spot.count for spot in self._spots]
-        padded = np.repeat([spot.length for spot in self._spots], counts)
-        row, start, length = np.array([(p.row, p.start, p.length) for p in pieces], np.int64).T
-        tokens = np.concatenate([[0], np.cumsum(padded)])
+        page, grows = self._page, self._grows
+        padded = np.repeat([spot.length for spot in self._spots], [spot.count for spot in self._spots])
+        tokens = np.cumsum(padded) - padded
+        row = self.rows[self._first]
         # A page behind the end of a piece is a copy of its first: any that surely holds numbers will do.
-        index = np.arange(tokens[-1] // page) - np.repeat(tokens[:-1] // page, padded // page)
+        index = np.arange(padded.sum() // page) - np.repeat(tokens // page, padded // page)
         index *= page
-        index[index >= np.repeat(length, padded // page)] = 0
-        at = np.repeat(row * self._table.shape[1] + start, padded // page) + index
+        index[index >= np.repeat(self._length, padded // page)] = 0
+        at = np.repeat(row * self._table.shape[1] + self._start, padded // page) + index
         self._pages = self._table.reshape(-1)[at] // page
-        self._mask = np.zeros(tokens[-1], np.float32)
-        grows = np.array([piece.grows for piece in pieces])
-        behind = np.arange(tokens[-1]) - np.repeat(tokens[:-1], padded)
-        self._mask[behind >= np.repeat(length, padded)] = -np.inf
+        self._mask = np.zeros(padded.sum(), np.float32)
+        behind = np.arange(len(self._mask)) - np.repeat(tokens, padded)
+        self._mask[behind >= np.repeat(self._length, padded)] = -np.inf
         # Of the pieces that grow, by place: whose they are, where they begin in the row and in the flat arrays.
-        self._owner = np.array([piece.members[0] for piece in pieces if piece.grows])
-        self._row, self._start = row[grows], start[grows]
-        self._token, self._room = tokens[:-1][grows], padded[grows]
+        self._owner, self._row, self._begin = self._first[grows], row[grows], self._start[grows]
+        self._token, self._room = tokens[grows], padded[grows]
 
-    def _merge(self, pieces: Sequence[_Piece]) -> None:
+    def _merge(self) -> None:
         """Number the partial results, and find those of each request."""
-        sources: list[list[int]] = [[] for _ in self.rows]
+        lone = len(self._first) - len(self._members)
+        # Which request each partial result is of; -1 for a query that only fills a block up.
+        owners = [self._first[:lone]]
         self._queries: list[torch.Tensor] = []
-        self._firsts: list[int] = []
-        partial = at = 0
         for spot in self._spots:
-            queries: list[int] = []
-            for piece in pieces[at : at + spot.count]:
-                for i, member in enumerate(piece.members):
-                    sources[member].append(partial + len(queries) + i)
-                queries += piece.members
-                queries += piece.members[:1] * (spot.width - len(piece.members))
-            self._queries.append(torch.tensor(queries))
-            self._firsts.append(partial)
-            partial += len(queries)
-            at += spot.count
-        self._partials = partial
-        counts = np.array([len(own) for own in sources])
+            if spot.width == 1:
+                self._queries.append(torch.from_numpy(self._first[spot.piece : spot.piece + spot.count]))
+                continue
+            queries = np.full((spot.count, spot.width), -1)
+            for i, own in enumerate(self._members[spot.piece - lone :][: spot.count]):
+                queries[i, : len(own)] = own
+            owners.append(queries.reshape(-1))
+            self._queries.append(torch.from_numpy(np.where(queries < 0, queries[:, :1], queries).reshape(-1)))
+        owner = np.concatenate(owners)
+        self._partials = len(owner)
+        partial = np.argsort(owner, kind="stable")[int((owner < 0).sum()) :]
+        counts = np.bincount(owner[partial], minlength=len(self.rows))
         order = np.argsort(-counts, kind="stable")
+        inverse = np.argsort(order)
         most = int(counts.max())
-        filled = np.full((len(sources), most), partial)
-        for place, i in enumerate(order.tolist()):
-            filled[place, : counts[i]] = sources[i]
-        self._order = torch.from_numpy(order)
-        self._inverse = torch.from_numpy(np.argsort(order))
-        self._sources = torch.from_numpy(filled)
+        filled = np.full((len(counts), most), self._partials)
+        filled[inverse[owner[partial]], np.arange(len(partial)) - np.repeat(np.cumsum(counts) - counts, counts)] = (
+            partial
+        )
+        self._inverse, self._sources = torch.from_numpy(inverse), torch.from_numpy(filled)
         self._counts = [int((counts > i).sum()) for i in range(most)]
 
     def advance(self, lens: Ints) -> bool:
         """Take in the next token of every request; False if that is not what happened, or a piece has no room left."""
-        length = lens[self._owner] - self._start
+        length = lens[self._owner] - self._begin
         if (lens != self.lens + 1).any() or (length > self._room).any():
             return False
         self.lens = lens.copy()  # the engine counts on in place
         last = length - 1
-        slots = self._table[self._row, self._start + last]
+        slots = self._table[self._row, self._begin + last]
         self._pages[(self._token + last) // self._page] = slots // self._page
         self._mask[self._token + last] = 0
         return True
@@ -192,7 +181,7 @@ class Layout:
         unwritten = self._unwritten()
         edges = np.searchsorted(unwritten, [spot.token for spot in self._spots] + [len(self._mask)]).tolist()
         blocks = []
-        for i, (spot, queries, first) in enumerate(zip(self._spots, self._queries, self._firsts, strict=True)):
+        for i, (spot, queries) in enumerate(zip(self._spots, self._queries, strict=True)):
             tokens = slice(spot.token, spot.token + spot.count * spot.length)
             own = unwritten[edges[i] : edges[i + 1]] - spot.token
             blocks.append(
@@ -204,17 +193,17 @@ class Layout:
                     pages[tokens.start // self._page : tokens.stop // self._page] if spot.run is None else spot.run,
                     mask[tokens].view(spot.count, 1, 1, spot.length) if spot.padded else None,
                     torch.from_numpy(own) if len(own) else None,
-                    first,
+                    spot.partial,
                 )
             )
-        return Plan(blocks, self._partials, self._order, self._inverse, self._sources, self._counts)
+        return Plan(blocks, self._partials, self._inverse, self._sources, self._counts)
 
     def _unwritten(self) -> Ints:
         """The places of growing pieces that come from the unwritten end of a page, in order."""
         page = self._page
         if page == 1:
             return np.empty(0, np.int64)
-        length = (self.lens[self._owner] - self._start)[:, None]
+        length = (self.lens[self._owner] - self._begin)[:, None]
         token, room = self._token[:, None], self._room[:, None]
         places = length + np.arange(page - 1)
         unwritten = (token + places)[places // page == (length - 1) // page]

@@ -27,7 +27,7 @@ class Node:
 class RunningPrefixes:
     """The tree of the rows that run, by slot, so that two rows are below one node as far as they have the same slots.
 
-    Slots and not tokens: what the prefix cache shares has the same slots in every row, whichever cache that is, and what
+    Slots and not tokens: what a prefix cache shares has the same slots in every row, whichever cache that is, and what
     merely reads the same has not. Nodes end with pages of ``page_size`` tokens. A row costs something when it enters or
     leaves, one vectorised comparison a level, and nothing in the steps between.
     """
