@@ -188,7 +188,7 @@ def cpu_options(args: Sequence[str]) -> list[str]:
     if not has_option(args, "--device"):
         options += ["--device", "cpu"]
     if not has_option(args, "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"):
-        options += ["--attention-backend", "torch_native"]
+        options += ["--attention-backend", cpu_host.attention.NAME]
     if not has_option(args, "--disable-overlap-schedule"):
         options += ["--disable-overlap-schedule"]
     if not has_option(args, "--dtype"):
