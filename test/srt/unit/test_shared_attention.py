@@ -228,6 +228,15 @@ def test_nothing_shared_is_nothing_chosen():
     assert list(prefixes.shared()) == []
 
 
+def test_rows_that_part_within_a_page_share_the_pages_before_it():
+    prefixes = RunningPrefixes(4)
+    for row, parts_at in enumerate((100, 6, 2)):
+        slots = np.arange(17, dtype=np.int32)
+        slots[parts_at:] += 1000 * row
+        prefixes.add(row, slots)
+    assert [(node.start, node.end, node.members) for node in prefixes.shared()] == [(0, 4, {0, 1})]
+
+
 def test_a_level_has_to_pay():
     shape = LayerShape(heads=16, kv_heads=8, dims=128, kv_bytes=4096)
     for length, pays in ((2, False), (2048, True)):
