@@ -209,6 +209,20 @@ def test_slots_that_the_cache_has_replaced():
     worker.check_step()
 
 
+def test_a_batch_of_one_row_shares_nothing():
+    worker = Worker("gqa", 16)
+    prompt = worker.new_pages(64)
+    for row in (0, 1):
+        worker.enter(row, prompt, own=4)
+    worker.check_step()
+    rows, lens = np.array([0, 0]), np.array([60, 60])
+    worker.pool.write((1, slice(0, 64)), worker.new_pages(64).to(torch.int32))
+    table = worker.pool.req_to_token.numpy()
+    assert worker.batched._levels(table, rows, lens) == []
+    # What was written in between is still known to have been.
+    assert worker.batched._levels(table, np.array([0, 1]), lens) == []
+
+
 def test_one_step_is_planned_from_the_last(monkeypatch):
     worker = Worker("gqa", 16)
     for row in range(4):

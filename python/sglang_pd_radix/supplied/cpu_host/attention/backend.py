@@ -87,9 +87,11 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
 
     def _levels(self, table: np.ndarray, rows: np.ndarray, lens: np.ndarray) -> list[Level]:
         """What to read together, when the tree of running prefixes has followed the batch."""
-        now = dict(zip(rows.tolist(), lens.tolist(), strict=True))
-        if self._prefixes is None or len(now) < len(rows):  # the engine's dummy batches are of one row
+        if self._prefixes is None:
             self._written.rows.clear()
+            return []
+        now = dict(zip(rows.tolist(), lens.tolist(), strict=True))
+        if len(now) < len(rows):  # the engine's dummy batches are of one row
             return []
         before = self._prefixes.rows()
         for row in (before - now.keys()) | (before & self._written.rows):

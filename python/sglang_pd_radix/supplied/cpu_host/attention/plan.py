@@ -157,9 +157,8 @@ class Layout:
         inverse = np.argsort(order)
         most = int(counts.max())
         filled = np.full((len(counts), most), self._partials)
-        filled[inverse[owner[partial]], np.arange(len(partial)) - np.repeat(np.cumsum(counts) - counts, counts)] = (
-            partial
-        )
+        nth = np.arange(len(partial)) - np.repeat(np.cumsum(counts) - counts, counts)
+        filled[inverse[owner[partial]], nth] = partial
         self._inverse, self._sources = torch.from_numpy(inverse), torch.from_numpy(filled)
         self._counts = [int((counts > i).sum()) for i in range(most)]
 
