@@ -127,19 +127,20 @@ def test_trap_01_the_prebuilt_batch_has_the_slots_of_prefix_and_delta(page_size)
         assert int(world.kv.k_buffer[0][slot]) == kv_of(prompt[: n + 1], world.weights)
 
 
-def test_trap_02_prefills_hit_and_decodes_are_not_added():
-    """The answer said that more tokens came from a cache than the prompt has."""
+@pytest.mark.parametrize("prefill_hit", [20, 16, 8, 0])
+def test_trap_02_prefills_hit_and_decodes_are_not_added(prefill_hit):
+    """The answer said that more tokens came from a cache than the prompt has, or that decode had held none."""
     world, prompt = World(), tokens(1, 23)
     serve_to_end(world, prompt[:16])
-    req, _ = to_prebuilt(world, prompt, prefill_hit=20)
-    assert req.cached_tokens == 20 <= len(prompt)
+    req, _ = to_prebuilt(world, prompt, prefill_hit=prefill_hit)
+    assert req.cached_tokens == max(prefill_hit, 16) <= len(prompt)
     scheduler = object.__new__(Scheduler)
     scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size = world.allocator, 2
     kv_args = SimpleNamespace(kv_item_lens=[100, 100])
     scheduler.disagg_decode_prealloc_queue = SimpleNamespace(kv_manager=SimpleNamespace(kv_args=kv_args))
     details = scheduler._get_cached_tokens_details(req)
     assert details == {
-        "device": 20,
+        "device": prefill_hit,
         "host": 0,
         "decode_prefix": 16,
         "transferred": 7,

@@ -782,7 +782,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Adds the counters of a committed request to the engine's commit."""
+        """Adds to the engine's commit the counters, and what decode held to the tokens that count as cached."""
         req = decode_req.req
         try:
             done = super()._commit_transfer_to_req(decode_req)
@@ -797,4 +797,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         if done and not is_warmup(req) and not isinstance(req.finished_reason, FINISH_ABORT):
             counters = KvTransferCounters.get(self.scheduler.server_args)
             counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0)
+            if req.transfer_prefix_len is not None:
+                # A token that either worker held was cached. They are not added: what both hold would count twice.
+                req.prefill_cached_tokens = req.cached_tokens
+                req.cached_tokens = min(max(req.cached_tokens, req.transfer_prefix_len), len(req.origin_input_ids))
         return done

@@ -31,6 +31,8 @@ class Req(engine.Req):
     decode_prefix_len: int | None = None
     # The same at its first admission, when prefill was asked for the rest; a resume asks prefill for nothing.
     transfer_prefix_len: int | None = None
+    # Of cached_tokens, what prefill held; None where no decode tree admitted the request.
+    prefill_cached_tokens: int | None = None
     # Its KV slots as the engine wants them when the prebuilt batch is made, from commit until then.
     committed_indices: torch.Tensor | None = None
     # The tree's generation when this request's KV was computed; None before admission.
