@@ -121,7 +121,9 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
 
     def check_server_args(self) -> None:
-        """Adds checks when all defaults are settled: of the secret, of Mooncake, and that the cache is still on."""
+        """Adds checks when all defaults are settled: of pages, the secret, Mooncake, and that the cache is still on."""
+        if self.page_size < 1:
+            raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret

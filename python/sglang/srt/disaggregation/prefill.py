@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 
@@ -44,6 +45,17 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         if isinstance(manager, CommonKVManager):
             manager.settle()
         return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+
+    def process_batch_result_disagg_prefill(self, batch, result) -> None:
+        """Adds that alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        output = result.logits_output
+        for name in ("next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
+            values = getattr(output, name, None) if batch.return_logprob else None
+            if values:
+                setattr(output, name, [v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
+        super().process_batch_result_disagg_prefill(batch, result)
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.

@@ -5,15 +5,24 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
+from http import HTTPStatus
 
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, get_kv_class, prepare_abort
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.utils import TypeBasedDispatcher
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Scheduler"]
 
@@ -23,6 +32,8 @@ class Scheduler(engine.Scheduler):
 
     # The most tokens that requests held at the end of a step of the decode queue, since the last flush.
     kv_used_peak = 0
+    # What decode has refused, on prefill.
+    refused_rooms = RefusedRooms()
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -86,7 +97,7 @@ class Scheduler(engine.Scheduler):
         return state
 
     def _get_cached_tokens_details(self, req) -> dict | None:
-        """Adds what decode held and what was sent, apart from prefill's hit, which ``cached_tokens`` still is.
+        """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
 
         ``decode_prefix`` and ``transferred`` are tokens and add up to the prompt; the bytes are those of all TP ranks.
         """
@@ -96,7 +107,8 @@ class Scheduler(engine.Scheduler):
         prefix_len, prompt_len = req.transfer_prefix_len, len(req.origin_input_ids)
         page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
         return {
-            **(details or {"device": 0, "host": 0}),
+            # Without a hit of prefill, the engine takes ``cached_tokens`` for one.
+            **(details if details and req.prefill_cached_tokens else {"device": 0, "host": 0}),
             "decode_prefix": prefix_len,
             "transferred": prompt_len - prefix_len,
             "transferred_bytes": pages(prompt_len - prefix_len, page_size) * page_bytes,
@@ -108,28 +120,106 @@ class Scheduler(engine.Scheduler):
         """Bytes of one page of KV over all layers and TP ranks."""
         return sum(self.disagg_decode_prealloc_queue.kv_manager.kv_args.kv_item_lens) * self.attn_tp_size
 
-    def handle_generate_request(self, recv_req) -> None:
-        """Adds ``extra_key`` to the request: the engine receives it (also as ``cache_salt``) and then drops it.
+    # ---- requests that cannot be served ----
 
-        On decode workers with the flag, where prefixes of different keys must not be shared.
+    def init_request_dispatcher(self) -> None:
+        """Adds the message about a request that the other worker, or this one's tokenizer manager, has refused."""
+        super().init_request_dispatcher()
+        self._request_dispatcher += TypeBasedDispatcher([(RefusedReq, self.handle_refused_request)])
+
+    def handle_generate_request(self, recv_req) -> None:
+        """Adds that an error ends this request only, and ``extra_key``: the engine receives it and then drops it.
+
+        The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
+        not be shared.
         """
-        if not isinstance(self.tree_cache, DecodeRadixCache):
-            super().handle_generate_request(recv_req)
-            return
-        Req.incoming_extra_key = recv_req.extra_key
+        if isinstance(self.tree_cache, DecodeRadixCache):
+            Req.incoming_extra_key = recv_req.extra_key
         try:
+            if recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor:
+                # Made again in each batch; what cannot be made must be known before.
+                CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
             super().handle_generate_request(recv_req)
+        except Exception as e:
+            # On all ranks, which have been given the same.
+            reason = f"The request cannot be served: {type(e).__name__}: {e}"
+            logger.error("Request %s", recv_req.rid, exc_info=e)
+            finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
+            self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
+            self._tell_peer(recv_req, reason)
         finally:
             Req.incoming_extra_key = None
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds a case the engine forgets: a pause that retracts sends decode requests back without saying so.
+        """Adds two cases that the engine forgets.
 
-        They would shake hands anew with a prefill that has long finished them, and wait for ever.
+        A request that is known to be wrong (its grammar, its logprobs) is refused at once. The engine has it shake
+        hands with a prompt of one token, which is not what the peer has.
+
+        A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
+        that has long finished them, and wait for ever.
         """
         if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
             is_retracted = True
+        if self.disaggregation_mode != engine.DisaggregationMode.NULL and not is_retracted:
+            reason = self.refused_rooms.get(req.bootstrap_room)
+            if reason is None and isinstance(req.to_finish, FINISH_ABORT):
+                reason = req.to_finish.message
+            if reason is not None:
+                prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
+                self.stream_output([req], req.return_logprob)
+                self._tell_peer(req, reason)
+                return
         super()._add_request_to_queue(req, is_retracted)
+
+    def handle_refused_request(self, recv_req: RefusedReq) -> None:
+        """Fail what is here of a room, or comes later, and tell decode where it has asked for it."""
+        if self.disaggregation_mode != engine.DisaggregationMode.PREFILL:
+            return
+        self.refused_rooms[recv_req.room] = recv_req.reason
+        for req in self.grammar_manager.grammar_queue:
+            if req.bootstrap_room == recv_req.room:
+                req.set_finish_with_abort(recv_req.reason)
+        self._fail_on_decode(recv_req.room, recv_req.reason)
+
+    def _tell_peer(self, req, reason: str) -> None:
+        """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""
+        room, host = req.bootstrap_room, req.bootstrap_host
+        if not room or host == FAKE_BOOTSTRAP_HOST:
+            return
+        if self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
+            self._fail_on_decode(room, reason)
+        elif self.disaggregation_mode == engine.DisaggregationMode.DECODE and self.tp_rank == 0 and host:
+            tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)
+
+    def _fail_on_decode(self, room: int, reason: str) -> None:
+        """Answer decode's request for a room, which may have come or not, with a failure."""
+        manager = self.disagg_prefill_bootstrap_queue.kv_manager
+        if not isinstance(manager, CommonKVManager):
+            return
+        sender = manager.rooms.live.get(room)
+        if sender is None:
+            sender_class = get_kv_class(self.transfer_backend, KVClassType.SENDER)
+            addr = f"{self.server_args.host}:{self.server_args.disaggregation_bootstrap_port}"
+            sender = sender_class(manager, addr, room, [self.tp_rank], self.pp_rank)
+        sender.fail(reason)
+        sender.poll()
+
+    # ---- errors of a batch that are one request's ----
+
+    def process_batch_result(self, batch, result) -> None:
+        """Adds that requests whose logit processor has raised end with that, and nothing else does."""
+        failed = getattr(getattr(result, "logits_output", None), "failed_processors", {})
+        for req in batch.reqs if failed else []:
+            reason = failed.get(hash(req.custom_logit_processor))
+            if reason is None or req.finished():
+                continue
+            sender = getattr(req, "disagg_kv_sender", None)
+            if isinstance(sender, CommonKVSender):
+                sender.fail(reason)
+            else:
+                req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        super().process_batch_result(batch, result)
 
     def abort_request(self, recv_req) -> None:
         """Adds that a request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from aiohttp import web
+from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.authentication import (
@@ -550,15 +551,25 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     asks_for_pieces = False
 
     def _setup_routes(self) -> None:
-        """Adds the route of the decode prefix to the engine's, and the secret if there is one."""
+        """Adds to the engine's the routes of the decode prefix and of refused requests, and the secret if there is one."""
         super()._setup_routes()
         key = secret()
         if key is not None:
             self.app.middlewares.append(middleware(key))
         self.app.router.add_get(DECODE_PREFIX_ROUTE, self._handle_decode_prefix)
+        self.app.router.add_post(refusal.REFUSED_ROUTE, self._handle_refused_room)
 
     async def _handle_decode_prefix(self, request: web.Request) -> web.Response:
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
         return web.json_response({"version": version, "pieces": int(self.asks_for_pieces)})
+
+    async def _handle_refused_room(self, request: web.Request) -> web.Response:
+        try:
+            told = await request.json()
+            room, reason = int(told["room"]), str(told["reason"])
+        except (KeyError, TypeError, ValueError) as e:
+            return web.Response(text=f"a refusal has a room and a reason: {e}", status=400)
+        refusal.heard(room, reason)
+        return web.Response(text="OK")

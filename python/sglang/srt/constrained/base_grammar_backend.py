@@ -1,0 +1,26 @@
+"""A grammar that cannot be compiled is the error of the request that brought it.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.constrained import base_grammar_backend as engine
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["BaseGrammarBackend"]
+
+
+class BaseGrammarBackend(engine.BaseGrammarBackend):
+    """A backend that never raises for what a client has sent."""
+
+    def _init_value_dispatch(self, key, require_reasoning):
+        """Adds all errors to those that the engine takes for an invalid grammar; others end the scheduler."""
+        try:
+            return super()._init_value_dispatch(key, require_reasoning)
+        except Exception as e:
+            logger.error("Cannot compile %s grammar", key[0], exc_info=e)
+            return engine.InvalidGrammarObject(f"{type(e).__name__}: {e}")

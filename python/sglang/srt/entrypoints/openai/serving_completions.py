@@ -1,0 +1,23 @@
+"""/v1/completions with ``echo`` and ``logprobs``.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.entrypoints.openai import serving_completions as engine
+
+__all__ = ["OpenAIServingCompletion"]
+
+
+class OpenAIServingCompletion(engine.OpenAIServingCompletion):
+    """Completions that answer ``logprobs=0``: the logprob of each token and no alternatives."""
+
+    def _convert_to_internal_request(self, request, raw_request=None):
+        """Adds that with ``echo`` the prompt's logprobs are asked for also where ``logprobs`` is 0."""
+        adapted, request = super()._convert_to_internal_request(request, raw_request)
+        if request.echo and request.logprobs is not None:
+            adapted.logprob_start_len = 0
+            # The engine looks them up in the answer, which has none with logprobs=0.
+            adapted.needs_top_logprobs = True
+        return adapted, request

@@ -1,0 +1,49 @@
+"""A custom logit processor that raises costs its own requests their answer and no others.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.layers import sampler as engine
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Sampler", "apply_custom_logit_processor"]
+
+
+class Sampler(engine.Sampler):
+    """A sampler that says which logit processors have failed."""
+
+    def forward(self, logits_output, sampling_info, *args, **kwargs):
+        """Adds ``failed_processors`` to the output, for the scheduler: why each failed, by its key."""
+        sampling_info.failed_processors = {}
+        token_ids = super().forward(logits_output, sampling_info, *args, **kwargs)
+        logits_output.failed_processors = sampling_info.failed_processors
+        return token_ids
+
+
+def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_tokens_in_batch: int = 1) -> None:
+    """Replaces the engine's, in which the error of one processor ends the scheduler.
+
+    logits: (requests * num_tokens_in_batch, vocabulary), changed in place. A processor that raises, or leaves a request
+    no token to choose, changes nothing, and its requests are failed with the batch's result.
+    """
+    for key, (processor, mask) in sampling_batch_info.custom_logit_processor.items():
+        rows = mask.repeat_interleave(num_tokens_in_batch)
+        params = [sampling_batch_info.custom_params[i] for i in mask.nonzero(as_tuple=True)[0]]
+        try:
+            changed = processor(logits[rows], params)
+            if not torch.isfinite(changed.max(dim=-1).values).all():
+                raise ValueError("it returned logits of which no token can be chosen")
+            logits[rows] = changed
+        except Exception as e:
+            logger.error("Custom logit processor %s", type(processor).__name__, exc_info=e)
+            reason = f"Custom logit processor {type(processor).__name__} failed: {type(e).__name__}: {e}"
+            failed = getattr(sampling_batch_info, "failed_processors", None)
+            if failed is None:
+                raise
+            failed[key] = reason

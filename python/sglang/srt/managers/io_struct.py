@@ -1,0 +1,38 @@
+"""The request of /generate: each prompt of a batch has its own part of every option.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.managers import io_struct as engine
+
+__all__ = ["GenerateReqInput"]
+
+
+@dataclass
+class GenerateReqInput(engine.GenerateReqInput):
+    """A request whose ``extra_key`` may be a list, as its type says."""
+
+    def normalize_batch_and_arguments(self) -> None:
+        """Adds that what cannot be taken apart is the client's error, and the key of each prompt of a batch."""
+        try:
+            super().normalize_batch_and_arguments()
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
+            raise ValueError(f"The request cannot be read: {type(e).__name__}: {e}") from e
+        if isinstance(self.extra_key, list):
+            if self.is_single or len(self.extra_key) != self.batch_size:
+                raise ValueError(f"extra_key has {len(self.extra_key)} entries for {self.batch_size} prompts.")
+
+    def __getitem__(self, i: int) -> GenerateReqInput:
+        """Adds the prompt's own key; the engine gives all of them to each."""
+        try:
+            item = super().__getitem__(i)
+        except (IndexError, KeyError, TypeError) as e:
+            raise ValueError(f"The request has no entry {i} in one of its lists: {e}") from e
+        if isinstance(self.extra_key, list):
+            # As the other lists with n samples of each prompt: all prompts, n times.
+            item.extra_key = self.extra_key[i % self.batch_size]
+        return item

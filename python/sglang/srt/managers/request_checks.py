@@ -1,0 +1,267 @@
+"""What is looked at before a request goes to the scheduler, so that it is refused with status 400 and nothing is sent.
+
+The engine takes these values as they come, and some end its scheduler: a token outside the vocabulary, a NaN among the
+probabilities, a division by a stream interval of 0. Prefill and decode look at the same things, so both refuse.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+__all__ = ["REQUEST_CHECKS", "SAMPLING_CHECKS", "UNCHECKED", "check_prompt", "check_request"]
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+# Where prefill's first token and its alternatives travel to decode (MetadataBuffers of the engine).
+MAX_TOP_LOGPROBS = 128
+# Far beyond any use, and times 1/temperature still a number.
+MAX_BIAS = 1e30
+# Requests that one may be split into.
+MAX_SAMPLES = 4096
+
+# Takes a value that is not None and the size of the vocabulary; returns what is wrong with the value, or "".
+Check = Callable[[Any, int], str]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _whole(low: int, high: int) -> Check:
+    def check(value: Any, vocab_size: int) -> str:
+        return "" if _is_whole(value) and low <= value <= high else f"must be a whole number from {low} to {high}"
+
+    return check
+
+
+def _number(low: float, high: float, above: bool = False) -> Check:
+    """A finite number in [low, high], or in (low, high] with ``above``."""
+
+    def check(value: Any, vocab_size: int) -> str:
+        if not _is_finite(value):
+            return "must be a finite number"
+        if not (low < value if above else low <= value) or value > high:
+            return f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
+        return ""
+
+    return check
+
+
+def _text(value: Any, vocab_size: int) -> str:
+    return "" if isinstance(value, str) else "must be a string"
+
+
+def _texts(value: Any, vocab_size: int) -> str:
+    values = value if isinstance(value, list) else [value]
+    return "" if all(isinstance(v, str) for v in values) else "must be a string or a list of strings"
+
+
+def _name(value: Any, vocab_size: int) -> str:
+    return "" if isinstance(value, str) and value else "must be a string that is not empty"
+
+
+def _mapping(value: Any, vocab_size: int) -> str:
+    return "" if isinstance(value, Mapping) else "must be an object"
+
+
+def _patterns(value: Any, vocab_size: int) -> str:
+    problem = _texts(value, vocab_size)
+    try:
+        for pattern in [] if problem else [value] if isinstance(value, str) else value:
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as e:
+        return f"must be a regular expression: {e}"
+    return problem
+
+
+def _tokens(value: Any, vocab_size: int) -> str:
+    # A prompt is long: its types and its bounds are found without a loop.
+    good = isinstance(value, (list, tuple, set)) and all(
+        issubclass(kind, Integral) and kind is not bool for kind in set(map(type, value))
+    )
+    if not good:
+        return "must be a list of token ids"
+    if value and not (0 <= min(value) and max(value) < vocab_size):
+        wrong = next(token for token in value if not 0 <= token < vocab_size)
+        return f"must be token ids from 0 to {vocab_size - 1}, got {wrong}"
+    return ""
+
+
+def _whole_numbers(value: Any, vocab_size: int) -> str:
+    good = isinstance(value, (list, tuple, set)) and all(
+        isinstance(v, Integral) and abs(int(v)) <= INT64 for v in value
+    )
+    return "" if good else "must be a list of whole numbers"
+
+
+def _biases(value: Any, vocab_size: int) -> str:
+    if not isinstance(value, Mapping):
+        return "must be an object of token ids and numbers"
+    for token, bias in value.items():
+        if not str(token).isdecimal() or int(token) >= vocab_size:
+            return f"must have keys from 0 to {vocab_size - 1}, got {token!r:.40}"
+        # Minus infinity forbids a token.
+        if bias != -math.inf and not (_is_finite(bias) and abs(bias) <= MAX_BIAS):
+            return f"must have values from {-MAX_BIAS:g} to {MAX_BIAS:g}, got {bias!r:.40}"
+    if len(value) >= vocab_size and all(bias == -math.inf for bias in value.values()):
+        return "leaves no token"
+    return ""
+
+
+def _anything(value: Any, vocab_size: int) -> str:
+    return ""
+
+
+# Of SamplingParams; the engine's own checks of ranges come after these. Its parameters and no others are here.
+SAMPLING_CHECKS: dict[str, Check] = {
+    "max_new_tokens": _whole(0, INT64),
+    "stop": _texts,
+    "stop_token_ids": _whole_numbers,
+    "stop_regex": _patterns,
+    "temperature": _number(0, 1e30),
+    "top_p": _number(0, 1, above=True),
+    "top_k": _whole(-1, INT32),
+    "min_p": _number(0, 1),
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
+    # The engine allows 0, by which it then divides.
+    "repetition_penalty": _number(0, 2, above=True),
+    "min_new_tokens": _whole(0, INT32),
+    "n": _whole(1, MAX_SAMPLES),
+    "json_schema": _text,
+    "regex": _text,
+    "ebnf": _text,
+    "structural_tag": _name,
+    "ignore_eos": _anything,
+    "skip_special_tokens": _anything,
+    "spaces_between_special_tokens": _anything,
+    "no_stop_trim": _anything,
+    "custom_params": _mapping,
+    "stream_interval": _whole(1, INT64),
+    "logit_bias": _biases,
+    "sampling_seed": _whole(-INT64, INT64),
+}
+# For these the engine's default is not None, and it computes with what it is given.
+_NOT_NONE = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+    "n",
+}
+
+# Of one prompt's part of GenerateReqInput.
+REQUEST_CHECKS: dict[str, Check] = {
+    "rid": _name,
+    "input_ids": _tokens,
+    "logprob_start_len": _whole(-1, INT64),
+    "top_logprobs_num": _whole(0, INT32),
+    "token_ids_logprob": _tokens,
+    "custom_logit_processor": _text,
+    "bootstrap_host": _text,
+    "bootstrap_port": _whole(1, 65535),
+    # It travels as 64 bits, and 0 says that there is no metadata yet.
+    "bootstrap_room": _whole(0, INT64),
+    "extra_key": _text,
+    "priority": _whole(-INT64, INT64),
+    "sampling_params": _mapping,
+}
+# What FastAPI has checked against the type in GenerateReqInput, and what is harmless beyond that or checked elsewhere.
+UNCHECKED = {
+    "http_worker_ipc",
+    "text",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "return_logprob",
+    "return_text_in_logprobs",
+    "stream",
+    "log_metrics",
+    "return_hidden_states",
+    "return_routed_experts",
+    "routed_experts_start_len",
+    "modalities",
+    "session_params",
+    "lora_path",
+    "lora_id",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "require_reasoning",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "data_parallel_rank",
+    "background",
+    "conversation_id",
+    "routing_key",
+    "no_logs",
+    "custom_labels",
+    "return_bytes",
+    "return_entropy",
+    "external_trace_header",
+    "received_time",
+    "need_wait_for_mm_inputs",
+    "num_items_assigned",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "image_max_dynamic_patch",
+    "video_max_dynamic_patch",
+}
+
+
+def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -> None:
+    """Raise ValueError, naming the option, for a value of one prompt's request that the scheduler cannot work with."""
+    for name, check in REQUEST_CHECKS.items():
+        _apply(name, check, getattr(obj, name), vocab_size)
+    params = obj.sampling_params or {}
+    for name, value in params.items():
+        if name not in SAMPLING_CHECKS:
+            raise ValueError(f"sampling_params has no option {name!r:.80}.")
+        if value is None and name in _NOT_NONE:
+            raise ValueError(f"{name} must not be null.")
+        _apply(name, SAMPLING_CHECKS[name], value, vocab_size)
+    if (params.get("min_new_tokens") or 0) > 0:
+        # Each has a place among the logits then.
+        _apply("stop_token_ids", _tokens, params.get("stop_token_ids"), vocab_size)
+    if not disaggregated:
+        return
+    if (obj.top_logprobs_num or 0) > min(MAX_TOP_LOGPROBS, vocab_size):
+        raise ValueError(
+            f"top_logprobs_num must be at most {min(MAX_TOP_LOGPROBS, vocab_size)} with PD disaggregation, "
+            f"got {obj.top_logprobs_num}."
+        )
+    if obj.session_params:
+        raise ValueError("session_params cannot be used with PD disaggregation.")
+
+
+def check_prompt(num_tokens: int, max_input_len: int | None) -> None:
+    """Raise ValueError for a prompt that the scheduler would not take. max_input_len: None where it is not known."""
+    if max_input_len is not None and num_tokens >= max_input_len:
+        raise ValueError(
+            f"The prompt has {num_tokens} tokens, and this worker takes fewer than {max_input_len}. Use a shorter one."
+        )
+
+
+def _apply(name: str, check: Check, value: Any, vocab_size: int) -> None:
+    problem = check(value, vocab_size) if value is not None else ""
+    if problem:
+        raise ValueError(f"{name} {problem}." if "got" in problem else f"{name} {problem}, got {value!r:.80}.")

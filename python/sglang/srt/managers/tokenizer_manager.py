@@ -1,0 +1,150 @@
+"""Requests that no worker can serve are refused here, with status 400, before anything is sent.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from fastapi import HTTPException
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import tokenizer_manager as engine
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.request_checks import check_prompt, check_request
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["ReqState", "TokenizerManager"]
+
+
+@dataclass
+class ReqState(engine.ReqState):
+    """The state of one prompt, which knows whether the scheduler has been told of it."""
+
+    sent: bool = False
+
+
+class TokenizerManager(engine.TokenizerManager):
+    """Looks at each option of a request, and tells its peer of a request that only this worker refuses."""
+
+    def init_disaggregation(self) -> None:
+        """Adds that a prefill hears of requests that decode refuses."""
+        super().init_disaggregation()
+        self.refused_rooms = refusal.RefusedRooms()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            refusal.listen(self._on_refused_by_decode)
+
+    async def generate_request(self, obj, request=None):
+        """Adds what follows a refusal: the peer is told, other prompts of the batch end, and nothing is left behind."""
+        try:
+            async for out in super().generate_request(obj, request):
+                for item in out if isinstance(out, list) else [out]:
+                    if getattr(obj, "needs_top_logprobs", False):
+                        item["meta_info"].setdefault("input_top_logprobs", [])
+                yield out
+        except ValueError as e:
+            states = getattr(obj, "states", {})
+            if not states or not all(state.sent for state in states.values()):
+                self._tell_peer(obj, str(e))
+                for rid, state in states.items():
+                    if state.sent:
+                        self.abort_request(rid)
+            raise
+        finally:
+            for rid, state in getattr(obj, "states", {}).items():
+                if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
+                    del self.rid_to_state[rid]
+
+    def _validate_rid_not_in_flight(self, obj) -> None:
+        """Adds the checks of all options: here each prompt has its own, and nothing is kept of them yet."""
+        super()._validate_rid_not_in_flight(obj)
+        if not isinstance(obj, GenerateReqInput):
+            return
+        disaggregated = self.disaggregation_mode != DisaggregationMode.NULL
+        for item in [obj] if obj.is_single else [obj[i] for i in range(len(obj.rid))]:
+            check_request(item, self.model_config.vocab_size, disaggregated)
+            if isinstance(item.input_ids, list):
+                self._check_prompt(len(item.input_ids))
+            self._check_room(item.bootstrap_room)
+
+    def _validate_one_request(self, obj, input_ids) -> None:
+        """Adds the scheduler's limit, which it would find only after the handshake."""
+        super()._validate_one_request(obj, input_ids)
+        if input_ids is not None:
+            self._check_prompt(len(input_ids))
+
+    def _check_prompt(self, num_tokens: int) -> None:
+        if not self.server_args.allow_auto_truncate:
+            check_prompt(num_tokens, self.max_req_input_len)
+
+    def _check_room(self, room: int | None) -> None:
+        """Raise ValueError if decode has refused the request of this room."""
+        if room in self.refused_rooms:
+            raise ValueError(self.refused_rooms[room])
+
+    def _req_stats_init(self, obj, request=None) -> None:
+        """Adds a note of the states that are this request's own, and that none has been sent."""
+        super()._req_stats_init(obj, request)
+        rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+        obj.states = {rid: self.rid_to_state[rid] for rid in rids}
+
+    def _send_one_request(self, tokenized_obj) -> None:
+        """Adds a last look at what decode says of it: from here on the scheduler is told."""
+        self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
+        super()._send_one_request(tokenized_obj)
+        self._note_sent(tokenized_obj.rid)
+
+    def _send_batch_request(self, tokenized_objs) -> None:
+        """Adds the same for a batch."""
+        for tokenized_obj in tokenized_objs:
+            self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
+        super()._send_batch_request(tokenized_objs)
+        for tokenized_obj in tokenized_objs:
+            self._note_sent(tokenized_obj.rid)
+
+    def _note_sent(self, rid: str) -> None:
+        if rid in self.rid_to_state:
+            self.rid_to_state[rid].sent = True
+
+    async def _wait_one_response(self, obj, state, request=None):
+        """Adds that a request that decode has refused is the client's error on prefill too."""
+        try:
+            async for out in super()._wait_one_response(obj, state, request):
+                yield out
+        except HTTPException:
+            self._check_room(getattr(obj, "bootstrap_room", None))
+            raise
+
+    # ---- the two workers of a pair ----
+
+    def _tell_peer(self, obj, reason: str) -> None:
+        """Tell the other worker that the rooms of this request are refused here."""
+        rooms = getattr(obj, "bootstrap_room", None)
+        if self.disaggregation_mode == DisaggregationMode.NULL or rooms is None:
+            return
+        hosts, ports = obj.bootstrap_host, obj.bootstrap_port
+        for i, room in enumerate(rooms if isinstance(rooms, list) else [rooms]):
+            if not isinstance(room, int) or not 0 < room < 2**63:
+                continue
+            if self.disaggregation_mode == DisaggregationMode.PREFILL:
+                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason))
+                continue
+            host = hosts[i] if isinstance(hosts, list) else hosts
+            port = ports[i] if isinstance(ports, list) else ports
+            if host and (port or self.server_args.disaggregation_bootstrap_port):
+                refusal.tell_prefill(host, port or self.server_args.disaggregation_bootstrap_port, room, reason)
+
+    def _on_refused_by_decode(self, room: int, reason: str) -> None:
+        """Called on the bootstrap server's thread."""
+        if self.event_loop is None:
+            self.refused_rooms[room] = reason
+        else:
+            self.event_loop.call_soon_threadsafe(self._refuse_room, room, reason)
+
+    def _refuse_room(self, room: int, reason: str) -> None:
+        logger.info("Decode has refused room %s: %s", room, reason)
+        self.refused_rooms[room] = reason
+        self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason))

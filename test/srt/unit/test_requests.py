@@ -1,0 +1,271 @@
+"""No request ends a worker: what is refused at the door, and what an error costs beyond it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers import request_checks
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.request_checks import REQUEST_CHECKS, SAMPLING_CHECKS, UNCHECKED, check_prompt, check_request
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import prepare_server_args
+
+from sglang_pd_radix.tools.make_model import make_model
+
+VOCAB = 100
+NAN, INF = math.nan, math.inf
+
+# Values of each option that a request may have, and values with which it is refused.
+SAMPLING = {
+    "max_new_tokens": ([0, 5, 5.0, None], [-1, 2.5, "5", [5], INF]),
+    "stop": (["a", ["a", "b"], [], None], [5, [5], {"a": 1}]),
+    "stop_token_ids": ([[5], [10**9], [], None], [5, ["5"], [None], [2**70]]),
+    "stop_regex": (["a+", ["a", "b"], None], ["(", ["(a"], 5, [5]]),
+    "temperature": ([0, 0.7, 1, True], [-1, NAN, INF, "1", [1], None, 10**400]),
+    "top_p": ([0.1, 1], [0, 1.1, NAN, "1", None]),
+    "top_k": ([-1, 1, 2**31 - 1], [2**31, 1.5, "1", NAN, None]),
+    "min_p": ([0, 1], [-0.1, 1.1, NAN, None]),
+    "frequency_penalty": ([-2, 2], [-2.1, NAN, "1", None]),
+    "presence_penalty": ([-2, 2], [2.1, NAN, "1", None]),
+    "repetition_penalty": ([0.1, 2], [0, 2.1, NAN, None]),
+    "min_new_tokens": ([0, 3], [-1, 2**31, "1", None]),
+    "n": ([1, 3], [0, -1, 10**9, 1.5]),
+    "json_schema": (["{}", None], [{}, 5]),
+    "regex": (["a", None], [5, ["a"]]),
+    "ebnf": (["a", None], [5, ["a"]]),
+    "structural_tag": (["{}", None], ["", {}, 5]),
+    "ignore_eos": ([True, False, None, 1], []),
+    "skip_special_tokens": ([True, False, None, 1], []),
+    "spaces_between_special_tokens": ([True, False, None, 1], []),
+    "no_stop_trim": ([True, False, None, 1], []),
+    "custom_params": ([{}, {"a": [1]}, None], [5, "a", [1]]),
+    "stream_interval": ([1, 50, None], [0, -1, 1.5, "1"]),
+    "logit_bias": (
+        [{"5": 1.5}, {5: -100}, {"5": -INF}, {}, None],
+        [{"100": 1}, {"-1": 1}, {"x": 1}, {"5": NAN}, {"5": INF}, {"5": 1e31}, {"5": "1"}, [5]],
+    ),
+    "sampling_seed": ([0, 2**63 - 1, None], [2**63, 1.5, "1"]),
+}
+REQUEST = {
+    "rid": (["a", None], ["", 5]),
+    "input_ids": ([[0, 99], None], [[100], [-1], ["5"], [True], [[5]], [1.5], 5]),
+    "logprob_start_len": ([-1, 0, 5, None], [-2, 1.5, "1"]),
+    "top_logprobs_num": ([0, 100, None], [-1, 1.5, "1", 2**31]),
+    "token_ids_logprob": ([[0, 99], [], None], [[100], [-1], 5]),
+    "custom_logit_processor": (["a", None], [5, ["a"]]),
+    "bootstrap_host": (["10.0.0.1", None], [5, ["a"]]),
+    "bootstrap_port": ([8998, None], [0, -1, 65536, "8998"]),
+    "bootstrap_room": ([0, 2**63 - 1, None], [-1, 2**63, "5", 1.5]),
+    "extra_key": (["a", "", None], [5, ["a"]]),
+    "priority": ([-5, 5, None], [2**63, 1.5]),
+    "sampling_params": ([{}, None], ["a", [1]]),
+}
+
+
+def request(params: dict | None = None, **options) -> GenerateReqInput:
+    obj = GenerateReqInput(**{"input_ids": [1, 2, 3], "sampling_params": params or {}, "rid": "r"})
+    for name, value in options.items():
+        setattr(obj, name, value)
+    return obj
+
+
+def test_every_option_of_the_engine_is_in_a_table():
+    """An option that nobody has thought of fails here."""
+    parameters = set(inspect.signature(SamplingParams).parameters)
+    assert set(SAMPLING_CHECKS) == parameters == set(SAMPLING)
+    fields = {field.name for field in dataclasses.fields(GenerateReqInput)}
+    assert set(REQUEST_CHECKS) | UNCHECKED == fields and not set(REQUEST_CHECKS) & UNCHECKED
+    assert set(REQUEST) == set(REQUEST_CHECKS)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_options(name):
+    good, bad = SAMPLING[name]
+    for value in good:
+        check_request(request({name: value}), VOCAB, True)
+    for value in bad:
+        with pytest.raises(ValueError, match=name):
+            check_request(request({name: value}), VOCAB, True)
+
+
+@pytest.mark.parametrize("name", REQUEST)
+def test_request_options(name):
+    good, bad = REQUEST[name]
+    for value in good:
+        check_request(request(**{name: value}), VOCAB, True)
+    for value in bad:
+        with pytest.raises(ValueError, match=name):
+            check_request(request(**{name: value}), VOCAB, True)
+
+
+def test_options_that_do_not_go_together():
+    check_request(request({"stop_token_ids": [10**9]}), VOCAB, True)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        check_request(request({"stop_token_ids": [10**9], "min_new_tokens": 2}), VOCAB, True)
+    with pytest.raises(ValueError, match="no option 'heat'"):
+        check_request(request({"heat": 1}), VOCAB, True)
+    with pytest.raises(ValueError, match="leaves no token"):
+        check_request(request({"logit_bias": {str(i): -INF for i in range(VOCAB)}}), VOCAB, True)
+    # Of these, a worker without a peer can do what it does without this package.
+    for options in ({"top_logprobs_num": VOCAB + 1}, {"session_params": {"id": "a"}}):
+        check_request(request(**options), VOCAB, False)
+        with pytest.raises(ValueError, match=next(iter(options))):
+            check_request(request(**options), VOCAB, True)
+    with pytest.raises(ValueError, match="at most 128"):
+        check_request(request(top_logprobs_num=129), 1000, True)
+
+
+def test_a_prompt_beyond_the_scheduler():
+    check_prompt(9, 10)
+    check_prompt(10**9, None)
+    with pytest.raises(ValueError, match="10 tokens.*fewer than 10"):
+        check_prompt(10, 10)
+
+
+# ---- batches ----
+
+
+def test_each_prompt_of_a_batch_has_its_own_key():
+    obj = GenerateReqInput(input_ids=[[1], [2]], extra_key=["a", "b"])
+    obj.normalize_batch_and_arguments()
+    assert [obj[i].extra_key for i in range(2)] == ["a", "b"]
+    one = GenerateReqInput(input_ids=[[1], [2]], extra_key="a")
+    one.normalize_batch_and_arguments()
+    assert [one[i].extra_key for i in range(2)] == ["a", "a"]
+    samples = GenerateReqInput(input_ids=[[1], [2]], extra_key=["a", "b"], sampling_params={"n": 2})
+    samples.normalize_batch_and_arguments()
+    assert [samples[i].extra_key for i in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"input_ids": [[1], [2]], "extra_key": ["a"]},
+        {"input_ids": [1, 2], "extra_key": ["a"]},
+        {"input_ids": [1], "sampling_params": {"n": "2"}},
+        {"input_ids": [1], "sampling_params": [5]},
+        {"input_ids": [1], "sampling_params": []},
+    ],
+)
+def test_a_request_that_cannot_be_taken_apart_is_the_clients_error(options):
+    with pytest.raises(ValueError):
+        GenerateReqInput(**options).normalize_batch_and_arguments()
+
+
+def test_a_list_that_is_too_short_for_the_batch():
+    obj = GenerateReqInput(input_ids=[[1], [2]], top_logprobs_num=[1])
+    obj.normalize_batch_and_arguments()
+    with pytest.raises(ValueError, match="no entry 1"):
+        obj[1]
+
+
+# ---- beyond the door ----
+
+
+class Doubles:
+    def __call__(self, logits, params):
+        return logits * 2
+
+
+class Raises:
+    def __call__(self, logits, params):
+        logits.fill_(7)
+        raise RuntimeError("boom")
+
+
+class Forbids:
+    def __call__(self, logits, params):
+        return torch.full_like(logits, -INF)
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(Raises, "Raises failed: RuntimeError: boom"), (Forbids, "no token")])
+def test_a_logit_processor_that_fails_changes_nobodys_logits(wrong, said):
+    class Info(SimpleNamespace):
+        def __len__(self):
+            return 3
+
+    masks = torch.tensor([[True, False, False], [False, True, False]])
+    processors = {1: (wrong(), masks[0]), 2: (Doubles(), masks[1])}
+    info = Info(custom_logit_processor=processors, custom_params=[None] * 3, failed_processors={})
+    logits = torch.ones(3, 4)
+    apply_custom_logit_processor(logits, info)
+    assert logits[:, 0].tolist() == [1, 2, 1]
+    assert list(info.failed_processors) == [1] and said in info.failed_processors[1]
+
+
+def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
+    class Backend(BaseGrammarBackend):
+        def dispatch_regex(self, key_string):
+            raise KeyError("begin")
+
+    future, hit = Backend().get_cached_or_future_value(("regex", "a"), False)
+    grammar = future.result()
+    assert not hit and isinstance(grammar, InvalidGrammarObject) and "KeyError: 'begin'" in grammar.error_message
+
+
+def test_the_mask_of_a_grammar_on_a_cpu():
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+    grammar = object.__new__(XGrammarGrammar)
+    mask = torch.zeros(2, 2, dtype=torch.int32)
+    mask[0, 0], mask[0, 1], mask[1, 0] = 1 << 3, 1 << 1, -(2**31)
+    logits = torch.zeros(2, 40)
+    grammar.apply_vocab_mask(logits=logits, vocab_mask=mask)
+    assert [(row == 0).nonzero().flatten().tolist() for row in logits] == [[3, 33], [31]]
+
+
+def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
+    monkeypatch.setattr(refusal, "REMEMBERED", 2)
+    rooms = refusal.RefusedRooms()
+    for room in (1, 2, 3):
+        rooms[room] = "because"
+    assert list(rooms) == [2, 3]
+
+
+# ---- the OpenAI endpoints ----
+
+
+def completion(**options):
+    serving = object.__new__(OpenAIServingCompletion)
+    serving.template_manager = SimpleNamespace(completion_template_name=None)
+    serving.allowed_custom_labels = None
+    body = CompletionRequest(model="m", prompt=["a", "b"], **options)
+    return serving._convert_to_internal_request(body, None)[0]
+
+
+def test_echo_with_logprobs_0_asks_for_the_prompts_logprobs():
+    asked = completion(echo=True, logprobs=0)
+    assert asked.return_logprob and asked.logprob_start_len == 0 and asked.needs_top_logprobs
+    assert completion(echo=True).logprob_start_len == completion(logprobs=0).logprob_start_len == -1
+
+
+def test_salt_and_key_of_each_prompt():
+    assert completion(extra_key=["a", "b"], cache_salt="s").extra_key == ["sa", "sb"]
+    assert completion(cache_salt=["a", "b"]).extra_key == ["a", "b"]
+    assert completion(cache_salt="s", extra_key="a").extra_key == "sa"
+    with pytest.raises(ValueError, match="different numbers"):
+        completion(cache_salt=["a"], extra_key=["a", "b"])
+
+
+@pytest.mark.parametrize("size", ["0", "-16"])
+def test_pages_are_pages(tmp_path, size):
+    model = make_model(tmp_path / "m")
+    args = prepare_server_args(["--model-path", str(model), "--device", "cpu", "--page-size", size])
+    with pytest.raises(ValueError, match="--page-size is"):
+        args.check_server_args()
+
+
+def test_the_bound_of_alternatives_is_that_of_the_metadata():
+    default = inspect.signature(MetadataBuffers).parameters["max_top_logprobs_num"].default
+    assert request_checks.MAX_TOP_LOGPROBS == default
