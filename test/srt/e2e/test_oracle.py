@@ -138,7 +138,7 @@ def test_parallel_sampling_is_refused(on, truth, page):
     prefill = on._workers.submit(requests.post, on.prefill_url + "/generate", json=body, timeout=60)
     reply = requests.post(on.decode_url + "/generate", json=body, timeout=60)
     assert reply.status_code == 400 and "n must be 1" in reply.text
-    assert prefill.result().status_code == 500
+    assert prefill.result().status_code == 400
     assert on(base_prompt(page))["output_ids"] == truth["base", page]
 
 

@@ -1,4 +1,4 @@
-"""A custom logit processor that raises costs its own requests their answer and no others.
+"""Logits of which no token can be chosen, and logit processors that raise, cost only their own requests the answer.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -16,10 +16,19 @@ __all__ = ["Sampler", "apply_custom_logit_processor"]
 
 
 class Sampler(engine.Sampler):
-    """A sampler that says which logit processors have failed."""
+    """A sampler that says for which requests it had nothing to choose from, and which logit processors have failed."""
 
     def forward(self, logits_output, sampling_info, *args, **kwargs):
-        """Adds ``failed_processors`` to the output, for the scheduler: why each failed, by its key."""
+        """Adds two things to the output, for the scheduler.
+
+        ``failed_processors``: why each failed, by its key. ``hopeless``: (requests,) bool, without a finite logit; a
+        grammar may allow no token. The engine samples from what is then no distribution, which ends the scheduler. It
+        is looked for where a request can bring it about, and on a CPU, where it costs no wait for a device.
+        """
+        logits = logits_output.next_token_logits
+        if sampling_info.vocab_mask is not None or sampling_info.logit_bias is not None or logits.device.type == "cpu":
+            logits_output.hopeless = ~torch.isfinite(logits.max(dim=-1).values)
+            logits.masked_fill_(logits_output.hopeless.unsqueeze(-1), 0.0)
         sampling_info.failed_processors = {}
         token_ids = super().forward(logits_output, sampling_info, *args, **kwargs)
         logits_output.failed_processors = sampling_info.failed_processors

@@ -208,18 +208,30 @@ class Scheduler(engine.Scheduler):
     # ---- errors of a batch that are one request's ----
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds that requests whose logit processor has raised end with that, and nothing else does."""
-        failed = getattr(getattr(result, "logits_output", None), "failed_processors", {})
-        for req in batch.reqs if failed else []:
-            reason = failed.get(hash(req.custom_logit_processor))
-            if reason is None or req.finished():
-                continue
-            sender = getattr(req, "disagg_kv_sender", None)
-            if isinstance(sender, CommonKVSender):
-                sender.fail(reason)
-            else:
-                req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        """Adds that requests whose logit processor has raised, or that no token is left for, end with that."""
+        output = getattr(result, "logits_output", None)
+        failed, hopeless = getattr(output, "failed_processors", {}), getattr(output, "hopeless", None)
+        if hopeless is not None and getattr(result, "copy_done", None) is not None:
+            result.copy_done.synchronize()
+        rows = hopeless.tolist() if hopeless is not None else []
+        if failed or any(rows):
+            for i, req in enumerate(batch.reqs):
+                reason = failed.get(hash(req.custom_logit_processor))
+                if i < len(rows) and rows[i]:
+                    reason = "No token can be chosen: the grammar, logit_bias or the model leave none"
+                if reason is not None and not req.finished():
+                    self._fail_running(req, reason)
         super().process_batch_result(batch, result)
+
+    def _fail_running(self, req, reason: str) -> None:
+        """Have a request of a batch fail with the batch's result."""
+        # What was sampled for it is no token of its grammar.
+        req.grammar = None
+        sender = getattr(req, "disagg_kv_sender", None)
+        if isinstance(sender, CommonKVSender):
+            sender.fail(reason)
+        else:
+            req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
     def abort_request(self, recv_req) -> None:
         """Adds that a request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""

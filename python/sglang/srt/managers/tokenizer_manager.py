@@ -63,6 +63,8 @@ class TokenizerManager(engine.TokenizerManager):
         super()._validate_rid_not_in_flight(obj)
         if not isinstance(obj, GenerateReqInput):
             return
+        if obj.parallel_sample_num > 1 and self.server_args.disaggregation_decode_enable_radix_cache:
+            raise ValueError("n must be 1 with PD disaggregation: each sample would need a bootstrap_room of its own.")
         disaggregated = self.disaggregation_mode != DisaggregationMode.NULL
         for item in [obj] if obj.is_single else [obj[i] for i in range(len(obj.rid))]:
             check_request(item, self.model_config.vocab_size, disaggregated)

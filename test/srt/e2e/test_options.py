@@ -1,0 +1,424 @@
+"""No request ends a worker or costs another its answer (I9): every option of the engine's request classes, through a
+pair, with values that are right and wrong. What is refused is refused by both workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from pd import FLAG, Pair, generate_body, words
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = words(random.Random(3), 60)
+# Prefill takes prompts of this length, decode does not.
+BEYOND_DECODE = words(random.Random(4), 5000)
+NAN = math.nan
+
+
+class Raises(CustomLogitProcessor):
+    # It travels as it is, not as the name of a module that the server does not have.
+    __module__ = "__main__"
+
+    def __call__(self, logits, custom_param_list=None):
+        raise RuntimeError("boom")
+
+
+@pytest.fixture(scope="module", params=["on", pytest.param("off", marks=pytest.mark.thorough)])
+def flag(request):
+    return [FLAG] if request.param == "on" else []
+
+
+@pytest.fixture
+def cluster(clusters, model, flag):
+    if clusters.cluster is not None and clusters.cluster.dead():
+        # Each test tells of its own.
+        clusters.stop()
+    return clusters.get(
+        model,
+        decode_args=[*flag, "--max-total-tokens", "4096"],
+        common_args=["--page-size", "16", "--enable-custom-logit-processor"],
+    )
+
+
+class Door:
+    """Sends one body to both workers of a pair, as the router does, but whatever is in it."""
+
+    def __init__(self, cluster):
+        self.cluster, self.pair = cluster, Pair(cluster)
+        self._workers = ThreadPoolExecutor(8)
+        self.truth = self.ask(self.body())[1].json()["output_ids"]
+
+    def body(self, **more) -> dict:
+        return {**generate_body(PROMPT, 4), **more}
+
+    def sampling(self, **params) -> dict:
+        body = self.body()
+        body["sampling_params"].update(params)
+        return body
+
+    def post(self, url: str, path: str, body: dict) -> requests.Response:
+        # Not `json=`, which refuses NaN.
+        headers = {"Content-Type": "application/json"}
+        return requests.post(url + path, data=json.dumps(body), headers=headers, timeout=30)
+
+    def ask(self, body: dict, path: str = "/generate") -> tuple[requests.Response, requests.Response]:
+        """What prefill and decode say."""
+        many = next((len(body[k]) for k in ("input_ids", "text", "prompt") if _is_batch(body.get(k))), 0)
+        rooms = [random.randrange(1, 2**62) for _ in range(many or 1)]
+        port = self.pair.cluster.processes[0].bootstrap_port
+        at = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": rooms[0]}
+        if many:
+            at = {"bootstrap_host": ["127.0.0.1"] * many, "bootstrap_port": [port] * many, "bootstrap_room": rooms}
+        body = {**at, **body}
+        prefill = self._workers.submit(self.post, self.pair.prefill_url, path, body)
+        decode = self.post(self.pair.decode_url, path, body)
+        return prefill.result(), decode
+
+    def check(self) -> None:
+        """Both workers live, and another request gets its answer."""
+        assert self.cluster.dead() is None
+        assert self.ask(self.body())[1].json()["output_ids"] == self.truth
+
+
+def _is_batch(prompts) -> bool:
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], (list, str))
+
+
+@pytest.fixture
+def door(cluster):
+    door = Door(cluster)
+    yield door
+    door.check()
+    door.pair.check_idle()
+
+
+def refused(replies, message: str) -> None:
+    for reply in replies:
+        assert reply.status_code == 400 and message in reply.text, (reply.status_code, reply.text)
+
+
+# ---- what was seen to end a worker ----
+
+
+def test_prompts_of_a_batch_have_keys_of_their_own(door):
+    prefill, decode = door.ask(door.body(input_ids=[PROMPT, PROMPT], extra_key=["a", "b"]))
+    assert prefill.status_code == 200
+    assert [answer["output_ids"] for answer in decode.json()] == [door.truth] * 2
+    refused(door.ask(door.body(extra_key=["a"])), "extra_key")
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**70])
+def test_token_ids_outside_the_vocabulary(door, token):
+    refused(door.ask(door.body(input_ids=[*PROMPT, token])), "input_ids")
+
+
+def test_structured_output(door):
+    schema = json.dumps({"enum": ["yes", "no"]})
+    _, decode = door.ask(door.sampling(json_schema=schema, ignore_eos=False, max_new_tokens=20))
+    assert json.loads(decode.json()["text"]) in ("yes", "no")
+    _, decode = door.ask(door.sampling(regex="[0-9]{3}", ignore_eos=False, max_new_tokens=20))
+    assert decode.json()["text"].isdecimal() and len(decode.json()["text"]) == 3
+    _, decode = door.ask(door.sampling(ebnf='root ::= "yes" | "no"', ignore_eos=False))
+    assert decode.json()["text"] in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    "params", [{"regex": "([0-9"}, {"json_schema": "{nope"}, {"ebnf": "nope"}, {"structural_tag": '{"x": 1}'}]
+)
+def test_a_grammar_that_cannot_be_compiled(door, params):
+    refused(door.ask(door.sampling(**params)), "Failed to compile")
+
+
+def test_a_grammar_that_allows_no_token(door):
+    with ThreadPoolExecutor(2) as pool:
+        wrong, right = pool.map(door.ask, [door.sampling(ebnf="root ::= root", temperature=1), door.body()])
+    assert all(reply.status_code >= 400 and "No token can be chosen" in reply.text for reply in wrong)
+    assert right[1].json()["output_ids"] == door.truth
+
+
+def test_alternatives_of_tokens(door):
+    ask = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0, "token_ids_logprob": [5, 6]}
+    prefill, decode = door.ask(door.body(**ask))
+    tops = decode.json()["meta_info"]["output_top_logprobs"]
+    assert [len(top) for top in tops] == [3] * 4
+    # The most likely is the one that was chosen, also the first, which came from prefill.
+    assert [top[0][1] for top in tops] == door.truth == decode.json()["output_ids"]
+    assert len(prefill.json()["meta_info"]["input_top_logprobs"]) == len(PROMPT)
+    refused(door.ask(door.body(**{**ask, "top_logprobs_num": 129})), "top_logprobs_num")
+    refused(door.ask(door.body(**{**ask, "logprob_start_len": 500})), "logprob_start_len")
+
+
+@pytest.mark.parametrize("params", [{}, {"custom_params": {"a": 1}}])
+def test_a_logit_processor_that_raises_costs_only_its_own_request(door, params):
+    wrong = {**door.sampling(**params), "custom_logit_processor": Raises.to_str()}
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(door.ask, [wrong, door.body(), wrong, door.body()]))
+    for prefill, decode in replies[::2]:
+        assert prefill.status_code >= 400 and decode.status_code >= 400
+        assert "Raises failed: RuntimeError: boom" in prefill.text
+    assert [decode.json()["output_ids"] for _, decode in replies[1::2]] == [door.truth] * 2
+    refused(door.ask(door.body(custom_logit_processor='{"callable": "00"}')), "cannot be served")
+
+
+@pytest.mark.parametrize("prompt", [{"input_ids": BEYOND_DECODE}, {"text": "ready " * 5000, "input_ids": None}])
+def test_a_prompt_beyond_decodes_limit_is_refused_by_both(door, prompt):
+    body = {key: value for key, value in door.body(**prompt).items() if value is not None}
+    refused(door.ask(body), "this worker takes fewer than")
+
+
+def test_the_router_counts_no_refusal_as_a_failure(door):
+    url = door.cluster.router_url
+    for _ in range(6):
+        assert door.post(url, "/generate", door.body(input_ids=BEYOND_DECODE)).status_code == 400
+    assert door.post(url, "/generate", door.body()).json()["output_ids"] == door.truth
+
+
+def test_a_prompt_of_a_batch_that_decode_refuses_ends_the_others(door):
+    prefill, decode = door.ask({"text": ["ready", "ready " * 5000], "sampling_params": {"max_new_tokens": 4}})
+    refused([decode], "this worker takes fewer than")
+    assert prefill.status_code == 400
+
+
+def test_a_rid_in_use_leaves_nobody_waiting(door):
+    body = {**door.sampling(max_new_tokens=300), "rid": "twice"}
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(door.ask, [body, body]))
+    # Each worker may have taken another one; then neither is answered, and nobody waits.
+    assert any("Duplicate request IDs" in reply.text for pair in replies for reply in pair)
+
+
+@pytest.mark.parametrize("more", [{"echo": True}, {}, {"echo": True, "stream": True}])
+def test_completions_with_logprobs_0(door, more):
+    body = {"model": "m", "prompt": "ready ready", "max_tokens": 4, "temperature": 0, "logprobs": 0, **more}
+    prefill, decode = door.ask(body, "/v1/completions")
+    assert decode.status_code == prefill.status_code == 200, decode.text
+    assert '"error"' not in decode.text
+
+
+def test_a_stream_interval_of_0(door):
+    refused(door.ask({**door.sampling(stream_interval=0)}), "stream_interval")
+
+
+# ---- every option ----
+
+# Values that any option may be given.
+ANY = [None, "", "x", -1, 0, 1, 1.5, NAN, 10**30, True, [], ["x"], [1], [[1]], {}, {"a": 1}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}
+
+SAMPLING: dict[str, list] = {
+    "max_new_tokens": [5, 10**9],
+    "stop": ["k", ["k", "l"], ""],
+    "stop_token_ids": [[5], [10**9], [-1]],
+    "stop_regex": ["a+", "(", ["k", "["]],
+    "temperature": [0.7, 1e-7, 1e-5, 1e30, 10**400],
+    "top_p": [0.5, 1e-9],
+    "top_k": [5, 2**31 - 1, 2**31, 2**63],
+    "min_p": [0.5],
+    "frequency_penalty": [2, -2],
+    "presence_penalty": [2, -2],
+    "repetition_penalty": [1e-9, 2],
+    "min_new_tokens": [3, 7],
+    "n": [2, "2"],
+    "json_schema": ["{}", "{", '{"type": "no"}', "$$ANY$$"],
+    "regex": ["a+", "(", "(a*)*b"],
+    "ebnf": ['root ::= "a"', "root ::= root", "::"],
+    "structural_tag": ["{}", "{", '{"structures": [], "triggers": []}', '{"structures": [{}], "triggers": ["a"]}'],
+    "ignore_eos": [],
+    "skip_special_tokens": [],
+    "spaces_between_special_tokens": [],
+    "no_stop_trim": [],
+    "custom_params": [{"__req__": 5}],
+    "stream_interval": [5],
+    "logit_bias": [{"5": 100}, {"5": 1e30}, {"-1": 1}, {"10000000": 1}, {"x": 1}, {"5": NAN}, {"5": -math.inf}],
+    "sampling_seed": [5, 2**63 - 1, 2**63],
+}
+GENERATE: dict[str, list] = {
+    "text": [["a", ""]],
+    "input_ids": [[10**9], [-1], [2**70], [[1, 2], [3]], [[1, 2], []], [[1], 5]],
+    "input_embeds": [[[0.5, 0.5]]],
+    "image_data": ["a.png"],
+    "video_data": ["a.mp4"],
+    "audio_data": ["a.wav"],
+    "sampling_params": [[{}, {}], {"no": 1}],
+    "return_logprob": [[True]],
+    "logprob_start_len": [5, 59, 60, 61],
+    "top_logprobs_num": [128, 129, [1]],
+    "token_ids_logprob": [[5], [-1], [10**9], [[5], [6]]],
+    "return_text_in_logprobs": [],
+    "stream": [],
+    "log_metrics": [],
+    "return_hidden_states": [],
+    "return_routed_experts": [],
+    "routed_experts_start_len": [],
+    "modalities": [],
+    "session_params": [{"id": "none"}, {"no": 1}],
+    "lora_path": [],
+    "lora_id": [],
+    "custom_logit_processor": [Raises.to_str(), '{"callable": "00"}', "{"],
+    "bootstrap_host": ["256.0.0.1", "127.0.0.1:5", "[::"],
+    "bootstrap_port": [65536, 2**31],
+    "bootstrap_room": [-(2**63), 2**63, 2**64, [5]],
+    "bootstrap_pair_key": [],
+    "decode_tp_size": [],
+    "require_reasoning": [],
+    "routed_dp_rank": [5],
+    "disagg_prefill_dp_rank": [5],
+    "data_parallel_rank": [5],
+    "background": [],
+    "conversation_id": [],
+    "priority": [5, 2**63],
+    "extra_key": ["a", ["a", "b"]],
+    "routing_key": [],
+    "no_logs": [],
+    "custom_labels": [],
+    "return_bytes": [],
+    "return_entropy": [],
+    "external_trace_header": [],
+    "received_time": [],
+    "need_wait_for_mm_inputs": [],
+    "num_items_assigned": [],
+    "max_dynamic_patch": [],
+    "min_dynamic_patch": [],
+    "image_max_dynamic_patch": [],
+    "video_max_dynamic_patch": [],
+    "rid": ["a", ["a"], ["a", "b"]],
+    "http_worker_ipc": [],
+}
+COMPLETION: dict[str, list] = {
+    "model": [],
+    "prompt": [[5, -1], [10**9], ["a", ""], [[5], [6]], [[]]],
+    "best_of": [3],
+    "echo": [],
+    "frequency_penalty": [3],
+    "logit_bias": [{"5": 100}, {"x": 1}, {"5": NAN}],
+    "logprobs": [5, 129],
+    "max_tokens": [5, 10**9],
+    "n": [2],
+    "presence_penalty": [3],
+    "seed": [2**63],
+    "stop": ["k"],
+    "stream": [],
+    "stream_options": [{"include_usage": True}],
+    "suffix": ["a"],
+    "temperature": [2, 1e-5],
+    "top_p": [0.5],
+    "user": [],
+    "return_hidden_states": [],
+    "return_routed_experts": [],
+    "return_cached_tokens_details": [],
+    "top_k": [5, 2**31],
+    "min_p": [0.5],
+    "min_tokens": [3],
+    "json_schema": ["{}", "{"],
+    "regex": ["a+", "("],
+    "ebnf": ['root ::= "a"', "::"],
+    "repetition_penalty": [2],
+    "stop_token_ids": [[5], [10**9]],
+    "stop_regex": ["a+", "("],
+    "no_stop_trim": [],
+    "ignore_eos": [],
+    "skip_special_tokens": [],
+    "lora_path": [],
+    "session_params": [{"id": "none"}],
+    "response_format": [SCHEMA, {"type": "json_object"}, {"type": "structural_tag", "structures": [], "triggers": []}],
+    "custom_params": [{"a": 1}],
+    "custom_logit_processor": [Raises.to_str(), "{"],
+    "bootstrap_host": [],
+    "bootstrap_port": [65536],
+    "bootstrap_room": [2**64],
+    "routed_dp_rank": [5],
+    "disagg_prefill_dp_rank": [5],
+    "data_parallel_rank": [5],
+    "rid": ["a"],
+    "extra_key": ["a", ["a", "b"]],
+    "cache_salt": ["a", ["a", "b"]],
+    "priority": [2**63],
+    "custom_labels": [],
+}
+CHAT: dict[str, list] = {
+    **{name: COMPLETION[name] for name in COMPLETION if name in ChatCompletionRequest.model_fields},
+    "messages": [[{"role": "user"}], [{"role": "x", "content": "a"}], [{"role": "user", "content": ""}]],
+    "logprobs": [],
+    "top_logprobs": [5, 129],
+    "max_completion_tokens": [5, 10**9],
+    "tools": [[TOOL], [TOOL, TOOL]],
+    "tool_choice": ["none", "required", {"type": "function", "function": {"name": "f"}}],
+    "parallel_tool_calls": [],
+    "reasoning_effort": ["low"],
+    "continue_final_message": [],
+    "separate_reasoning": [],
+    "stream_reasoning": [],
+    "chat_template_kwargs": [{"a": 1}],
+    "max_dynamic_patch": [],
+    "min_dynamic_patch": [],
+}
+
+
+def test_every_option_of_the_engine_is_in_a_table():
+    """An option that nobody has thought of fails here."""
+    assert set(SAMPLING) == set(inspect.signature(SamplingParams).parameters)
+    assert set(GENERATE) == {field.name for field in dataclasses.fields(GenerateReqInput)}
+    assert set(COMPLETION) == set(CompletionRequest.model_fields)
+    assert set(CHAT) == set(ChatCompletionRequest.model_fields)
+
+
+def variants(endpoint: str, door: Door, name: str, value):
+    """(path, body) of requests in which option ``name`` has ``value``."""
+    if endpoint == "sampling":
+        # A space comes soon, whatever the length.
+        yield "/generate", door.sampling(**{"stop": " ", name: value})
+        yield "/generate", {**door.sampling(**{"temperature": 1, name: value}), "stream": True}
+    elif endpoint == "generate":
+        for more in ({"return_logprob": True}, {"input_ids": [PROMPT, PROMPT[:9]]}):
+            body = {**door.body(**more), name: value}
+            if name == "text":
+                del body["input_ids"]
+            yield "/generate", body
+    elif endpoint == "completions":
+        yield "/v1/completions", {"model": "m", "prompt": "ready", "max_tokens": 4, "stop": " ", name: value}
+    else:
+        yield (
+            "/v1/chat/completions",
+            {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "stop": " ", name: value},
+        )
+
+
+TABLES = {"sampling": SAMPLING, "generate": GENERATE, "completions": COMPLETION, "chat": CHAT}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("endpoint", "name"), [(table, name) for table in TABLES for name in TABLES[table]])
+def test_an_option(door, endpoint, name):
+    sent = [
+        (value, path, body)
+        for value in itertools.chain(TABLES[endpoint][name], ANY)
+        for path, body in variants(endpoint, door, name, value)
+    ]
+
+    def send(path: str, body: dict) -> list[int | str]:
+        try:
+            return [reply.status_code if reply.status_code < 500 else reply.text for reply in door.ask(body, path)]
+        except requests.RequestException as e:
+            return [repr(e)]
+
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda item: send(*item[1:]), sent))
+    wrong = [(value, path, got) for (value, path, _), got in zip(sent, replies, strict=True) if not _is_answer(got)]
+    assert not wrong and door.cluster.dead() is None
+
+
+def _is_answer(codes: list) -> bool:
+    return all(isinstance(code, int) for code in codes)
