@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers import request_checks
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import REQUEST_CHECKS, SAMPLING_CHECKS, UNCHECKED, check_prompt, check_request
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
 
+from sglang_pd_radix.tools.cluster import free_ports
 from sglang_pd_radix.tools.make_model import make_model
 
 VOCAB = 100
@@ -231,6 +236,64 @@ def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
     for room in (1, 2, 3):
         rooms[room] = "because"
     assert list(rooms) == [2, 3]
+
+
+# ---- the two workers of a pair ----
+
+
+class _Sent(list):
+    def send_pyobj(self, message):
+        self.append(message)
+
+
+def manager(mode: DisaggregationMode) -> TokenizerManager:
+    """A tokenizer manager that has not been started."""
+    made = object.__new__(TokenizerManager)
+    made.disaggregation_mode, made.refused_rooms = mode, refusal.RefusedRooms()
+    made.event_loop, made.send_to_scheduler = None, _Sent()
+    made.server_args = SimpleNamespace(disaggregation_bootstrap_port=8998)
+    return made
+
+
+@pytest.fixture
+def bootstrap_server():
+    (port,) = free_ports(1)
+    server = CommonKVBootstrapServer("127.0.0.1", port)
+    end = time.monotonic() + 20
+    while requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code != 200:
+        assert time.monotonic() < end
+    yield port
+    server.close()
+
+
+def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
+    prefill = manager(DisaggregationMode.PREFILL)
+    monkeypatch.setattr(refusal, "_listeners", [])
+    refusal.listen(prefill._on_refused_by_decode)
+    obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_server, bootstrap_room=[5, 6])
+    manager(DisaggregationMode.DECODE)._tell_peer(obj, "too long")
+    end = time.monotonic() + 10
+    while len(prefill.refused_rooms) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="too long"):
+        prefill._check_room(6)
+    prefill._check_room(7)
+    url = f"http://127.0.0.1:{bootstrap_server}{refusal.REFUSED_ROUTE}"
+    for wrong in ({}, {"room": "x", "reason": ""}, [], None):
+        assert requests.post(url, json=wrong, timeout=5).status_code == 400
+
+
+def test_what_prefill_refuses_goes_to_its_scheduler():
+    prefill = manager(DisaggregationMode.PREFILL)
+    prefill._tell_peer(request(bootstrap_host="127.0.0.1", bootstrap_room=5), "why")
+    assert prefill.send_to_scheduler == [refusal.RefusedReq(5, "why")]
+    # No room, one that no worker would take, and no pair.
+    for room in (None, "5", -1, 0, 2**63):
+        prefill._tell_peer(request(bootstrap_room=room), "why")
+    alone = manager(DisaggregationMode.NULL)
+    alone._tell_peer(request(bootstrap_room=5), "why")
+    assert len(prefill.send_to_scheduler) == 1 and alone.send_to_scheduler == []
 
 
 # ---- the OpenAI endpoints ----

@@ -551,7 +551,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     asks_for_pieces = False
 
     def _setup_routes(self) -> None:
-        """Adds to the engine's the routes of the decode prefix and of refused requests, and the secret if there is one."""
+        """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
         super()._setup_routes()
         key = secret()
         if key is not None:
