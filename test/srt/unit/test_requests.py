@@ -13,7 +13,7 @@ import requests
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -64,7 +64,6 @@ SAMPLING = {
 }
 REQUEST = {
     "rid": (["a", None], ["", 5]),
-    "input_ids": ([[0, 99], None], [[100], [-1], ["5"], [True], [[5]], [1.5], 5]),
     "logprob_start_len": ([-1, 0, 5, None], [-2, 1.5, "1"]),
     "top_logprobs_num": ([0, 100, None], [-1, 1.5, "1", 2**31]),
     "token_ids_logprob": ([[0, 99], [], None], [[100], [-1], 5]),
@@ -131,11 +130,14 @@ def test_options_that_do_not_go_together():
         check_request(request(top_logprobs_num=129), 1000, True)
 
 
-def test_a_prompt_beyond_the_scheduler():
-    check_prompt(9, 10)
-    check_prompt(10**9, None)
+def test_a_prompt_that_the_scheduler_cannot_take():
+    check_prompt([5] * 9, VOCAB, 10)
+    check_prompt([0, 99] * 100, VOCAB, None)
     with pytest.raises(ValueError, match="10 tokens.*fewer than 10"):
-        check_prompt(10, 10)
+        check_prompt([5] * 10, VOCAB, 10)
+    for wrong in ([5, 100], [-1], ["5"], [True], [[5]], [1.5], 5, [2**70]):
+        with pytest.raises(ValueError, match="input_ids must be"):
+            check_prompt(wrong, VOCAB, 10)
 
 
 # ---- batches ----
@@ -260,7 +262,7 @@ def bootstrap_server():
     (port,) = free_ports(1)
     server = CommonKVBootstrapServer("127.0.0.1", port)
     end = time.monotonic() + 20
-    while requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code != 200:
+    while nothing_listens("127.0.0.1", port):
         assert time.monotonic() < end
     yield port
     server.close()

@@ -172,7 +172,6 @@ _NOT_NONE = {
 # Of one prompt's part of GenerateReqInput.
 REQUEST_CHECKS: dict[str, Check] = {
     "rid": _name,
-    "input_ids": _tokens,
     "logprob_start_len": _whole(-1, INT64),
     "top_logprobs_num": _whole(0, INT32),
     "token_ids_logprob": _tokens,
@@ -189,6 +188,7 @@ REQUEST_CHECKS: dict[str, Check] = {
 UNCHECKED = {
     "http_worker_ipc",
     "text",
+    "input_ids",
     "input_embeds",
     "image_data",
     "video_data",
@@ -229,7 +229,10 @@ UNCHECKED = {
 
 
 def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -> None:
-    """Raise ValueError, naming the option, for a value of one prompt's request that the scheduler cannot work with."""
+    """Raise ValueError, naming the option, for a value of one prompt's request that the scheduler cannot work with.
+
+    Its prompt is for `check_prompt`.
+    """
     for name, check in REQUEST_CHECKS.items():
         _apply(name, check, getattr(obj, name), vocab_size)
     params = obj.sampling_params or {}
@@ -253,11 +256,13 @@ def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -
         raise ValueError("session_params cannot be used with PD disaggregation.")
 
 
-def check_prompt(num_tokens: int, max_input_len: int | None) -> None:
-    """Raise ValueError for a prompt that the scheduler would not take. max_input_len: None where it is not known."""
-    if max_input_len is not None and num_tokens >= max_input_len:
+def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> None:
+    """Raise ValueError for a prompt that the scheduler would not take. max_input_len: None for any length."""
+    _apply("input_ids", _tokens, token_ids, vocab_size)
+    if max_input_len is not None and len(token_ids) >= max_input_len:
         raise ValueError(
-            f"The prompt has {num_tokens} tokens, and this worker takes fewer than {max_input_len}. Use a shorter one."
+            f"The prompt has {len(token_ids)} tokens, and this worker takes fewer than {max_input_len}. "
+            "Use a shorter one."
         )
 
 

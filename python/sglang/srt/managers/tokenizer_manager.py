@@ -68,19 +68,22 @@ class TokenizerManager(engine.TokenizerManager):
         disaggregated = self.disaggregation_mode != DisaggregationMode.NULL
         for item in [obj] if obj.is_single else [obj[i] for i in range(len(obj.rid))]:
             check_request(item, self.model_config.vocab_size, disaggregated)
-            if isinstance(item.input_ids, list):
-                self._check_prompt(len(item.input_ids))
+            if item.input_ids is not None:
+                self._check_prompt(item, item.input_ids)
             self._check_room(item.bootstrap_room)
 
     def _validate_one_request(self, obj, input_ids) -> None:
         """Adds the scheduler's limit, which it would find only after the handshake."""
         super()._validate_one_request(obj, input_ids)
-        if input_ids is not None:
-            self._check_prompt(len(input_ids))
+        if input_ids is not None and isinstance(obj, GenerateReqInput):
+            self._check_prompt(obj, input_ids)
 
-    def _check_prompt(self, num_tokens: int) -> None:
-        if not self.server_args.allow_auto_truncate:
-            check_prompt(num_tokens, self.max_req_input_len)
+    def _check_prompt(self, obj, input_ids) -> None:
+        if self.mm_processor and obj.contains_mm_input():
+            # Places of images are no tokens, and their number is known later.
+            return
+        limit = None if self.server_args.allow_auto_truncate else self.max_req_input_len
+        check_prompt(input_ids, self.model_config.vocab_size, limit)
 
     def _check_room(self, room: int | None) -> None:
         """Raise ValueError if decode has refused the request of this room."""
