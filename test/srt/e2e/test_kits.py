@@ -77,10 +77,9 @@ class Front:
         bodies = list(split(body))
         if path != "/generate" or (len(bodies) == 1 and not isinstance(body.get("input_ids", [0])[0], list)):
             prefill, decode = self.both(path, bodies[0])
-            n = (body.get("sampling_params") or {}).get("n")
             if path != "/generate" or body.get("stream") or not decode.ok:
                 return decode.status_code, decode.content
-            return 200, [merged(prefill, decode)] if n else merged(prefill, decode)
+            return 200, merged(prefill, decode)
         replies = list(self._workers.map(lambda one: self.both(path, one), bodies))
         bad = next((decode for _, decode in replies if not decode.ok), None)
         if bad is not None:

@@ -196,15 +196,16 @@ class Forbids:
         return torch.full_like(logits, -INF)
 
 
+@pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(("wrong", "said"), [(Raises, "Raises failed: RuntimeError: boom"), (Forbids, "no token")])
-def test_a_logit_processor_that_fails_changes_nobodys_logits(wrong, said):
+def test_a_logit_processor_that_fails_changes_nobodys_logits(wrong, said, greedy):
     class Info(SimpleNamespace):
         def __len__(self):
             return 3
 
     masks = torch.tensor([[True, False, False], [False, True, False]])
     processors = {1: (wrong(), masks[0]), 2: (Doubles(), masks[1])}
-    info = Info(custom_logit_processor=processors, custom_params=[None] * 3, failed_processors={})
+    info = Info(custom_logit_processor=processors, custom_params=[None] * 3, failed_processors={}, is_all_greedy=greedy)
     logits = torch.ones(3, 4)
     apply_custom_logit_processor(logits, info)
     assert logits[:, 0].tolist() == [1, 2, 1]

@@ -23,10 +23,11 @@ class Sampler(engine.Sampler):
 
         ``failed_processors``: why each failed, by its key. ``hopeless``: (requests,) bool, without a finite logit; a
         grammar may allow no token. The engine samples from what is then no distribution, which ends the scheduler. It
-        is looked for where a request can bring it about, and on a CPU, where it costs no wait for a device.
+        is looked for where a request can bring it about, and on a CPU.
         """
         logits = logits_output.next_token_logits
-        if sampling_info.vocab_mask is not None or sampling_info.logit_bias is not None or logits.device.type == "cpu":
+        drawn = not sampling_info.is_all_greedy and (sampling_info.logit_bias is not None or logits.is_cpu)
+        if drawn or sampling_info.vocab_mask is not None:
             logits_output.hopeless = ~torch.isfinite(logits.max(dim=-1).values)
             logits.masked_fill_(logits_output.hopeless.unsqueeze(-1), 0.0)
         sampling_info.failed_processors = {}
@@ -46,7 +47,10 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
         params = [sampling_batch_info.custom_params[i] for i in mask.nonzero(as_tuple=True)[0]]
         try:
             changed = processor(logits[rows], params)
-            if not torch.isfinite(changed.max(dim=-1).values).all():
+            peak = changed.max(dim=-1).values
+            # The greatest may be infinite where nothing is drawn.
+            possible = peak > -torch.inf if sampling_batch_info.is_all_greedy else torch.isfinite(peak)
+            if not possible.all():
                 raise ValueError("it returned logits of which no token can be chosen")
             logits[rows] = changed
         except Exception as e:
