@@ -28,11 +28,12 @@ NAN = math.nan
 
 
 class Raises(CustomLogitProcessor):
-    # It travels as it is, not as the name of a module that the server does not have.
-    __module__ = "__main__"
-
     def __call__(self, logits, custom_param_list=None):
         raise RuntimeError("boom")
+
+
+# It travels as it is, not as the name of a module that the server does not have.
+Raises.__module__ = Raises.__call__.__module__ = "__main__"
 
 
 @pytest.fixture(scope="module", params=["on", pytest.param("off", marks=pytest.mark.thorough)])
@@ -158,6 +159,13 @@ def test_alternatives_of_tokens(door):
     assert len(prefill.json()["meta_info"]["input_top_logprobs"]) == len(PROMPT)
     refused(door.ask(door.body(**{**ask, "top_logprobs_num": 129})), "top_logprobs_num")
     refused(door.ask(door.body(**{**ask, "logprob_start_len": 500})), "logprob_start_len")
+
+
+def test_logprobs_of_chosen_tokens_beside_a_request_without(door):
+    asks = [door.body(return_logprob=True, token_ids_logprob=[5, 6]), door.body(return_logprob=True)]
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(door.ask, asks * 4))
+    assert [decode.json()["output_ids"] for _, decode in replies] == [door.truth] * 8
 
 
 @pytest.mark.parametrize("params", [{}, {"custom_params": {"a": 1}}])
@@ -380,7 +388,7 @@ def variants(endpoint: str, door: Door, name: str, value):
     if endpoint == "sampling":
         # A space comes soon, whatever the length.
         yield "/generate", door.sampling(**{"stop": " ", name: value})
-        yield "/generate", {**door.sampling(**{"temperature": 1, name: value}), "stream": True}
+        yield "/generate", {**door.sampling(**{"stop": " ", "temperature": 1, name: value}), "stream": True}
     elif endpoint == "generate":
         for more in ({"return_logprob": True}, {"input_ids": [PROMPT, PROMPT[:9]]}):
             body = {**door.body(**more), name: value}
@@ -410,7 +418,7 @@ def test_an_option(door, endpoint, name):
 
     def send(path: str, body: dict) -> list[int | str]:
         try:
-            return [reply.status_code if reply.status_code < 500 else reply.text for reply in door.ask(body, path)]
+            return [reply.text if _is_error(reply) else reply.status_code for reply in door.ask(body, path)]
         except requests.RequestException as e:
             return [repr(e)]
 
@@ -418,6 +426,12 @@ def test_an_option(door, endpoint, name):
         replies = list(pool.map(lambda item: send(*item[1:]), sent))
     wrong = [(value, path, got) for (value, path, _), got in zip(sent, replies, strict=True) if not _is_answer(got)]
     assert not wrong and door.cluster.dead() is None
+
+
+def _is_error(reply: requests.Response) -> bool:
+    """Whether nobody has foreseen this reply. What fails on prefill in a batch fails decode's transfer, which is a 500."""
+    foreseen = ("No token can be chosen", "Custom logit processor")
+    return reply.status_code >= 500 and not any(reason in reply.text for reason in foreseen)
 
 
 def _is_answer(codes: list) -> bool:

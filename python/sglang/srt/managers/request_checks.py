@@ -75,6 +75,10 @@ def _name(value: Any, vocab_size: int) -> str:
     return "" if isinstance(value, str) and value else "must be a string that is not empty"
 
 
+def _flag(value: Any, vocab_size: int) -> str:
+    return "" if isinstance(value, bool) else "must be true or false"
+
+
 def _mapping(value: Any, vocab_size: int) -> str:
     return "" if isinstance(value, Mapping) else "must be an object"
 
@@ -148,8 +152,8 @@ SAMPLING_CHECKS: dict[str, Check] = {
     "ebnf": _text,
     "structural_tag": _name,
     "ignore_eos": _anything,
-    "skip_special_tokens": _anything,
-    "spaces_between_special_tokens": _anything,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
     "no_stop_trim": _anything,
     "custom_params": _mapping,
     "stream_interval": _whole(1, INT64),
@@ -167,6 +171,8 @@ _NOT_NONE = {
     "repetition_penalty",
     "min_new_tokens",
     "n",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
 }
 
 # Of one prompt's part of GenerateReqInput.

@@ -9,6 +9,7 @@ import logging
 from functools import cached_property
 from http import HTTPStatus
 
+import torch
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
@@ -208,8 +209,15 @@ class Scheduler(engine.Scheduler):
     # ---- errors of a batch that are one request's ----
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds that requests whose logit processor has raised, or that no token is left for, end with that."""
+        """Adds that requests whose logit processor has raised, or that no token is left for, end with that.
+
+        And that a request without ``token_ids_logprob`` has an empty tensor beside those of one with it, where the
+        engine has a list and raises.
+        """
         output = getattr(result, "logits_output", None)
+        of_tokens = getattr(output, "next_token_token_ids_logprobs_val", None)
+        if of_tokens:
+            output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in of_tokens]
         failed, hopeless = getattr(output, "failed_processors", {}), getattr(output, "hopeless", None)
         if hopeless is not None and getattr(result, "copy_done", None) is not None:
             result.copy_done.synchronize()
