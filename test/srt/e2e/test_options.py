@@ -429,7 +429,7 @@ def test_an_option(door, endpoint, name):
 
 
 def _is_error(reply: requests.Response) -> bool:
-    """Whether nobody has foreseen this reply. What fails on prefill in a batch fails decode's transfer, which is a 500."""
+    """Whether this reply is not foreseen. What fails in a batch on prefill fails decode's transfer, which is a 500."""
     foreseen = ("No token can be chosen", "Custom logit processor")
     return reply.status_code >= 500 and not any(reason in reply.text for reason in foreseen)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from functools import cached_property
 from http import HTTPStatus
+from typing import Any
 
 import torch
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
@@ -214,7 +215,7 @@ class Scheduler(engine.Scheduler):
         And that a request without ``token_ids_logprob`` has an empty tensor beside those of one with it, where the
         engine has a list and raises.
         """
-        output = getattr(result, "logits_output", None)
+        output: Any = getattr(result, "logits_output", None)
         of_tokens = getattr(output, "next_token_token_ids_logprobs_val", None)
         if of_tokens:
             output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in of_tokens]
