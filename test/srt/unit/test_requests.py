@@ -290,7 +290,7 @@ def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
 def test_what_prefill_refuses_goes_to_its_scheduler():
     prefill = manager(DisaggregationMode.PREFILL)
     prefill._tell_peer(request(bootstrap_host="127.0.0.1", bootstrap_room=5), "why")
-    assert prefill.send_to_scheduler == [refusal.RefusedReq(5, "why")]
+    assert prefill.send_to_scheduler == [refusal.RefusedReq(5, "why", by_decode=False)]
     # No room, one that no worker would take, and no pair.
     for room in (None, "5", -1, 0, 2**63):
         prefill._tell_peer(request(bootstrap_room=room), "why")

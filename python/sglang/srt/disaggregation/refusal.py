@@ -30,10 +30,11 @@ _listeners: list[Callable[[int, str], None]] = []
 
 @dataclass
 class RefusedReq:
-    """From prefill's tokenizer manager to its scheduler: fail what is or will be there of this room."""
+    """From prefill's tokenizer manager to its scheduler: a room that decode has refused, or this prefill itself."""
 
     room: int
     reason: str
+    by_decode: bool
 
 
 class RefusedRooms(dict[int, str]):

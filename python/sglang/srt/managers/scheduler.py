@@ -175,14 +175,21 @@ class Scheduler(engine.Scheduler):
         super()._add_request_to_queue(req, is_retracted)
 
     def handle_refused_request(self, recv_req: RefusedReq) -> None:
-        """Fail what is here of a room, or comes later, and tell decode where it has asked for it."""
+        """Fail what is here of a room that decode has refused, or comes later; tell decode of one refused here."""
         if self.disaggregation_mode != engine.DisaggregationMode.PREFILL:
+            return
+        if not recv_req.by_decode:
+            self._fail_on_decode(recv_req.room, recv_req.reason)
             return
         self.refused_rooms[recv_req.room] = recv_req.reason
         for req in self.grammar_manager.grammar_queue:
             if req.bootstrap_room == recv_req.room:
                 req.set_finish_with_abort(recv_req.reason)
-        self._fail_on_decode(recv_req.room, recv_req.reason)
+        manager = self.disagg_prefill_bootstrap_queue.kv_manager
+        sender = manager.rooms.live.get(recv_req.room) if isinstance(manager, CommonKVManager) else None
+        if sender is not None:
+            sender.fail(recv_req.reason)
+            sender.poll()
 
     def _tell_peer(self, req, reason: str) -> None:
         """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""
@@ -195,15 +202,14 @@ class Scheduler(engine.Scheduler):
             tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)
 
     def _fail_on_decode(self, room: int, reason: str) -> None:
-        """Answer decode's request for a room, which may have come or not, with a failure."""
+        """Answer decode's request for a room that is refused here, which may have come or not, with a failure."""
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
-        if not isinstance(manager, CommonKVManager):
+        if not isinstance(manager, CommonKVManager) or room in manager.rooms.live:
+            # What is live is another request of that room.
             return
-        sender = manager.rooms.live.get(room)
-        if sender is None:
-            sender_class = get_kv_class(self.transfer_backend, KVClassType.SENDER)
-            addr = f"{self.server_args.host}:{self.server_args.disaggregation_bootstrap_port}"
-            sender = sender_class(manager, addr, room, [self.tp_rank], self.pp_rank)
+        addr = f"{self.server_args.host}:{self.server_args.disaggregation_bootstrap_port}"
+        sender_class = get_kv_class(self.transfer_backend, KVClassType.SENDER)
+        sender = sender_class(manager, addr, room, [self.tp_rank], self.pp_rank)
         sender.fail(reason)
         sender.poll()
 

@@ -135,7 +135,7 @@ class TokenizerManager(engine.TokenizerManager):
             if not isinstance(room, int) or not 0 < room < 2**63:
                 continue
             if self.disaggregation_mode == DisaggregationMode.PREFILL:
-                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason))
+                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False))
                 continue
             host = hosts[i] if isinstance(hosts, list) else hosts
             port = ports[i] if isinstance(ports, list) else ports
@@ -152,4 +152,4 @@ class TokenizerManager(engine.TokenizerManager):
     def _refuse_room(self, room: int, reason: str) -> None:
         logger.info("Decode has refused room %s: %s", room, reason)
         self.refused_rooms[room] = reason
-        self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason))
+        self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=True))
