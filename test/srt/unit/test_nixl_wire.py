@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,9 @@ from sglang.srt.disaggregation.nixl.conn import (
     TransferStatus,
 )
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.refusal import RefusedReq
+from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
+from sglang.srt.managers.scheduler import Scheduler
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
@@ -547,6 +550,54 @@ def test_a_refusal_that_comes_before_its_request_waits_for_it(world):
     world.push(message(BAD, "a stranger"))
     world.assert_healthy()
     world.request(BAD).start_prefill().assert_fails("has not registered", decode_too=False)
+
+
+# ---- requests that one worker refuses ----
+
+
+def prefill_scheduler(world) -> Scheduler:
+    """What a prefill's scheduler needs to refuse a room."""
+    scheduler = object.__new__(Scheduler)
+    scheduler.disaggregation_mode, scheduler.transfer_backend = DisaggregationMode.PREFILL, TransferBackend.NIXL
+    scheduler.server_args = SimpleNamespace(host="127.0.0.1", disaggregation_bootstrap_port=1)
+    scheduler.tp_rank = scheduler.pp_rank = 0
+    scheduler.grammar_manager = SimpleNamespace(grammar_queue=[])
+    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=world.prefill[0].manager)
+    return scheduler
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_decode_hears_of_a_request_that_only_prefill_refuses(world, asked_before):
+    refuse = partial(prefill_scheduler(world).handle_refused_request, RefusedReq(BAD, "too long", by_decode=False))
+    request = world.request(BAD).start_decode()
+    if asked_before:
+        request.ask()
+        until(lambda: BAD in world.prefill[0].manager.transfer_infos, "the message is read")
+        refuse()
+    else:
+        refuse()
+        request.ask()
+    request.wait_receivers(KVPoll.Failed)
+    with pytest.raises(Exception, match="too long"):
+        request.receivers[0].failure_exception()
+    world.assert_healthy()
+
+
+def test_prefill_does_not_wait_for_a_request_that_decode_refuses(world):
+    scheduler = prefill_scheduler(world)
+    request = world.request(BAD).start_prefill()
+    scheduler.handle_refused_request(RefusedReq(BAD, "too long", by_decode=True))
+    request.assert_fails("too long", decode_too=False)
+    assert scheduler.refused_rooms.pop(BAD) == "too long"
+    world.assert_healthy()
+
+
+def test_a_refusal_does_not_end_another_request_of_its_room(world):
+    request = world.request(BAD).bootstrap()
+    prefill_scheduler(world).handle_refused_request(RefusedReq(BAD, "wrong", by_decode=False))
+    request.send()
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
 
 
 # ---- messages in the wrong order or twice ----
