@@ -34,6 +34,8 @@ class TokenizerManager(engine.TokenizerManager):
         """Adds that a prefill hears of requests that decode refuses."""
         super().init_disaggregation()
         self.refused_rooms = refusal.RefusedRooms()
+        # The states of each request that is being served, by its identity.
+        self.own_states: dict[int, dict[str, ReqState]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             refusal.listen(self._on_refused_by_decode)
 
@@ -46,7 +48,7 @@ class TokenizerManager(engine.TokenizerManager):
                         item["meta_info"].setdefault("input_top_logprobs", [])
                 yield out
         except ValueError as e:
-            states = getattr(obj, "states", {})
+            states = self.own_states.get(id(obj), {})
             if not states or not all(state.sent for state in states.values()):
                 self._tell_peer(obj, str(e))
                 for rid, state in states.items():
@@ -54,7 +56,7 @@ class TokenizerManager(engine.TokenizerManager):
                         self.abort_request(rid)
             raise
         finally:
-            for rid, state in getattr(obj, "states", {}).items():
+            for rid, state in self.own_states.pop(id(obj), {}).items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
 
@@ -94,7 +96,7 @@ class TokenizerManager(engine.TokenizerManager):
         """Adds a note of the states that are this request's own, and that none has been sent."""
         super()._req_stats_init(obj, request)
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
-        obj.states = {rid: self.rid_to_state[rid] for rid in rids}
+        self.own_states[id(obj)] = {rid: self.rid_to_state[rid] for rid in rids}
 
     def _send_one_request(self, tokenized_obj) -> None:
         """Adds a last look at what decode says of it: from here on the scheduler is told."""
