@@ -41,6 +41,8 @@ class TokenizerManager(engine.TokenizerManager):
 
     async def generate_request(self, obj, request=None):
         """Adds what follows a refusal: the peer is told, other prompts of the batch end, and nothing is left behind."""
+        states: dict[str, ReqState] = {}
+        self.own_states[id(obj)] = states
         try:
             async for out in super().generate_request(obj, request):
                 for item in out if isinstance(out, list) else [out]:
@@ -48,7 +50,6 @@ class TokenizerManager(engine.TokenizerManager):
                         item["meta_info"].setdefault("input_top_logprobs", [])
                 yield out
         except ValueError as e:
-            states = self.own_states.get(id(obj), {})
             if not states or not all(state.sent for state in states.values()):
                 self._tell_peer(obj, str(e))
                 for rid, state in states.items():
@@ -56,7 +57,9 @@ class TokenizerManager(engine.TokenizerManager):
                         self.abort_request(rid)
             raise
         finally:
-            for rid, state in self.own_states.pop(id(obj), {}).items():
+            if self.own_states.get(id(obj)) is states:
+                del self.own_states[id(obj)]
+            for rid, state in states.items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
 
@@ -96,7 +99,8 @@ class TokenizerManager(engine.TokenizerManager):
         """Adds a note of the states that are this request's own, and that none has been sent."""
         super()._req_stats_init(obj, request)
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
-        self.own_states[id(obj)] = {rid: self.rid_to_state[rid] for rid in rids}
+        # The engine makes states for samples too, whose objects are its own.
+        self.own_states.get(id(obj), {}).update({rid: self.rid_to_state[rid] for rid in rids})
 
     def _send_one_request(self, tokenized_obj) -> None:
         """Adds a last look at what decode says of it: from here on the scheduler is told."""
