@@ -9,6 +9,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +18,6 @@ import requests
 from pd import FLAG, Pair, generate_body, words
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,13 +28,17 @@ BEYOND_DECODE = words(random.Random(4), 5000)
 NAN = math.nan
 
 
-class Raises(CustomLogitProcessor):
+# A processor travels pickled, and by value only from a program's main module.
+MAKE_RAISES = """
+import dill, json
+
+class Raises:
     def __call__(self, logits, custom_param_list=None):
         raise RuntimeError("boom")
 
-
-# It travels as it is, not as the name of a module that the server does not have.
-Raises.__module__ = Raises.__call__.__module__ = "__main__"
+print(json.dumps({"callable": dill.dumps(Raises).hex()}))
+"""
+RAISES = subprocess.run([sys.executable, "-c", MAKE_RAISES], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module", params=["on", pytest.param("off", marks=pytest.mark.thorough)])
@@ -170,7 +175,7 @@ def test_logprobs_of_chosen_tokens_beside_a_request_without(door):
 
 @pytest.mark.parametrize("params", [{}, {"custom_params": {"a": 1}}])
 def test_a_logit_processor_that_raises_costs_only_its_own_request(door, params):
-    wrong = {**door.sampling(**params), "custom_logit_processor": Raises.to_str()}
+    wrong = {**door.sampling(**params), "custom_logit_processor": RAISES}
     with ThreadPoolExecutor(4) as pool:
         replies = list(pool.map(door.ask, [wrong, door.body(), wrong, door.body()]))
     for prefill, decode in replies[::2]:
@@ -275,7 +280,7 @@ GENERATE: dict[str, list] = {
     "session_params": [{"id": "none"}, {"no": 1}],
     "lora_path": [],
     "lora_id": [],
-    "custom_logit_processor": [Raises.to_str(), '{"callable": "00"}', "{"],
+    "custom_logit_processor": [RAISES, '{"callable": "00"}', "{"],
     "bootstrap_host": ["256.0.0.1", "127.0.0.1:5", "[::"],
     "bootstrap_port": [65536, 2**31],
     "bootstrap_room": [-(2**63), 2**63, 2**64, [5]],
@@ -343,7 +348,7 @@ COMPLETION: dict[str, list] = {
     "session_params": [{"id": "none"}],
     "response_format": [SCHEMA, {"type": "json_object"}, {"type": "structural_tag", "structures": [], "triggers": []}],
     "custom_params": [{"a": 1}],
-    "custom_logit_processor": [Raises.to_str(), "{"],
+    "custom_logit_processor": [RAISES, "{"],
     "bootstrap_host": [],
     "bootstrap_port": [65536],
     "bootstrap_room": [2**64],
