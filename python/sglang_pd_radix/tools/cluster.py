@@ -189,8 +189,6 @@ def cpu_options(args: Sequence[str]) -> list[str]:
         options += ["--device", "cpu"]
     if not has_option(args, "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"):
         options += ["--attention-backend", cpu_host.attention.NAME]
-    if not has_option(args, "--disable-overlap-schedule"):
-        options += ["--disable-overlap-schedule"]
     if not has_option(args, "--dtype"):
         options += ["--dtype", "float32"]
     if not has_option(args, "--max-total-tokens", "--mem-fraction-static"):

@@ -200,7 +200,9 @@ def test_worker_arguments_for_all_or_for_each():
 
 
 def test_cpu_options_yield_to_the_users():
-    assert {"--device", "--attention-backend", "--disable-overlap-schedule", "--dtype"} <= set(cpu_options([]))
+    assert {"--device", "--attention-backend", "--dtype"} <= set(cpu_options([]))
+    # CPU hosts run overlapped too.
+    assert "--disable-overlap-schedule" not in cpu_options([])
     given = ["--device=cpu", "--dtype", "bfloat16", "--mem-fraction-static", "0.1"]
     added = cpu_options(given)
     assert not {"--device", "--dtype", "--max-total-tokens"} & set(added)
