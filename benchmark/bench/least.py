@@ -2,8 +2,8 @@
 
 **Sent.** Decode keeps everything it has ever had, in whole pages, and knows it at once. Of a prompt of P tokens of
 which it holds the first H full pages, ceil(P / page) - H pages have to be sent: a page that the prompt fills in part
-cannot be shared, so it is sent each time. After an answer of A tokens it holds the KV of P + A - 1 tokens; the last
-token of an answer was never fed back.
+cannot be shared, so it is sent each time. After an answer of A tokens it holds the KV of P + A - 1 tokens, as the last
+token of an answer is not fed back, or of P + A where the worker overlaps its steps.
 
 **Held.** While some requests are being answered, decode has to hold every token of their prompts and of their answers
 so far, but each page that several prompts have in common only once.
@@ -12,6 +12,8 @@ so far, but each page that several prompts have in common only once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+from sglang_pd_radix.tools.demo import kept_of_answer
 
 
 class PageIndex:
@@ -32,10 +34,13 @@ class PageIndex:
 
 
 class Keeper:
-    """A decode worker that forgets nothing. `send` says how many pages it lacks of a prompt."""
+    """A decode worker that forgets nothing. `send` says how many pages it lacks of a prompt.
 
-    def __init__(self, index: PageIndex) -> None:
-        self._index = index
+    overlapped: whether it overlaps its steps.
+    """
+
+    def __init__(self, index: PageIndex, overlapped: bool = True) -> None:
+        self._index, self._overlapped = index, overlapped
         self._held: set[int] = set()
 
     def send(self, prompt: Sequence[int]) -> int:
@@ -47,8 +52,8 @@ class Keeper:
         return lacking + (len(prompt) % self._index.page_size > 0)
 
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """It has made ``answer`` (token ids) to ``prompt``, and keeps the KV of all but the last of its tokens."""
-        self._held.update(self._index.pages([*prompt, *answer[:-1]]))
+        """It has made ``answer`` (token ids) to ``prompt``, and keeps its KV."""
+        self._held.update(self._index.pages([*prompt, *answer[: kept_of_answer(len(answer), self._overlapped)]]))
 
 
 def pages_of(prompts: Iterable[Sequence[int]], page_size: int) -> int:

@@ -220,7 +220,7 @@ def run_once(
     deployment.use(variant)
     url, check = deployment.url(variant), deployment.cluster.check
     index = PageIndex(page_size)
-    keeper = Keeper(index)
+    keeper = Keeper(index, overlapped=not deployment.info(variant)["disable_overlap_schedule"])
     histories: dict[int, list[int]] = {}
     asked: list[Asked] = []
     rounds: list[dict[str, float]] = []

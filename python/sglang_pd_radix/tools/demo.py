@@ -71,12 +71,14 @@ class Turn:
 
 @dataclass
 class Run:
-    """The whole chat on one deployment. ``problems``: what its KV pools hold that they should not."""
+    """The whole chat on one deployment. ``overlapped``: whether decode overlaps its steps. ``problems``: what its KV
+    pools hold that they should not."""
 
     start_s: float
     page_size: int
     dtype: str
     device: str
+    overlapped: bool
     turns: list[Turn] = field(default_factory=list)
     pools: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -107,24 +109,33 @@ def pages_of_prompts(turns: Sequence[Sequence[tuple[int, int]]], page_size: int)
     return sum(-(-prompt // page_size) for turn in turns for prompt, _ in turn)
 
 
-def least_pages(turns: Sequence[Sequence[tuple[int, int]]], page_size: int) -> int:
+def kept_of_answer(answer: int, overlapped: bool) -> int:
+    """Of how many tokens of an answer decode has the KV when it has ended.
+
+    The last token is never fed back, unless the worker overlaps its steps: then the next one has been launched before
+    the answer is seen to have ended. An answer of one token, which prefill makes, takes no step.
+    """
+    return answer if overlapped and answer > 1 else answer - 1
+
+
+def least_pages(turns: Sequence[Sequence[tuple[int, int]]], page_size: int, overlapped: bool) -> int:
     """The fewest pages that must cross, by the size of the conversations alone.
 
     turns: per turn and conversation (prompt tokens P, answer tokens A), where each prompt begins with the previous
-    prompt and answer of its conversation. After a turn decode holds the KV of P + A - 1 tokens: of the prompt, and of
-    the answer except its last token, which was never fed back. It can reuse whole pages of it, so of the next prompt P'
+    prompt and answer of its conversation. After a turn decode holds the KV of P + K tokens: of the prompt and of
+    K = `kept_of_answer` (A) of the answer. It can reuse whole pages of it, so of the next prompt P'
 
-        ceil(P' / page) - floor((P + A - 1) / page)
+        ceil(P' / page) - floor((P + K) / page)
 
     pages have to be sent, and of a first prompt ceil(P / page). That counts each token of a prompt once, and no token
-    of an answer except the last. Conversations are taken to have nothing in common.
+    of an answer that decode has kept. Conversations are taken to have nothing in common.
     """
     total = 0
     held = [0] * len(turns[0]) if turns else []
     for turn in turns:
         for client, (prompt, answer) in enumerate(turn):
             total += -(-prompt // page_size) - held[client] // page_size
-            held[client] = prompt + answer - 1
+            held[client] = prompt + kept_of_answer(answer, overlapped)
     return total
 
 
@@ -242,7 +253,8 @@ def compare(off: Run, on: Run) -> Comparison:
         failures += [f"flag {name}: {problem}" for problem in run.problems]
     # The least is that of the conversation which ran with the flag on: other answers may tokenize to other lengths.
     sizes = [[(reply.prompt_tokens, reply.answer_tokens) for reply in turn.replies] for turn in on.turns]
-    result = Comparison(off, on, page_bytes, least_pages(sizes, page) * page_bytes, different, failures, notes)
+    least_bytes = least_pages(sizes, page, on.overlapped) * page_bytes
+    result = Comparison(off, on, page_bytes, least_bytes, different, failures, notes)
     if result.over_least > MOST_OVER_LEAST:
         failures.append(
             f"with the flag on, {result.over_least:.3f} times the least possible was sent, above {MOST_OVER_LEAST} "
@@ -360,7 +372,8 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: _Progress) -> Ru
     started = time.monotonic()
     with cluster:
         info = server_info(cluster.decode_urls[0])
-        run = Run(time.monotonic() - started, info["page_size"], str(info["dtype"]), str(info["device"]))
+        start_s, overlapped = time.monotonic() - started, not info["disable_overlap_schedule"]
+        run = Run(start_s, info["page_size"], str(info["dtype"]), str(info["device"]), overlapped)
         show.done(f"flag {name}: serving after {run.start_s:.0f} s")
         try:
             # The first long prompt of a process pays for memory and kernels that are set up once.

@@ -240,23 +240,28 @@ def test_least_to_send_counts_a_shared_page_once_and_a_partial_page_each_time():
     assert keeper.send([1, 2, 3, 4, 5, 6, 7, 8]) == 0  # a full hit
 
 
-def test_an_answer_is_kept_but_for_its_last_token():
-    keeper = least.Keeper(least.PageIndex(PAGE))
-    keeper.send([1, 2, 3])
-    keeper.answered([1, 2, 3], [4, 5])
-    assert keeper.send([1, 2, 3, 4, 5]) == 1  # holds 1 2 3 4
-    keeper = least.Keeper(least.PageIndex(PAGE))
-    keeper.send([1, 2, 3])
-    keeper.answered([1, 2, 3], [4])
-    assert keeper.send([1, 2, 3, 4, 5]) == 2  # holds 1 2 3, and not 4
+def test_an_answer_is_kept_and_its_last_token_if_steps_overlap():
+    prompt = [1, 2, 3]
+    for overlapped, answer, then in [
+        (False, [4, 5], 1),  # holds 1 2 3 4
+        (False, [4], 2),  # holds 1 2 3, and not 4
+        (True, [4], 2),  # prefill has made it, and no step has run
+        (False, [4, 5, 6, 7, 8], 1),  # holds 1 to 7
+        (True, [4, 5, 6, 7, 8], 0),  # and 8
+    ]:
+        keeper = least.Keeper(least.PageIndex(PAGE), overlapped)
+        keeper.send(prompt)
+        keeper.answered(prompt, answer)
+        assert keeper.send([*prompt, 4, 5] if len(answer) < 5 else [*prompt, *answer]) == then
 
 
-def test_the_least_of_a_chat_is_that_of_the_demo():
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_the_least_of_a_chat_is_that_of_the_demo(overlapped):
     """`demo.least_pages` has it as a formula over sizes, for conversations with nothing in common."""
     from sglang_pd_radix.tools.demo import least_pages
 
     rnd = random.Random(5)
-    keeper, total, sizes = least.Keeper(least.PageIndex(16)), 0, []
+    keeper, total, sizes = least.Keeper(least.PageIndex(16), overlapped), 0, []
     histories = [[1000 * c] for c in range(3)]
     for _ in range(4):
         turn = []
@@ -268,7 +273,7 @@ def test_the_least_of_a_chat_is_that_of_the_demo():
             turn.append((len(history), len(answer)))
             history += answer
         sizes.append(turn)
-    assert total == least_pages(sizes, 16)
+    assert total == least_pages(sizes, 16, overlapped)
 
 
 def test_tokens_to_hold_is_the_union():

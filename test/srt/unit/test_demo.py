@@ -28,6 +28,7 @@ class Deployment:
 
     def __init__(self, cached: bool, **faults: Any) -> None:
         self.cached, self.faults = cached, faults
+        self.overlapped = faults.get("overlapped", True)
         self.model_path, self.log_dir = "model", Path("logs")
         self.checks = 0
         self._lock = threading.Lock()
@@ -94,8 +95,9 @@ class Deployment:
         pool = {"size": 64, "available": 60, "evictable": 4, "protected": 0, "idle": True}
         if not prefill and self.cached:
             pool |= {"locks_taken": 5, "locks_released": 5, "audit": []} | self.faults.get("pool", {})
-        dtype = self.faults.get("dtype", "float32")
-        return json.dumps({"page_size": PAGE, "dtype": dtype, "device": "cpu", "internal_states": [{"kv_pool": pool}]})
+        info = {"page_size": PAGE, "dtype": self.faults.get("dtype", "float32"), "device": "cpu"}
+        info["disable_overlap_schedule"] = not self.overlapped
+        return json.dumps({**info, "internal_states": [{"kv_pool": pool}]})
 
     def chat(self, body: dict[str, Any]) -> str:
         prompt = [w for m in body["messages"] for w in (m["role"], *m["content"].split(), "end")] + ["assistant"]
@@ -107,7 +109,7 @@ class Deployment:
         with self._lock:
             held = max((_common(prompt, kept) for kept in self._held), default=0) if self.cached else 0
             held = held // PAGE * PAGE
-            self._held.append([*prompt, *words[:-1]])
+            self._held.append([*prompt, *(words if self.overlapped else words[:-1])])
             pages = -(-len(prompt) // PAGE) - held // PAGE
             self._counts["prompt_tokens"] += len(prompt)
             self._counts["reused_tokens"] += held
@@ -202,12 +204,20 @@ def test_nobody_there() -> None:
 
 def test_least_pages_by_hand() -> None:
     # 10 tokens are 3 pages of 4. Then decode holds 10 + 5 - 1 = 14 tokens, 3 whole pages, of the 19 (5 pages) after.
-    assert demo.least_pages([[(10, 5)], [(19, 5)]], 4) == 3 + 2
+    assert demo.least_pages([[(10, 5)], [(19, 5)]], 4, False) == 3 + 2
     assert demo.pages_of_prompts([[(10, 5)], [(19, 5)]], 4) == 3 + 5
     # With 16 + 5 - 1 = 20 held, a page-aligned prompt of 20 needs nothing more.
-    assert demo.least_pages([[(16, 5)], [(20, 5)]], 4) == 4
-    assert demo.least_pages([[(10, 5), (7, 5)], [(19, 5), (13, 5)]], 1) == 10 + 7 + 5 + 2
-    assert demo.least_pages([], 4) == 0
+    assert demo.least_pages([[(16, 5)], [(20, 5)]], 4, False) == 4
+    assert demo.least_pages([[(10, 5), (7, 5)], [(19, 5), (13, 5)]], 1, False) == 10 + 7 + 5 + 2
+    assert demo.least_pages([], 4, False) == 0
+
+
+def test_overlapped_steps_keep_one_token_more_of_each_answer() -> None:
+    # 11 + 5 = 16 tokens are 4 whole pages; without the last token of the answer they would be 3.
+    assert demo.least_pages([[(11, 5)], [(19, 5)]], 4, True) == 3 + 1
+    assert demo.least_pages([[(11, 5)], [(19, 5)]], 4, False) == 3 + 2
+    # Prefill makes the first token: an answer of one takes no step.
+    assert demo.kept_of_answer(1, True) == demo.kept_of_answer(1, False) == 0
 
 
 def test_counters_are_summed_over_their_labels() -> None:
@@ -236,18 +246,19 @@ def test_pool_problems(change: dict[str, Any], message: str) -> None:
 # ---- the two runs ----
 
 
-def test_a_sound_cache_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison = _compare()
+@pytest.mark.parametrize(("overlapped", "on_pages"), [(False, 6 + 3 + 4), (True, 6 + 2 + 4)])
+def test_a_sound_cache_passes(capsys: pytest.CaptureFixture[str], overlapped: bool, on_pages: int) -> None:
+    comparison = _compare(overlapped=overlapped)
     assert comparison.failures == comparison.differences == []
     assert comparison.page_bytes == PAGE_BYTES
     assert comparison.over_least == 1.0
     assert comparison.on.turns[0].reused_tokens == 0
     assert comparison.off.total("prompt_tokens") == comparison.on.total("prompt_tokens") == 3 * (23 + 36 + 49)
-    assert comparison.bytes_ratio == pytest.approx((6 + 9 + 13) / (6 + 3 + 4))
+    assert comparison.bytes_ratio == pytest.approx((6 + 9 + 13) / on_pages)
     assert comparison.off.total("saved_bytes") == 0 < comparison.on.total("saved_bytes")
     demo.print_report(comparison, "a title")
     shown = capsys.readouterr().out
-    assert "MiB on: 2.15x" in shown and "1.000 times the least possible" in shown
+    assert f"MiB on: {28 / on_pages:.2f}x" in shown and "1.000 times the least possible" in shown
     assert "9 of 9 identical" in shown and "sound on 4 workers" in shown and "FAILED" not in shown
     assert len([line for line in shown.splitlines() if line.strip()[:2] in ("1 ", "2 ", "3 ")]) == 3
     document = json.loads(json.dumps(demo.as_document(comparison, SMALL, {"backend": "nixl"})))
