@@ -16,7 +16,9 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -89,6 +91,7 @@ class World(DecodeWorker):
         group=None,
         watermark: int | None = 0,
         options: dict | None = None,
+        tree_type: type[BasePrefixCache] = DecodeRadixCache,
     ):
         self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.kv.cpu_offloading_chunk_size = 8
@@ -102,6 +105,7 @@ class World(DecodeWorker):
             kv=self.kv,
             group=group,
             options=options,
+            tree_type=tree_type,
         )
         self._ids = itertools.count(1)
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.

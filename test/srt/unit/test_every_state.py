@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
+import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.decode import DecodeRequest
@@ -366,6 +367,19 @@ def asked(bench: Bench) -> Req:
     return req
 
 
+def unasked(bench: Bench) -> Req:
+    """It has been admitted, and a step in flight still uses its pages; prefill will be asked in the next one."""
+    req = bench.arrive()
+    ended = SimpleNamespace(finished=lambda: True)
+    slots = torch.arange(0, bench.world.size + PAGE, PAGE)
+    batch = SimpleNamespace(reqs=[ended] * len(slots), out_cache_loc=slots, req_pool_indices=torch.full_like(slots, -1))
+    bench.scheduler.result_queue = [(batch, SimpleNamespace(copy_done=None))]
+    bench.scheduler.process_decode_queue()
+    del bench.scheduler.result_queue
+    assert [dr.req for dr in bench.world.queue._unasked] == [req] == [dr.req for dr in bench.world.transfer.queue]
+    return req
+
+
 def begun(bench: Bench) -> Req:
     req = asked(bench)
     bench.step_until(lambda: bench.halves[req.rid].begun, "prefill's turn")
@@ -434,6 +448,7 @@ STATES = [
     pending,
     shaken,
     short_of_memory,
+    unasked,
     asked,
     begun,
     sent_in_part,
@@ -489,7 +504,7 @@ def prefill_refuses(bench: Bench, req: Req) -> None:
 def foreign_metadata(bench: Bench, req: Req) -> None:
     """A late write of another request lands in its metadata buffer."""
     entry = bench.entry(req)
-    if entry is not None and entry.metadata_buffer_index != -1:
+    if entry is not None and entry.metadata_buffer_index != -1 and entry not in bench.world.queue._unasked:
         bench.halves[req.rid].send_all()
         bench.world.meta.bootstrap_room[entry.metadata_buffer_index, 0] = 99
 

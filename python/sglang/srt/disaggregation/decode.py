@@ -15,6 +15,7 @@ from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import decode as engine
@@ -24,6 +25,7 @@ from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, a
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
 from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -56,6 +58,8 @@ class DecodeRequest(engine.DecodeRequest):
 
     error: str | None = None
     failed_at: float = 0.0
+    # What prefill is asked for.
+    page_indices: np.ndarray | None = None
 
     def lose(self, error: Exception | str) -> None:
         """Have the next reduction fail this request."""
@@ -127,6 +131,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Steps in a row in which the TP ranks were not in the same state.
         self._disagreements = 0
         self._steps = 0
+        # A decode step in flight that some of its requests have not outlived, and how many of the free rows it reads.
+        self._late: LateStep | None = None
+        self._late_rows = 0
+        # Admitted requests whose prefill is asked when that step is over.
+        self._unasked: list[engine.DecodeRequest] = []
         if self.has_radix:
             # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
             self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
@@ -188,6 +197,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """
         if not self.has_radix:
             return super().pop_preallocated(rids_to_check)
+        self._look_behind()
         # First, so that who waited for what has just arrived goes on in this step.
         self.transfer_queue.collect()
         self._resolve_pending_reqs()
@@ -251,6 +261,51 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         budget = self._free_or_evictable() - self._reserve(retractable, count_retracted=True)
         _, plan, kept, asked_in = self._blocked
         return asked_in == self._asked_in() and plan.needed(retractable) > budget - kept
+
+    # ---- the step in flight, see step_in_flight.py ----
+
+    def _look_behind(self) -> None:
+        """Find out what a decode step in flight may still use of requests that have ended.
+
+        A request may be given their pages at once, but its prefill is asked for KV in the next step, when the result of
+        that one has been processed. Their rows go to nobody in this step. Steps do not use metadata buffers.
+        """
+        self._late, self._late_rows = late_step(self.scheduler, self.token_to_kv_pool_allocator.page_size), 0
+        if self._late is not None:
+            rows, free = self._late.rows, self.req_to_token_pool.free_slots
+            # They are taken from the front.
+            free.sort(key=rows.__contains__)
+            self._late_rows = len(rows.intersection(free))
+
+    def ask_late(self) -> None:
+        """Ask for the KV of those whose pages a step in flight used; for the start of the step after it."""
+        unasked, self._unasked = self._unasked, []
+        for decode_req in unasked:
+            try:
+                self._ask(decode_req)
+            except Exception as e:
+                decode_req.lose(e)
+
+    def _pre_alloc(self, req: Req) -> torch.Tensor:
+        """Adds that without the flag nothing is given to a prefill that a decode step in flight may still use.
+
+        The request gets what the engine gives it; only if that step uses it, the end of the step is waited for. Where
+        steps write to more than a slot of each request (state, drafts, host memory), wherever one has ended.
+        """
+        kv_loc = super()._pre_alloc(req)
+        page = self.token_to_kv_pool_allocator.page_size
+        late = late_step(self.scheduler, page)
+        if late is None:
+            return kv_loc
+        more = hasattr(self.token_to_kv_pool, "get_state_buf_infos") or self.scheduler.enable_hisparse
+        if (
+            more
+            or not self.scheduler.spec_algorithm.is_none()
+            or req.req_pool_idx in late.rows
+            or bool(torch.isin(kv_loc // page, late.pages).any())
+        ):
+            late.done.synchronize()
+        return kv_loc
 
     def _forget(self, decode_reqs: Sequence[engine.DecodeRequest]) -> None:
         gone = {id(dr) for dr in decode_reqs}
@@ -439,7 +494,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if coming:
                 promised += max(0, plan.soon - coming)
                 continue
-            if self.req_to_token_pool.available_size() <= 0:
+            if self.req_to_token_pool.available_size() <= self._late_rows:
                 break
             if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
                 break
@@ -580,12 +635,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         req.set_extend_input_len(len(req.fill_ids))
 
     def _request_kv(self, decode_req: engine.DecodeRequest) -> None:
-        """Give the request its metadata buffer and ask prefill for the delta."""
+        """Give the request its metadata buffer and ask prefill for the delta, now or when a step in flight is over."""
         req, receiver = decode_req.req, decode_req.kv_receiver
         req.transfer_prefix_len = req.decode_prefix_len
         table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
-        page_indices = kv_to_page_indices(delta, self.token_to_kv_pool_allocator.page_size)
+        page_indices = decode_req.page_indices = kv_to_page_indices(delta, self.token_to_kv_pool_allocator.page_size)
         index = decode_req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
         if not is_warmup(req):
             # A room left by the buffer's last user would read as corruption; 0 reads as not there yet.
@@ -593,6 +648,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             room.zero_()
             receiver.metadata_room = lambda: int(room[0])
             receiver.fenced = True
+        if self._late is not None and np.isin(page_indices, self._late.pages.cpu()).any():
+            self._unasked.append(decode_req)
+        else:
+            self._ask(decode_req)
+
+    def _ask(self, decode_req: engine.DecodeRequest) -> None:
+        req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
+        page_indices = decode_req.page_indices
         if getattr(receiver, "peer_takes_prefix", False):
             receiver.send_metadata(page_indices, index, None, decode_prefix_len=req.decode_prefix_len)
         else:

@@ -63,7 +63,9 @@ class Scheduler(engine.Scheduler):
         return type(self.tree_cache) in (DecodeRadixCache, RadixCache, ChunkCache)
 
     def process_decode_queue(self) -> None:
-        """Adds two things.
+        """Adds three things.
+
+        Prefills are asked that could not be while a step was in flight whose result has now been processed.
 
         Failures are told, and transfers end, also while retracted requests wait for memory. The engine looks at neither
         until all of these are back: if what they wait for is held by transfers, both wait for ever.
@@ -72,8 +74,9 @@ class Scheduler(engine.Scheduler):
         what it admitted has its pages, and begins after a decode step has freed those of the answers that ended in it,
         so this misses no request, however short its life.
         """
-        super().process_decode_queue()
         queue = self.disagg_decode_prealloc_queue
+        queue.ask_late()
+        super().process_decode_queue()
         if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())

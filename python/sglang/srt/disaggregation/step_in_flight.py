@@ -1,0 +1,53 @@
+"""What a decode step that is under way still uses of requests that have ended since it was launched.
+
+With overlapped scheduling the result of one step is processed when the next has been launched. A request that ends on
+that result is in the next step too, which writes one more slot of it and reads its table row, after both have been let
+go. What the worker itself does with them comes later in the same stream; what a prefill writes does not.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+__all__ = ["LateStep", "late_step"]
+
+
+class LateStep:
+    """A step in flight, of whose batch the requests at ``ended`` have ended. done: the event of its end."""
+
+    def __init__(self, batch: ScheduleBatch, ended: list[int], done: Any, page_size: int):
+        self.batch, self.ended, self.done, self.page_size = batch, ended, done, page_size
+
+    @cached_property
+    def pages(self) -> torch.Tensor:
+        """The page, int64 on the pool's device, that it may still write to for each of them.
+
+        Not for speculative decoding, whose steps write more than one slot of a request.
+        """
+        return self.batch.out_cache_loc[self.ended] // self.page_size
+
+    @cached_property
+    def rows(self) -> set[int]:
+        """The rows of ``req_to_token`` that it may still read for them."""
+        return set(self.batch.req_pool_indices[self.ended].tolist())
+
+
+def late_step(scheduler: Any, page_size: int) -> LateStep | None:
+    """The step whose result has not been processed, if a request that it was launched with has ended; else None.
+
+    When requests are admitted there is one at most. All TP ranks find the same.
+    """
+    steps = getattr(scheduler, "result_queue", None)
+    if not steps:
+        return None
+    batch, result = steps[-1]
+    ended = [i for i, req in enumerate(batch.reqs) if req.finished()]
+    return LateStep(batch, ended, result.copy_done, page_size) if ended else None

@@ -1,0 +1,314 @@
+"""The engine's overlapped loop of a decode worker as it is: admit, launch step N + 1, process the result of step N.
+
+The scheduler's methods, queues, tree, batches and pools are the real ones. Stand-ins are the wire and the model of
+`decode_world`, and the device: a step's KV is there for the steps after it, and is written once more when its end is
+waited for, which is the latest that a device may do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from decode_world import World, aborted, kv_of
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+VOCABULARY = 100
+
+
+class LoopEnds(BaseException):
+    """Thrown into the loop, which has no end of its own."""
+
+
+class Step:
+    """A decode step on the device, and the event of its end."""
+
+    def __init__(self, kv: torch.Tensor, steps: list[Step]):
+        self._kv, self._steps = kv, steps
+        self.written: list[tuple[int, int]] = []
+        self.rows: set[int] = set()
+        self.over = False
+
+    def write(self, slot: int, value: int) -> None:
+        self.written.append((slot, value))
+        self._kv[slot] = value
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        if self.over:
+            return
+        self.over = True
+        # What comes after it on the device may have a slot of it already, and is not undone.
+        for step in self._steps[self._steps.index(self) :]:
+            for slot, value in step.written:
+                self._kv[slot] = value
+
+
+class LoopScheduler(Scheduler):
+    """The real scheduler of a decode worker around a `Loop`; what it says and logs goes nowhere."""
+
+    def __init__(self, loop: Loop):
+        vars(self).update(vars(loop.scheduler))
+        del self.stream_output
+        self.loop = loop
+        args = self.server_args
+        args.enable_deterministic_inference = args.enable_custom_logit_processor = False
+        args.disaggregation_decode_enable_offload_kvcache = False
+        args.disaggregation_decode_polling_interval = 1
+        args.enable_dp_attention, args.elastic_ep_backend = False, None
+        args.enable_mamba_extra_buffer = lambda: False
+        self.disaggregation_mode, self.tree_cache = DisaggregationMode.DECODE, loop.tree
+        self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue = loop.queue, loop.transfer
+        self.enable_overlap, self.enable_hicache_storage, self.enable_hierarchical_cache = True, False, False
+        self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
+        self.spec_algorithm, self.device, self.is_hybrid_swa = SpeculativeAlgorithm.NONE, "cpu", False
+        self.model_config = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
+        self.grammar_manager = SimpleNamespace(
+            has_waiting_grammars=lambda: False, abort_requests=lambda recv: None, grammar_queue=[], clear=lambda: None
+        )
+        self.running_batch, self.last_batch, self.cur_batch = ScheduleBatch(reqs=[], batch_is_full=False), None, None
+        self.chunked_req, self.waiting_queue, self.result_queue = None, [], deque()
+        self.dllm_manager = SimpleNamespace(any_staging_reqs=lambda: False)
+        self.max_running_requests, self.max_total_num_tokens = loop.pool.size, loop.size
+        self.new_token_ratio = self.min_new_token_ratio = self.new_token_ratio_decay = 0.0
+        self.forward_ct = self.forward_ct_decode = self.num_generated_tokens = 0
+        self.forward_sleep_time, self._think_end_id, self._engine_paused = None, None, False
+        self.draft_worker, self.return_health_check_ipcs = None, deque()
+        self.send_to_tokenizer = SimpleNamespace(send_output=lambda message, req: loop.told.append(req))
+        # The device.
+        self.future_map = FutureMap(loop.pool.size, None, loop.pool.max_context_len, "cpu", self.spec_algorithm)
+        self.batch_record_buf, self.batch_record_ct = [None] * 2, 0
+        self.forward_stream_ctx, self.schedule_stream = contextlib.nullcontext(), None
+        self.forward_stream = SimpleNamespace(wait_stream=lambda other: None)
+        self.device_module = SimpleNamespace(Event=lambda: loop.steps[-1])
+        self.model_worker = SimpleNamespace(forward_batch_generation=loop.forward)
+
+    def recv_requests(self) -> list:
+        self.loop.between_steps()
+        return []
+
+    def process_input_requests(self, recv_reqs: list) -> None:
+        pass
+
+    def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        # As the engine's own, which also sees those again that a step in flight has outlived.
+        ended = [req for req in reqs if req.finished() and not req.finished_output]
+        for req in ended:
+            req.finished_output = True
+        self.loop.told += ended
+
+    def self_check_during_idle(self) -> None:
+        self.loop.check()
+
+    def _profile_batch_predicate(self, batch: ScheduleBatch) -> None:
+        pass
+
+    def report_decode_stats(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_batch_result_stats(self, *args: Any) -> None:
+        pass
+
+    def reset_metrics(self) -> None:
+        pass
+
+
+class Loop(World):
+    """A decode worker that is driven from between its steps: ``between`` is called there, as messages are received.
+
+    flag: with the decode tree; else the bare engine's queues (``check`` then looks at requests alone).
+    """
+
+    def __init__(self, flag: bool = True, **sizes: Any):
+        super().__init__(tree_type=DecodeRadixCache if flag else self._chunk_cache(), **sizes)
+        self.flag = flag
+        self.steps: list[Step] = []
+        self.told: list[Req] = []
+        # In which iteration each request was asked of prefill, and which of them while a step was in flight.
+        self.asked_in: dict[str, int] = {}
+        self.asked_behind: list[Req] = []
+        # What went against I8. An exception on the spot would fail the request and nothing else.
+        self.wrong: list[str] = []
+        self.between: Callable[[], None] = lambda: None
+        self.iterations = 0
+        self._load = self.kv.load_cpu_copy
+        self.kv.load_cpu_copy = self._load_when_over
+        self.scheduler = self.queue.scheduler = self.transfer.scheduler = LoopScheduler(self)
+
+    @staticmethod
+    def _chunk_cache() -> type[BasePrefixCache]:
+        from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+        return ChunkCache
+
+    def run(self, between: Callable[[], None]) -> None:
+        """The loop from here on, until ``between`` raises `LoopEnds`; results of steps in flight stay unprocessed."""
+        self.between = between
+        with contextlib.suppress(LoopEnds):
+            self.scheduler.event_loop_overlap_disagg_decode()
+
+    def between_steps(self) -> None:
+        self.iterations += 1
+        # All but the last step have been processed, which is later than their end.
+        assert all(step.over for step in self.steps[:-1])
+        assert not self.wrong, self.wrong
+        self.check()
+        self.between()
+
+    @property
+    def in_flight(self) -> Step | None:
+        return self.steps[-1] if self.steps and not self.steps[-1].over else None
+
+    @property
+    def asked(self) -> list[DecodeRequest]:
+        """The requests in transfer whose prefill knows of it."""
+        return [decode_req for decode_req in self.transfer.queue if decode_req.kv_receiver.asked]
+
+    @property
+    def running(self) -> list[Req]:
+        return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
+
+    def _load_when_over(self, *args: Any) -> None:
+        """As the engine, which waits for the device before it copies a retracted request's KV back."""
+        if self.in_flight:
+            self.in_flight.synchronize()
+        self._load(*args)
+
+    # ---- the model ----
+
+    def forward(self, batch: Any) -> GenerationBatchResult:
+        """One step: the KV of each request's last token, and a next token that depends on all before it."""
+        step = Step(self.kv.k_buffer[0], self.steps)
+        self.steps.append(step)
+        step.rows = set(batch.req_pool_indices.tolist())
+        tokens_of = zip(batch.input_ids.tolist(), batch.seq_lens.tolist(), batch.out_cache_loc.tolist(), strict=True)
+        sequences = []
+        for req, (token, length, slot) in zip(batch.reqs, tokens_of, strict=True):
+            tokens = [*(req.origin_input_ids + req.output_ids)[: length - 1], token]
+            assert len(tokens) == length
+            step.write(slot, kv_of(tokens, self.weights_of[req.rid]))
+            sequences.append((req, tokens))
+        result = GenerationBatchResult(logits_output=LogitsProcessorOutput(next_token_logits=None))
+
+        def sample() -> GenerationBatchResult:
+            chosen = [next_token(tokens, req.grammar) for req, tokens in sequences]
+            result.next_token_ids = torch.tensor(chosen)
+            if batch.return_logprob:
+                # Told apart by the token that they belong to.
+                result.logits_output.next_token_logprobs = torch.tensor([float(token) for token in chosen])
+            return result
+
+        # As the engine's worker: what a grammar allows is known when the result before has been processed.
+        if not batch.has_grammar:
+            return sample()
+        result.delay_sample_func = sample
+        return result
+
+    # ---- the wire ----
+
+    def arrive(
+        self,
+        prompt: list[int],
+        stop: int | None = None,
+        grammar: bool = False,
+        logprobs: bool = False,
+        **options: Any,
+    ) -> DecodeRequest:
+        """stop: a token that ends the answer. grammar: whether `Alternating` says which token may come."""
+        decode_req = super().arrive(prompt, peer_takes_prefix=options.pop("peer_takes_prefix", self.flag), **options)
+        req = decode_req.req
+        req.vocab_size = VOCABULARY
+        req.sampling_params.stop_token_ids = None if stop is None else {stop}
+        req.sampling_params.normalize(None)
+        req.grammar = Alternating() if grammar else None
+        if logprobs:
+            req.return_logprob = True
+            req.output_token_logprobs_val, req.output_token_logprobs_idx = [], []
+            req.output_top_logprobs_val, req.output_top_logprobs_idx = [], []
+        send = decode_req.kv_receiver.send_metadata
+
+        def checked(page_indices: Any, *args: Any, **kwargs: Any) -> None:
+            """I8: nothing is handed to a prefill that a step in flight may still use."""
+            step = self.in_flight
+            self.asked_in[req.rid] = self.iterations
+            if step is not None:
+                self.asked_behind.append(req)
+                written = {slot // self.page_size for slot, _ in step.written}
+                if written & set(page_indices.tolist()):
+                    self.wrong.append("a page with two writers")
+                if req.req_pool_idx in step.rows:
+                    self.wrong.append("a row that a step in flight reads")
+            send(page_indices, *args, **kwargs)
+            # The fastest of all wires: the KV is there before that step has ended.
+            self.deliver(decode_req, len(page_indices))
+
+        decode_req.kv_receiver.send_metadata = checked
+        return decode_req
+
+    def check(self) -> None:
+        if self.flag:
+            super().check()
+            return
+        for req in self.waiting + self.running:
+            tokens = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]
+            slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
+            self._check_kv(slots, tokens, self.weights_of[req.rid])
+
+    def check_answers(self) -> None:
+        """Every request that has ended by itself has been told what the model says, and each is told once.
+
+        The engine tells those that it gives up outside of a batch of it, and leaves them without a reason.
+        """
+        assert len({req.rid for req in self.told}) == len(self.told)
+        for req in self.told:
+            if aborted(req) or req.finished_reason is None:
+                continue
+            tokens, end = [*req.origin_input_ids, req.output_ids[0]], len(req.origin_input_ids)
+            grammar = req.grammar and Alternating()
+            while True:
+                if grammar is not None:
+                    grammar.accept_token(tokens[-1])
+                stops = req.sampling_params.stop_token_ids or ()
+                if len(tokens) - end == req.sampling_params.max_new_tokens or tokens[-1] in stops:
+                    break
+                tokens.append(next_token(tokens, grammar))
+            assert req.output_ids == tokens[end:]
+            if req.return_logprob:
+                assert req.output_token_logprobs_idx[1:] == req.output_ids[1:]
+                assert req.output_token_logprobs_val[1:] == [float(token) for token in req.output_ids[1:]]
+
+
+class Alternating:
+    """A grammar in the engine's sense: after each token it has accepted only the other one of 1 and 2 may come."""
+
+    current_token: int | None = None
+    finished = False
+
+    def accept_token(self, token: int) -> None:
+        self.current_token = token
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+def next_token(tokens: list[int], grammar: Alternating | None = None) -> int:
+    """1 or 2: by all tokens so far, or what the grammar leaves."""
+    if grammar is not None and grammar.current_token is not None:
+        return 2 if grammar.current_token == 1 else 1
+    return 1 + zlib.crc32(bytes(tokens)) % 2

@@ -1,0 +1,174 @@
+"""Overlapped steps: what ends on one's result is in the next one too, and nothing of it reaches a prefill early."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.managers.io_struct import AbortReq
+
+# The names of the patch file itself.
+CODE = decode.DecodePreallocQueue._look_behind.__globals__
+
+# Small and long beside the pool, so that it is used up, and the same few tokens, so that they share prefixes.
+prompts = st.lists(st.integers(1, 2), min_size=4, max_size=16)
+arrivals = st.fixed_dictionaries(
+    {
+        "prompt": prompts,
+        "max_new": st.integers(1, 12),
+        "stop": st.sampled_from([None, None, 1, 2]),
+        "grammar": st.integers(0, 4).map(lambda n: n == 0),
+        "logprobs": st.integers(0, 4).map(lambda n: n == 0),
+    }
+)
+which = st.integers(0, 9)
+actions = st.one_of(
+    st.tuples(st.just("arrive"), arrivals),
+    st.tuples(st.just("arrive"), arrivals),
+    st.tuples(st.just("commit"), which),
+    st.tuples(st.just("commit"), which),
+    st.tuples(st.just("fail"), which),
+    st.tuples(st.just("abort"), which),
+    st.tuples(st.just("pause"), st.sampled_from(["abort", "retract", "in_place"])),
+    st.tuples(st.just("flush"), st.none()),
+)
+# What happens between one step of the loop and the next.
+scripts = st.lists(st.lists(actions, max_size=3), min_size=15, max_size=40)
+
+
+class Play:
+    """A script, played on a `Loop`, which is then drained. ``leave_out``: actions that are not for this worker."""
+
+    def __init__(self, loop: Loop, script: list[list[tuple]], leave_out: tuple[str, ...] = ()):
+        self.loop, self.script, self.leave_out = loop, script, leave_out
+        self.live: list[DecodeRequest] = []
+
+    def run(self) -> None:
+        self.loop.run(self.between)
+        loop = self.loop
+        assert loop.idle() and not loop.queue.retracted_queue, "requests are left that never end"
+        loop.check_answers()
+        assert len(loop.meta_alloc.free_slots) == loop.meta_alloc.size
+
+    def between(self) -> None:
+        loop = self.loop
+        if self.script:
+            for name, value in self.script.pop(0):
+                if name not in self.leave_out:
+                    getattr(self, name)(value)
+            return
+        for decode_req in loop.transfer.quarantine:
+            decode_req.kv_receiver.quiet = True
+        for decode_req in loop.asked:
+            if decode_req.kv_receiver.state != KVPoll.Failed:
+                loop.complete(decode_req)
+        if loop.idle() and not loop.queue.retracted_queue and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 600, "the loop does not come to an end"
+
+    def pick(self, items: list, index: int):
+        return items[index % len(items)] if items else None
+
+    def arrive(self, options: dict) -> None:
+        if len(options["prompt"]) + options["max_new"] + 3 <= self.loop.size and len(self.loop.queue.queue) < 6:
+            self.live.append(self.loop.arrive(**options))
+            self.loop.handshake(self.live[-1])
+
+    def commit(self, index: int) -> None:
+        decode_req = self.pick(self.loop.asked, index)
+        if decode_req is not None and decode_req.kv_receiver.state != KVPoll.Failed:
+            self.loop.complete(decode_req)
+
+    def fail(self, index: int) -> None:
+        decode_req = self.pick(self.loop.transfer.queue, index)
+        if decode_req is not None and decode_req.kv_receiver.state != KVPoll.Success:
+            decode_req.kv_receiver.abort()
+
+    def abort(self, index: int) -> None:
+        decode_req = self.pick(self.live, index)
+        if decode_req is not None and not decode_req.req.finished():
+            self.loop.scheduler.abort_request(AbortReq(rid=decode_req.req.rid))
+
+    def pause(self, mode: str) -> None:
+        if mode == "abort":
+            # As the tokenizer's side does it: all are aborted, then the worker is told.
+            self.loop.scheduler.abort_request(AbortReq(abort_all=True))
+        self.loop.scheduler.pause_generation(SimpleNamespace(mode=mode))
+        self.loop.check()
+        self.loop.scheduler.continue_generation(SimpleNamespace())
+
+    def flush(self, _: None) -> None:
+        """Also what a weight update does."""
+        if self.loop.scheduler.flush_cache():
+            self.loop.weights += 1
+
+
+# Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".
+@pytest.mark.parametrize("flag, page_size", [(True, 1), (True, 4), (False, 1)])
+def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size):
+    behind = retractions = 0
+
+    @given(script=scripts, size=st.sampled_from([32, 40]))
+    @settings(max_examples=40, deadline=None)
+    def play(script, size):
+        nonlocal behind, retractions
+        loop = Loop(flag, size=size, page_size=page_size, reserved=4, max_reqs=4)
+        # Without the flag the engine forgets about those that a pause retracts, and frees what a writer still fills.
+        played = Play(loop, script, () if flag else ("pause", "fail", "abort", "flush"))
+        played.run()
+        behind += len(loop.asked_behind)
+        retractions += sum(decode_req.req.retraction_count for decode_req in played.live)
+
+    play()
+    assert behind and retractions, "too tame: nobody admitted while a step was in flight, or nobody retracted"
+
+
+def until_asked(flag: bool, page_size: int, length: int) -> tuple[Loop, int]:
+    """A request that comes when another has ended and wants its pages: the loop, and when it was asked for.
+
+    A third goes on, with one more page in every step or in some.
+    """
+    loop = Loop(flag, size=28, page_size=page_size, reserved=0)
+    made: list[DecodeRequest] = []
+
+    def arrive(token: int, length: int, max_new: int) -> None:
+        made.append(loop.arrive([token] * length, max_new=max_new))
+        loop.handshake(made[-1])
+
+    def between() -> None:
+        if not made:
+            arrive(3, 6, 12)
+            arrive(1, 5, 4)
+        elif loop.told and len(made) == 2:
+            arrive(2, length, 2)
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if len(loop.told) == 3 and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 50, "the loop does not come to an end"
+
+    try:
+        loop.run(between)
+    except AssertionError as error:
+        assert "two writers" in str(error)
+    else:
+        loop.check_answers()
+    return loop, loop.asked_in[made[2].req.rid]
+
+
+@pytest.mark.parametrize("page_size, length", [(1, 14), (1, 15), (4, 9), (4, 13)])
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monkeypatch, flag, page_size, length):
+    """Trap 28. Without the fence a page has two writers; without the flag the step is waited for on the spot."""
+    fenced, later = until_asked(flag, page_size, length)
+    assert len(fenced.told) == 3
+    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    bare, asked_in = until_asked(flag, page_size, length)
+    assert bare.wrong
+    assert later == asked_in + flag
