@@ -24,9 +24,10 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    """One prefill; decode 0 has the flag, decode 1 does not."""
+    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 does not overlap its steps."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
-    return clusters.get(model, decode=2, decode_args=[[FLAG], []], common_args=args, backend=backend)
+    workers = [[FLAG], [], *([[FLAG, "--disable-overlap-schedule"]] if page == 16 else [])]
+    return clusters.get(model, decode=len(workers), decode_args=workers, common_args=args, backend=backend)
 
 
 @pytest.fixture
@@ -56,6 +57,22 @@ def test_conversations_without_the_flag(off, truth):
     assert conversations(off) == truth["conversations"]
     assert counter(off.prefill_url, "sglang:kv_transfer_saved_bytes_total") == saved
     assert off.tree_tokens() == 0
+
+
+def test_overlap_is_the_default_and_stays_a_choice(cluster, truth, page):
+    """The same answers without it, and one token less of each in the tree: that of the step in flight."""
+    held = []
+    for pair in [Pair(cluster, decode=i) for i in (0, 2) if i < len(cluster.decode_urls)]:
+        info = requests.get(pair.decode_url + "/get_server_info", timeout=30).json()
+        assert info["disable_overlap_schedule"] == (pair.decode == 2)
+        pair.flush()
+        assert conversations(pair) == truth["conversations"]
+        pair.flush()
+        # With the 12 tokens of its answer, this prompt is whole pages.
+        assert len(pair(base_prompt(page)[:-12], 12)["output_ids"]) == 12
+        pair.check_idle()
+        held.append(pair.tree_tokens())
+    assert held in ([len(base_prompt(page))], [len(base_prompt(page)), len(base_prompt(page)) - page])
 
 
 def test_conversations_through_the_router(cluster, truth):

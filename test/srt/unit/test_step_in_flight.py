@@ -172,3 +172,28 @@ def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monk
     bare, asked_in = until_asked(flag, page_size, length)
     assert bare.wrong
     assert later == asked_in + flag
+
+
+def test_a_flush_comes_through_right_after_the_last_answer():
+    """Though a step is in flight; while an answer goes on it is refused."""
+    loop = Loop(size=32)
+    made: list[DecodeRequest] = []
+    flushed: list[bool] = []
+
+    def between() -> None:
+        if not made:
+            made.append(loop.arrive([1, 2, 1, 1, 2, 2], max_new=3))
+            loop.handshake(made[0])
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if loop.in_flight is not None and not flushed[-1:] == [True]:
+            flushed.append(loop.scheduler.flush_cache())
+            loop.weights += flushed[-1]
+            loop.check()
+            assert flushed[-1] == bool(loop.told)
+        elif loop.told:
+            raise LoopEnds
+
+    loop.run(between)
+    assert flushed[0] is False and flushed[-1] is True
+    assert loop.tree.evictable_size() == 0 and loop.allocator.available_size() == loop.size

@@ -269,11 +269,25 @@ class Scheduler(engine.Scheduler):
         return queue is not None and bool(queue.quarantine)
 
     def flush_cache(self) -> bool:
-        """Adds that a flush leaves pages in quarantine where they are, and begins the record of the peak anew."""
+        """Adds that a flush leaves pages in quarantine where they are, and begins the record of the peak anew.
+
+        And that it does not fail for a step in flight when the answers of all requests have been told: a weight update,
+        which may come at once after the last of them, takes a refusal for an error that ends the scheduler.
+        """
         self.kv_used_peak = 0
+        if isinstance(self.tree_cache, DecodeRadixCache):
+            self._end_step_of_none()
         if not self._has_quarantine():
             return super().flush_cache()
         return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
+
+    def _end_step_of_none(self) -> None:
+        """Process the result of the step in flight if all of its requests have ended, as the loop is about to do."""
+        steps = getattr(self, "result_queue", None)
+        if steps and all(req.finished() for req in steps[-1][0].reqs):
+            self.process_batch_result(*steps.popleft())
+            self.last_batch = self.cur_batch = None
+            self.running_batch.filter_batch()
 
     def self_check_during_idle(self) -> None:
         """Puts the leak check off while pages are in quarantine, which it would report as lost."""
