@@ -225,17 +225,19 @@ class Loop(World):
     def arrive(
         self,
         prompt: list[int],
-        stop: int | None = None,
+        stop: int | str | None = None,
         grammar: bool = False,
         logprobs: bool = False,
         **options: Any,
     ) -> DecodeRequest:
-        """stop: a token that ends the answer. grammar: whether `Alternating` says which token may come."""
+        """stop: a token or a string that ends the answer. grammar: whether `Alternating` says which token may come."""
         decode_req = super().arrive(prompt, peer_takes_prefix=options.pop("peer_takes_prefix", self.flag), **options)
         req = decode_req.req
         req.vocab_size = VOCABULARY
-        req.sampling_params.stop_token_ids = None if stop is None else {stop}
-        req.sampling_params.normalize(None)
+        req.tokenizer = Digits()
+        req.sampling_params.stop_token_ids = {stop} if isinstance(stop, int) else None
+        req.sampling_params.stop_strs = stop if isinstance(stop, str) else None
+        req.sampling_params.normalize(req.tokenizer)
         req.grammar = Alternating() if grammar else None
         if logprobs:
             req.return_logprob = True
@@ -284,14 +286,27 @@ class Loop(World):
             while True:
                 if grammar is not None:
                     grammar.accept_token(tokens[-1])
-                stops = req.sampling_params.stop_token_ids or ()
-                if len(tokens) - end == req.sampling_params.max_new_tokens or tokens[-1] in stops:
+                params, said = req.sampling_params, Digits().decode(tokens[end:])
+                stopped = tokens[-1] in (params.stop_token_ids or ()) or any(stop in said for stop in params.stop_strs)
+                if len(tokens) - end == params.max_new_tokens or stopped:
                     break
                 tokens.append(next_token(tokens, grammar))
             assert req.output_ids == tokens[end:]
             if req.return_logprob:
                 assert req.output_token_logprobs_idx[1:] == req.output_ids[1:]
                 assert req.output_token_logprobs_val[1:] == [float(token) for token in req.output_ids[1:]]
+
+
+class Digits:
+    """A tokenizer in the engine's sense, for stop strings: each token is its number."""
+
+    eos_token_id = additional_stop_token_ids = None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [int(digit) for digit in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(str, tokens))
 
 
 class Alternating:

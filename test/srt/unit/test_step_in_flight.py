@@ -22,7 +22,7 @@ arrivals = st.fixed_dictionaries(
     {
         "prompt": prompts,
         "max_new": st.integers(1, 12),
-        "stop": st.sampled_from([None, None, 1, 2]),
+        "stop": st.sampled_from([None, None, 1, 2, "12", "212"]),
         "grammar": st.integers(0, 4).map(lambda n: n == 0),
         "logprobs": st.integers(0, 4).map(lambda n: n == 0),
     }
@@ -172,6 +172,39 @@ def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monk
     bare, asked_in = until_asked(flag, page_size, length)
     assert bare.wrong
     assert later == asked_in + flag
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch, flag):
+    """Trap 29. The last free row is one that a step in flight reads."""
+
+    def play() -> Loop:
+        loop = Loop(flag, size=64, page_size=4, max_reqs=1)
+        made: list[DecodeRequest] = []
+
+        def between() -> None:
+            # The second stays in transfer. The third comes when the first has ended.
+            if len(made) < 2 or (loop.told and len(made) == 2):
+                made.append(loop.arrive([1 + len(made)] * 6, max_new=3))
+                loop.handshake(made[-1])
+            if made[0] in loop.asked:
+                loop.complete(made[0])
+            if len(made) == 3 and made[2] in loop.asked:
+                raise LoopEnds
+            assert loop.iterations < 50, "the loop does not come to an end"
+
+        try:
+            loop.run(between)
+        except AssertionError as error:
+            assert "a row that a step in flight reads" in str(error)
+        return loop
+
+    fenced = play()
+    assert not fenced.wrong
+    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    bare = play()
+    assert bare.wrong
+    assert fenced.asked_in["r3"] == bare.asked_in["r3"] + flag
 
 
 def test_a_flush_comes_through_right_after_the_last_answer():
