@@ -270,7 +270,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         A request may be given their pages at once, but its prefill is asked for KV in the next step, when the result of
         that one has been processed. Their rows go to nobody in this step. Steps do not use metadata buffers.
         """
-        self._late, self._late_rows = late_step(self.scheduler, self.token_to_kv_pool_allocator.page_size), 0
+        self._late, self._late_rows = None, 0
+        if self.queue:
+            self._late = late_step(self.scheduler, self.token_to_kv_pool_allocator.page_size)
         if self._late is not None:
             rows, free = self._late.rows, self.req_to_token_pool.free_slots
             # They are taken from the front.
