@@ -24,7 +24,6 @@ THOROUGH = [
     ("test_oracle.py", {"backend": "mooncake", "page": 64}),
     ("test_peers.py", {"backend": "mooncake"}),
     ("test_tensor_parallel.py", {"backend": "mooncake", "cluster_and_truth": "mla"}),
-    ("test_late_writes.py", {"backend": "mooncake"}),
     ("test_dead_peers.py", {}),
     ("test_late_writes.py", {}),
     ("test_lost_prefill.py", {}),

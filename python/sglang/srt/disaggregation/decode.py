@@ -640,16 +640,17 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Give the request its metadata buffer and ask prefill for the delta, now or when a step in flight is over."""
         req, receiver = decode_req.req, decode_req.kv_receiver
         req.transfer_prefix_len = req.decode_prefix_len
-        table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-        delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
-        page_indices = decode_req.page_indices = kv_to_page_indices(delta, self.token_to_kv_pool_allocator.page_size)
         index = decode_req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
         if not is_warmup(req):
-            # A room left by the buffer's last user would read as corruption; 0 reads as not there yet.
+            # A room left by the buffer's last user would read as corruption; 0 reads as not there yet. On a device, the
+            # copy below waits for it, and so does what is asked for.
             room = self.metadata_buffers.bootstrap_room[index]
             room.zero_()
             receiver.metadata_room = lambda: int(room[0])
             receiver.fenced = True
+        table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
+        page_indices = decode_req.page_indices = kv_to_page_indices(delta, self.token_to_kv_pool_allocator.page_size)
         if self._late is not None and np.isin(page_indices, self._late.pages.cpu()).any():
             self._unasked.append(decode_req)
         else:
