@@ -22,6 +22,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .cluster import local_session
 from .make_model import make_vocabulary
+from .rounding import Answer
 
 Message = dict[str, str]
 
@@ -72,19 +73,30 @@ def common_words() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer. Tokens as the server counted them; seconds from the moment the request was sent."""
+    """One answer. Tokens as the server counted them; seconds from the moment the request was sent.
+
+    answer: its tokens with log-probabilities, where these were asked for.
+    """
 
     text: str
     prompt_tokens: int
     answer_tokens: int
     ttft_s: float
     total_s: float
+    answer: Answer | None = None
 
 
 def stream_chat(
-    base_url: str, model: str, messages: Sequence[Message], answer_tokens: int, timeout_s: float = 600.0
+    base_url: str,
+    model: str,
+    messages: Sequence[Message],
+    answer_tokens: int,
+    timeout_s: float = 600.0,
+    likeliest: int = 0,
 ) -> Reply:
     """Ask ``base_url``/v1/chat/completions for exactly ``answer_tokens`` greedy tokens, streamed.
+
+    likeliest: log-probabilities of so many tokens are asked for at each place, 0 for none.
 
     Raises ChatError: no answer, an error, or an answer of another length.
     """
@@ -96,9 +108,11 @@ def stream_chat(
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"logprobs": True, "top_logprobs": likeliest} if likeliest else {}),
     }
     url = base_url + "/v1/chat/completions"
     text, first, usage = "", None, None
+    places: list[dict[str, Any]] = []
     started = time.perf_counter()
     try:
         with local_session() as session, session.post(url, json=body, timeout=timeout_s, stream=True) as response:
@@ -117,6 +131,7 @@ def stream_chat(
                     if piece and first is None:
                         first = time.perf_counter()
                     text += piece
+                    places += (choice.get("logprobs") or {}).get("content") or []
     except requests.RequestException as error:
         raise ChatError(f"{url} did not answer: {error}") from None
     total = time.perf_counter() - started
@@ -124,7 +139,14 @@ def stream_chat(
         raise ChatError(f"{url} ended its answer after {len(text)} characters, without usage figures")
     if usage["completion_tokens"] != answer_tokens:
         raise ChatError(f"{url} made {usage['completion_tokens']} tokens of {answer_tokens}: the request was cut off")
-    return Reply(text, usage["prompt_tokens"], answer_tokens, first - started, total)
+    answer = None
+    if likeliest:
+        answer = Answer(
+            tuple(place["token"] for place in places),
+            tuple(place["logprob"] for place in places),
+            tuple({other["token"]: other["logprob"] for other in place["top_logprobs"]} for place in places),
+        )
+    return Reply(text, usage["prompt_tokens"], answer_tokens, first - started, total, answer)
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
@@ -150,8 +172,11 @@ def _short(value: Any) -> str:
 class Chats:
     """The conversations of a workload. `turn` holds the next turn of all of them at once."""
 
-    def __init__(self, base_url: str, model: str, workload: Workload, first_client: int = 0) -> None:
+    def __init__(
+        self, base_url: str, model: str, workload: Workload, first_client: int = 0, likeliest: int = 0
+    ) -> None:
         self._url, self._model, self._workload, self._first = base_url, model, workload, first_client
+        self._likeliest = likeliest
         self._histories: list[list[Message]] = [[] for _ in range(workload.clients)]
         self._turn = 0
 
@@ -186,6 +211,6 @@ class Chats:
     def _ask(self, client: int) -> Reply:
         history = self._histories[client]
         history.append({"role": "user", "content": self._workload.user_text(self._first + client, self._turn)})
-        reply = stream_chat(self._url, self._model, history, self._workload.answer)
+        reply = stream_chat(self._url, self._model, history, self._workload.answer, likeliest=self._likeliest)
         history.append({"role": "assistant", "content": reply.text})
         return reply

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 # Of a maximum over some thousand tokens, the next thousand will exceed a little; and float32 rounds too.
 MARGIN = 3.0
@@ -20,11 +21,11 @@ LEAST_LIMIT = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens, the log-probability of each (nats), and the likeliest tokens of each place with theirs."""
+    """Tokens (ids, or texts), the log-probability of each (nats), and the likeliest of each place with theirs."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[Any, ...]
     logprobs: tuple[float, ...]
-    likeliest: tuple[dict[int, float], ...] = ()
+    likeliest: tuple[dict[Any, float], ...] = ()
 
 
 @dataclass(frozen=True)
