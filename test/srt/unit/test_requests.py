@@ -122,12 +122,13 @@ def test_options_that_do_not_go_together():
     with pytest.raises(ValueError, match="leaves no token"):
         check_request(request({"logit_bias": {str(i): -INF for i in range(VOCAB)}}), VOCAB, True)
     # Of these, a worker without a peer can do what it does without this package.
-    for options in ({"top_logprobs_num": VOCAB + 1}, {"session_params": {"id": "a"}}):
+    for options in ({"top_logprobs_num": VOCAB + 1, "return_logprob": True}, {"session_params": {"id": "a"}}):
         check_request(request(**options), VOCAB, False)
         with pytest.raises(ValueError, match=next(iter(options))):
             check_request(request(**options), VOCAB, True)
     with pytest.raises(ValueError, match="at most 128"):
-        check_request(request(top_logprobs_num=129), 1000, True)
+        check_request(request(top_logprobs_num=129, return_logprob=True), 1000, True)
+    check_request(request(top_logprobs_num=129), 1000, True)
 
 
 def test_a_prompt_that_the_scheduler_cannot_take():
@@ -237,8 +238,11 @@ def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
     monkeypatch.setattr(refusal, "REMEMBERED", 2)
     rooms = refusal.RefusedRooms()
     for room in (1, 2, 3):
-        rooms[room] = "because"
-    assert list(rooms) == [2, 3]
+        rooms.note(room, "because")
+    assert [rooms.reason(room) for room in (1, 2, 3, None)] == [None, "because", "because", None] and len(rooms) == 2
+    later = time.monotonic() + refusal.REMEMBERED_S + 1
+    monkeypatch.setattr(refusal.time, "monotonic", lambda: later)
+    assert rooms.reason(3) is None, "who uses it anew means another request"
 
 
 # ---- the two workers of a pair ----
@@ -253,7 +257,7 @@ def manager(mode: DisaggregationMode) -> TokenizerManager:
     """A tokenizer manager that has not been started."""
     made = object.__new__(TokenizerManager)
     made.disaggregation_mode, made.refused_rooms = mode, refusal.RefusedRooms()
-    made.event_loop, made.send_to_scheduler = None, _Sent()
+    made.event_loop, made.send_to_scheduler, made.rid_to_state = None, _Sent(), {}
     made.server_args = SimpleNamespace(disaggregation_bootstrap_port=8998)
     return made
 
@@ -283,8 +287,11 @@ def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
         prefill._check_room(6)
     prefill._check_room(7)
     url = f"http://127.0.0.1:{bootstrap_server}{refusal.REFUSED_ROUTE}"
-    for wrong in ({}, {"room": "x", "reason": ""}, [], None):
+    # Among them the room of all health checks.
+    for wrong in ({}, {"room": "x", "reason": ""}, [], None, {"room": 0, "reason": "x"}):
         assert requests.post(url, json=wrong, timeout=5).status_code == 400
+    for wrong in (b"", b"{", b'{"room": 1e999, "reason": "x"}'):
+        assert requests.post(url, data=wrong, timeout=5).status_code == 400
 
 
 def test_what_prefill_refuses_goes_to_its_scheduler():
@@ -297,6 +304,24 @@ def test_what_prefill_refuses_goes_to_its_scheduler():
     alone = manager(DisaggregationMode.NULL)
     alone._tell_peer(request(bootstrap_room=5), "why")
     assert len(prefill.send_to_scheduler) == 1 and alone.send_to_scheduler == []
+
+
+def test_a_copy_of_a_request_that_is_served_does_not_end_it():
+    """A proxy that asks again: the second is refused for its rid, and their room is the first one's."""
+    decode = manager(DisaggregationMode.PREFILL)
+    decode.rid_to_state = {"a": SimpleNamespace(obj=request(bootstrap_room=5))}
+    decode._tell_peer(request(bootstrap_room=5), "rid is in use", {})
+    assert decode.send_to_scheduler == []
+    # Its own state does not count.
+    decode._tell_peer(request(bootstrap_room=5), "too long", decode.rid_to_state)
+    assert len(decode.send_to_scheduler) == 1
+
+
+def test_a_refused_batch_with_lists_of_other_lengths_tells_whom_it_can():
+    prefill = manager(DisaggregationMode.PREFILL)
+    prefill._tell_peer(request(bootstrap_host=["a"], bootstrap_room=[5, 6, *range(1000, 3000)]), "why")
+    assert len(prefill.send_to_scheduler) == 256
+    manager(DisaggregationMode.DECODE)._tell_peer(request(bootstrap_host=[], bootstrap_room=[5, 6]), "why")
 
 
 # ---- the OpenAI endpoints ----

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,8 +40,10 @@ def runner(request, tmp_path):
     options = {"page_size": 16, "max_total_tokens": 8192, "max_running_requests": 16, "disable_cuda_graph": True}
     args = ServerArgs(model, device="cpu", dtype="float32", attention_backend="torch_batched", **options)
     set_global_server_args_for_scheduler(args)
-    bench_runner, _ = engine.load_model(args, PortArgs.init_new(args), 0, 0)
-    yield bench_runner.torch_runner
+    # What the engine sets for its own process must not reach the servers of later tests.
+    with patch.dict(os.environ):
+        bench_runner, _ = engine.load_model(args, PortArgs.init_new(args), 0, 0)
+        yield bench_runner.torch_runner
     destroy_model_parallel()
     destroy_distributed_environment()
 

@@ -514,9 +514,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 slack = line.slack([other for other in waiting if not other.coming])
                 in_turn = sorted(waiting, key=lambda other: (-other.priority, -other.arrival))
             # Who waits for a transfer is not passed by; this request itself stays.
-            while in_turn[-1].coming or in_turn[-1].admitted_at:
+            while in_turn and (in_turn[-1].coming or in_turn[-1].admitted_at):
                 in_turn.pop()
-            if place is not in_turn[-1]:
+            # Empty: all others wait for a transfer, or did when they were looked at.
+            if in_turn and place is not in_turn[-1]:
                 if slack <= 0:
                     break
                 slack -= 1

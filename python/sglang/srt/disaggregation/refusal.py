@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -22,9 +25,16 @@ __all__ = ["REFUSED_ROUTE", "RefusedReq", "RefusedRooms", "heard", "listen", "te
 
 # On a prefill's bootstrap server, which lives in the process of its tokenizer manager.
 REFUSED_ROUTE = "/refused_room"
-# Refusals that are remembered, for a request that comes after its refusal.
-REMEMBERED = 4096
+# Refusals that are remembered, for a request that comes after its refusal, and seconds for which they are. The router
+# sends to both workers at once; who uses a room anew later means another request.
+REMEMBERED, REMEMBERED_S = 4096, 10.0
+# Of a reason; it comes from another worker.
+MOST_CHARACTERS = 1000
+# Refusals to prefills that wait to be told, and threads that tell them.
+MOST_UNTOLD, TELLERS = 1024, 4
 
+_untold = threading.BoundedSemaphore(MOST_UNTOLD)
+_tellers = ThreadPoolExecutor(TELLERS, thread_name_prefix="tell-refusal")
 _listeners: list[Callable[[int, str], None]] = []
 
 
@@ -37,13 +47,26 @@ class RefusedReq:
     by_decode: bool
 
 
-class RefusedRooms(dict[int, str]):
-    """Why a room was refused. The oldest is forgotten first."""
+class RefusedRooms:
+    """Why rooms were refused of late."""
 
-    def __setitem__(self, room: int, reason: str) -> None:
-        super().__setitem__(room, reason)
-        while len(self) > REMEMBERED:
-            del self[next(iter(self))]
+    def __init__(self) -> None:
+        self._reasons: dict[int, tuple[str, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def note(self, room: int, reason: str) -> None:
+        """Remember it. The oldest is forgotten first."""
+        self._reasons.pop(room, None)
+        self._reasons[room] = reason, time.monotonic() + REMEMBERED_S
+        while len(self._reasons) > REMEMBERED:
+            del self._reasons[next(iter(self._reasons))]
+
+    def reason(self, room: int | None) -> str | None:
+        """Why, or None if it was not refused of late."""
+        reason, until = self._reasons.get(room, ("", 0.0))  # type: ignore[arg-type]
+        return reason if time.monotonic() < until else None
 
 
 def listen(listener: Callable[[int, str], None]) -> None:
@@ -51,10 +74,16 @@ def listen(listener: Callable[[int, str], None]) -> None:
     _listeners.append(listener)
 
 
-def heard(room: int, reason: str) -> None:
-    """Decode has refused ``room``."""
+def heard(told: Any) -> None:
+    """Take what decode has told of a room that it has refused. Raises ValueError for what cannot be meant.
+
+    Room 0 is nobody's: it is that of health checks.
+    """
+    room, reason = (told.get("room"), told.get("reason")) if isinstance(told, dict) else (None, None)
+    if not isinstance(room, int) or isinstance(room, bool) or not 0 < room < 2**63 or not isinstance(reason, str):
+        raise ValueError("a refusal has a room and a reason")
     for listener in _listeners:
-        listener(room, reason)
+        listener(room, reason[:MOST_CHARACTERS])
 
 
 def tell_prefill(host: str, port: int, room: int, reason: str) -> None:
@@ -65,8 +94,14 @@ def tell_prefill(host: str, port: int, room: int, reason: str) -> None:
 
     def tell() -> None:
         try:
-            SignedRequests().post(url, json={"room": room, "reason": reason}, timeout=5)
+            SignedRequests().post(url, json={"room": room, "reason": reason[:MOST_CHARACTERS]}, timeout=5)
         except Exception as e:
             logger.warning("Could not tell prefill at %s:%s that room %s was refused: %s", host, port, room, e)
+        finally:
+            _untold.release()
 
-    threading.Thread(target=tell, daemon=True, name="tell-refusal").start()
+    # Whoever asks for a prefill that does not answer must not have this worker wait for it without end.
+    if _untold.acquire(blocking=False):
+        _tellers.submit(tell)
+    else:
+        logger.warning("Too many refusals wait to be told: prefill at %s:%s will wait for room %s", host, port, room)

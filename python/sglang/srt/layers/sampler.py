@@ -27,8 +27,11 @@ class Sampler(engine.Sampler):
         """
         logits = logits_output.next_token_logits
         drawn = not sampling_info.is_all_greedy and (sampling_info.logit_bias is not None or logits.is_cpu)
-        if drawn or sampling_info.vocab_mask is not None:
-            logits_output.hopeless = ~torch.isfinite(logits.max(dim=-1).values)
+        # The mask itself has been applied, and taken off, by now.
+        if drawn or any(grammar is not None for grammar in sampling_info.grammars or ()):
+            # A NaN is the engine's to replace, where it was asked to.
+            seen = logits.nan_to_num(-1e5, torch.inf, -torch.inf) if self.use_nan_detection else logits
+            logits_output.hopeless = ~torch.isfinite(seen.max(dim=-1).values)
             logits.masked_fill_(logits_output.hopeless.unsqueeze(-1), 0.0)
         sampling_info.failed_processors = {}
         token_ids = super().forward(logits_output, sampling_info, *args, **kwargs)

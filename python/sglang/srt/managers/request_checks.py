@@ -67,7 +67,7 @@ def _text(value: Any, vocab_size: int) -> str:
 
 
 def _texts(value: Any, vocab_size: int) -> str:
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, (list, tuple, set)) else [value]
     return "" if all(isinstance(v, str) for v in values) else "must be a string or a list of strings"
 
 
@@ -107,9 +107,7 @@ def _tokens(value: Any, vocab_size: int) -> str:
 
 
 def _whole_numbers(value: Any, vocab_size: int) -> str:
-    good = isinstance(value, (list, tuple, set)) and all(
-        isinstance(v, Integral) and abs(int(v)) <= INT64 for v in value
-    )
+    good = isinstance(value, (list, tuple, set)) and all(_is_whole(v) and abs(int(v)) <= INT64 for v in value)
     return "" if good else "must be a list of whole numbers"
 
 
@@ -143,8 +141,8 @@ SAMPLING_CHECKS: dict[str, Check] = {
     "min_p": _number(0, 1),
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
-    # The engine allows 0, by which it then divides.
-    "repetition_penalty": _number(0, 2, above=True),
+    # The engine allows 0, by which it then divides. By less than this a logit may become infinite.
+    "repetition_penalty": _number(1e-3, 2),
     "min_new_tokens": _whole(0, INT32),
     "n": _whole(1, MAX_SAMPLES),
     "json_schema": _text,
@@ -253,7 +251,7 @@ def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -
         _apply("stop_token_ids", _tokens, params.get("stop_token_ids"), vocab_size)
     if not disaggregated:
         return
-    if (obj.top_logprobs_num or 0) > min(MAX_TOP_LOGPROBS, vocab_size):
+    if obj.return_logprob and (obj.top_logprobs_num or 0) > min(MAX_TOP_LOGPROBS, vocab_size):
         raise ValueError(
             f"top_logprobs_num must be at most {min(MAX_TOP_LOGPROBS, vocab_size)} with PD disaggregation, "
             f"got {obj.top_logprobs_num}."

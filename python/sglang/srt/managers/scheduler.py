@@ -167,7 +167,7 @@ class Scheduler(engine.Scheduler):
         if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
             is_retracted = True
         if self.disaggregation_mode != engine.DisaggregationMode.NULL and not is_retracted:
-            reason = self.refused_rooms.get(req.bootstrap_room)
+            reason = self.refused_rooms.reason(req.bootstrap_room)
             if reason is None and isinstance(req.to_finish, FINISH_ABORT):
                 reason = req.to_finish.message
             if reason is not None:
@@ -184,7 +184,7 @@ class Scheduler(engine.Scheduler):
         if not recv_req.by_decode:
             self._fail_on_decode(recv_req.room, recv_req.reason)
             return
-        self.refused_rooms[recv_req.room] = recv_req.reason
+        self.refused_rooms.note(recv_req.room, recv_req.reason)
         for req in self.grammar_manager.grammar_queue:
             if req.bootstrap_room == recv_req.room:
                 req.set_finish_with_abort(recv_req.reason)

@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastapi import HTTPException
@@ -18,6 +19,15 @@ from sglang.srt.managers.request_checks import check_prompt, check_request
 logger = logging.getLogger(__name__)
 
 __all__ = ["ReqState", "TokenizerManager"]
+
+
+# Of a request that is refused, prompts whose rooms the peer is told of.
+MOST_PROMPTS = 256
+
+
+def _of_prompt(values, i: int):
+    """The value of one prompt, where each may have its own; None where a list is too short."""
+    return values if not isinstance(values, list) else values[i] if i < len(values) else None
 
 
 @dataclass
@@ -51,10 +61,10 @@ class TokenizerManager(engine.TokenizerManager):
                 yield out
         except ValueError as e:
             if not states or not all(state.sent for state in states.values()):
-                self._tell_peer(obj, str(e))
                 for rid, state in states.items():
                     if state.sent:
                         self.abort_request(rid)
+                self._tell_peer(obj, str(e), states)
             raise
         finally:
             if self.own_states.get(id(obj)) is states:
@@ -87,13 +97,16 @@ class TokenizerManager(engine.TokenizerManager):
         if self.mm_processor and obj.contains_mm_input():
             # Places of images are no tokens, and their number is known later.
             return
-        limit = None if self.server_args.allow_auto_truncate else self.max_req_input_len
+        # Without a peer, the scheduler may as well find it out: other prompts of a batch are served.
+        alone = self.disaggregation_mode == DisaggregationMode.NULL
+        limit = None if alone or self.server_args.allow_auto_truncate else self.max_req_input_len
         check_prompt(input_ids, self.model_config.vocab_size, limit)
 
     def _check_room(self, room: int | None) -> None:
         """Raise ValueError if decode has refused the request of this room."""
-        if room in self.refused_rooms:
-            raise ValueError(self.refused_rooms[room])
+        reason = self.refused_rooms.reason(room)
+        if reason is not None:
+            raise ValueError(reason)
 
     def _req_stats_init(self, obj, request=None) -> None:
         """Adds a note of the states that are this request's own, and that none has been sent."""
@@ -131,31 +144,35 @@ class TokenizerManager(engine.TokenizerManager):
 
     # ---- the two workers of a pair ----
 
-    def _tell_peer(self, obj, reason: str) -> None:
-        """Tell the other worker that the rooms of this request are refused here."""
+    def _tell_peer(self, obj, reason: str, own: Mapping[str, ReqState] | None = None) -> None:
+        """Tell the other worker that the rooms of this request are refused here.
+
+        own: the request's states. A room of a request that is being served is that one's: this was a copy of it.
+        """
         rooms = getattr(obj, "bootstrap_room", None)
         if self.disaggregation_mode == DisaggregationMode.NULL or rooms is None:
             return
+        served = [state for rid, state in self.rid_to_state.items() if rid not in (own or {})]
+        live = {getattr(state.obj, "bootstrap_room", None) for state in served}
         hosts, ports = obj.bootstrap_host, obj.bootstrap_port
-        for i, room in enumerate(rooms if isinstance(rooms, list) else [rooms]):
-            if not isinstance(room, int) or not 0 < room < 2**63:
+        for i, room in enumerate(rooms[:MOST_PROMPTS] if isinstance(rooms, list) else [rooms]):
+            if not isinstance(room, int) or not 0 < room < 2**63 or room in live:
                 continue
             if self.disaggregation_mode == DisaggregationMode.PREFILL:
                 self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False))
                 continue
-            host = hosts[i] if isinstance(hosts, list) else hosts
-            port = ports[i] if isinstance(ports, list) else ports
+            host, port = _of_prompt(hosts, i), _of_prompt(ports, i)
             if host and (port or self.server_args.disaggregation_bootstrap_port):
                 refusal.tell_prefill(host, port or self.server_args.disaggregation_bootstrap_port, room, reason)
 
     def _on_refused_by_decode(self, room: int, reason: str) -> None:
         """Called on the bootstrap server's thread."""
         if self.event_loop is None:
-            self.refused_rooms[room] = reason
+            self.refused_rooms.note(room, reason)
         else:
             self.event_loop.call_soon_threadsafe(self._refuse_room, room, reason)
 
     def _refuse_room(self, room: int, reason: str) -> None:
         logger.info("Decode has refused room %s: %s", room, reason)
-        self.refused_rooms[room] = reason
+        self.refused_rooms.note(room, reason)
         self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=True))

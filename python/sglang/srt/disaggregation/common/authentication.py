@@ -2,8 +2,9 @@
 
 The engine's control plane takes every message that can be read. With ``SGLANG_DISAGGREGATION_SECRET_FILE`` set on all
 workers, each message over ZMQ, each request to the bootstrap server but the health check, and each answer to one bears
-a HMAC-SHA256 (RFC 2104) over what it says, whom it is for, the time, and a number used once; what has none, or a wrong,
-an old or a used one, is ignored. Nothing is encrypted, and KV itself goes as it always goes.
+a HMAC-SHA256 (RFC 2104) over what it says, the time, a number used once and, over ZMQ, whom it is for; what has none,
+or a wrong, an old or a used one, is ignored. A bootstrap server goes by many names, so a request to one is good at
+another of the deployment too. Nothing is encrypted, and KV itself goes as it always goes.
 
 Upstream: not in 0.5.10.post1.
 """

@@ -567,9 +567,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         try:
-            told = await request.json()
-            room, reason = int(told["room"]), str(told["reason"])
-        except (KeyError, TypeError, ValueError) as e:
-            return web.Response(text=f"a refusal has a room and a reason: {e}", status=400)
-        refusal.heard(room, reason)
+            refusal.heard(await request.json())
+        except ValueError as e:
+            return web.Response(text=str(e), status=400)
         return web.Response(text="OK")
