@@ -49,10 +49,10 @@ QUICK: dict[str, dict[str, Any]] = {
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
 PAGE_SIZE = 16
 WARM_UP_REQUESTS = 16
-# The made model. Without a GPU, attention goes through the requests of a step one by one, and what one takes grows with
-# its KV. With the shape that `pd-radix make-model` has by default, a decode step of 30 requests takes 0.35 s on two
-# cores, nearly all of it in that loop: a batch of any size makes as many tokens per second, so room for more requests
-# gains nothing. This one keeps 256 bytes per token, not 16 KiB, and has one such loop.
+# The made model. On a CPU what attention takes grows with the KV of all requests. With the shape that `pd-radix
+# make-model` has by default it is nearly all of a decode step (0.35 s for 30 requests on two cores with the engine's
+# loop over them): a batch of any size makes as many tokens per second, so room for more requests gains nothing. This one
+# keeps 256 bytes per token, not 16 KiB, and has one layer.
 SHAPE = ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=128)
 
 _EPILOG = """

@@ -104,7 +104,7 @@ def this_machine() -> Times:
     """Two CPU cores and the small model of ``pd-radix bench`` (docs/benchmarks.md), one prefill and one decode worker.
 
     * ``step`` and ``step_request``: workload (a), mean ITL 4.3 ms with 8.3 requests answered at a time and 7.2 ms with
-      20.3; the attention of this host goes through requests one by one, so their tokens count little.
+      20.3; attention then went through requests one by one (`torch_native`), so their tokens count little.
     * ``token``: workload (e), 41 prompts of 384 tokens a second, 14.5 ms of prefill's CPU time each. ``batch``: of the
       74 ms that are TTFT p50 in (a), most is waiting for schedulers that share the cores.
     * ``latency``: 2.4 to 5.3 ms for one transfer (``bench_nixl.py``) and a look at the queue.

@@ -187,7 +187,9 @@ def cpu_options(args: Sequence[str]) -> list[str]:
     options: list[str] = []
     if not has_option(args, "--device"):
         options += ["--device", "cpu"]
-    if not has_option(args, "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"):
+    backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+    # Compiled as a whole, a model cannot have that one.
+    if not has_option(args, *backends, "--enable-torch-compile"):
         options += ["--attention-backend", cpu_host.attention.NAME]
     if not has_option(args, "--dtype"):
         options += ["--dtype", "float32"]

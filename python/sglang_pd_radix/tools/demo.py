@@ -256,11 +256,16 @@ def compare(off: Run, on: Run) -> Comparison:
         limit = limit_of(noise)
         seen = roundings([turn.replies for turn in off.turns], [turn.replies for turn in on.turns])
         beyond = [d for d in seen if not d.within(limit)]
+        conversations, answers = len(on.turns[0].replies), sum(len(turn.replies) for turn in on.turns)
         told = (
             f"in {on.dtype}, {_parted(seen)} part, and {_parted(noise)} of two runs with the flag off; "
             f"log-probabilities differ by at most {max(d.drift for d in seen):.2g}, where {limit:.2g} is rounding by "
-            "those two runs"
+            f"those two runs ({len(seen)} of {answers} answers compared: none after the first that parts)"
         )
+        if len(seen) <= conversations < answers:
+            told += (
+                ". No answer that used the cache could be compared: pd-radix verify asks the same in both runs"
+            )
         (failures if beyond else notes).append(f"{told}; {len(beyond)} answers differ by more" if beyond else told)
     elif different:
         failures.append(f"{len(different)} answers are not identical")

@@ -51,11 +51,16 @@ def difference(one: Answer, other: Answer) -> Difference:
     for place, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if a != b:
             likeliest = one.likeliest[place] if place < len(one.likeliest) else {}
-            return Difference(drift, place, one.logprobs[place] - likeliest.get(b, -math.inf))
-        drift = max(drift, abs(one.logprobs[place] - other.logprobs[place]))
+            return Difference(drift, place, _distance(one.logprobs[place], likeliest.get(b, -math.inf)))
+        drift = max(drift, _distance(one.logprobs[place], other.logprobs[place]))
     if len(one.tokens) != len(other.tokens):
         return Difference(drift, min(len(one.tokens), len(other.tokens)), math.inf)
     return Difference(drift)
+
+
+def _distance(a: float | None, b: float | None) -> float:
+    """Infinite where one is no number (in JSON: null), which no rounding makes."""
+    return math.inf if a is None or b is None or math.isnan(a) or math.isnan(b) else abs(a - b)
 
 
 def limit_of(noise: Iterable[Difference]) -> float:

@@ -32,6 +32,9 @@ REFERENCE = answer([1, 2, 3], [-0.1, -0.2, -0.7], [{1: -0.1, 9: -5.0}, {2: -0.2,
         (answer([1, 9, 3], [-0.1, -0.2, -0.7]), Difference(0.0, 1, 3.8)),
         (answer([1, 7, 3], [-0.1, -0.2, -0.7]), Difference(0.0, 1, math.inf)),
         (answer([1, 2], [-0.1, -0.2]), Difference(0.0, 2, math.inf)),
+        # No number at all, as it is and as JSON has it.
+        (answer([1, 2, 3], [-0.1, math.nan, -0.7]), Difference(math.inf)),
+        (answer([1, 2, 3], [-0.1, None, -0.7]), Difference(math.inf)),
     ],
 )
 def test_where_two_answers_part_and_how_far_they_have_drifted(other: Answer, found: Difference) -> None:
@@ -98,9 +101,22 @@ def test_the_verdict_names_the_prompt_that_is_wrong() -> None:
 
 def test_the_verdict_tells_of_a_cache_that_does_not_hold() -> None:
     verdict = verify.Verdict({})
-    verify.judge_reuse(verdict, [verify.Wave("longer", [[1] * 40, [2] * 40], [32, 32])], [[32, 16]])
+    few = [verify.Wave("longer", [[1] * 40, [2] * 40], [32, 32])]
+    verify.judge_reuse(verdict, few, [[32, 16]], [[Difference(0.0)] * 2], 16)
     assert verdict.failures == ["longer, prompt 2: decode held 16 tokens, not 32"]
     assert "48 of 80" in verdict.text
+
+
+def test_a_chat_that_parts_within_rounding_need_not_be_held_as_the_other_run_went_on() -> None:
+    """In half precision decode holds its own answer, and the next prompt has the reference's."""
+    first = verify.Wave("chats, turn 1", [[1] * 100, [2] * 100], [0, 0])
+    second = verify.Wave("chats, turn 2", [[1] * 150, [2] * 150], [112, 112], follows=True)
+    on = [[Difference(0.05, 4, 0.05), Difference(0.0)], [Difference(0.0)] * 2]
+    verdict = verify.Verdict({})
+    verify.judge_reuse(verdict, [first, second], [[0, 0], [96, 112]], on, 16)
+    assert not verdict.failures
+    verify.judge_reuse(verdict, [first, second], [[0, 0], [80, 96]], on, 16)
+    assert [f.partition(":")[0] for f in verdict.failures] == ["chats, turn 2, prompt 1", "chats, turn 2, prompt 2"]
 
 
 def test_an_answer_of_the_engine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
