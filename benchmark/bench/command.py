@@ -51,8 +51,8 @@ PAGE_SIZE = 16
 WARM_UP_REQUESTS = 16
 # The made model. On a CPU what attention takes grows with the KV of all requests. With the shape that `pd-radix
 # make-model` has by default it is nearly all of a decode step (0.35 s for 30 requests on two cores with the engine's
-# loop over them): a batch of any size makes as many tokens per second, so room for more requests gains nothing. This one
-# keeps 256 bytes per token, not 16 KiB, and has one layer.
+# loop over them): a batch of any size makes as many tokens per second, so room for more requests gains nothing. This
+# one keeps 256 bytes per token, not 16 KiB, and has one layer.
 SHAPE = ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=128)
 
 _EPILOG = """

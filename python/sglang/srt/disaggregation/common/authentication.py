@@ -228,7 +228,7 @@ def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
         try:
             reply = await handler(request)
         except web.HTTPException as e:
-            reply = e
+            reply = web.Response(status=e.status, text=e.text)
         body = reply.body if isinstance(reply.body, bytes) else b""
         reply.headers[HEADER] = key.sign([tag.encode(), b"%d" % reply.status, body], "answer").hex()
         return reply
