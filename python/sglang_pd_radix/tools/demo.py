@@ -263,9 +263,7 @@ def compare(off: Run, on: Run) -> Comparison:
             f"those two runs ({len(seen)} of {answers} answers compared: none after the first that parts)"
         )
         if len(seen) <= conversations < answers:
-            told += (
-                ". No answer that used the cache could be compared: pd-radix verify asks the same in both runs"
-            )
+            told += ". No answer that used the cache could be compared: pd-radix verify asks the same in both runs"
         (failures if beyond else notes).append(f"{told}; {len(beyond)} answers differ by more" if beyond else told)
     elif different:
         failures.append(f"{len(different)} answers are not identical")

@@ -251,6 +251,8 @@ def run(args: argparse.Namespace) -> int:
                 raise
             # What has been found so far belongs to the report as well.
             verdict.failures.append(str(error))
+    if not verdict.failures:
+        verdict.lines.append("pools: after each part every page was free or in the tree, and no lock was left")
     print(verdict.text)
     if args.json:
         document = {**asdict(verdict), "passed": not verdict.failures}
@@ -297,6 +299,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, verdict: Verdict) 
         _say("flag off, many requests at once")
         deployment.use(off)
         noise = differences(reference, ask_together(deployment.url(off), waves)[0])
+        _judge_pools(verdict, deployment, off)
         _say("flag on, nothing in the caches")
         deployment.use(on)
         answers, held = ask_together(deployment.url(on), waves)
@@ -306,18 +309,14 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, verdict: Verdict) 
         _say("flag on, everything in the caches")
         answers, held = ask_together(deployment.url(on), waves)
         judge(verdict, waves, noise, differences(reference, answers), "warm cache")
-        _judge_pools(verdict, deployment, (off, on))
+        _judge_pools(verdict, deployment, on)
         _measure(verdict, deployment, load, sizes, bench.package("workload").Tokens(words, args.seed))
-        _judge_pools(verdict, deployment, (on,))
+        _judge_pools(verdict, deployment, on)
 
 
-def _judge_pools(verdict: Verdict, deployment: Any, variants: Sequence[Any]) -> None:
-    problems = [problem for variant in variants for problem in deployment.problems(variant)]
-    verdict.failures += problems
-    if not problems:
-        line = "pools: every page is free or in the tree, and no lock is left"
-        if line not in verdict.lines:
-            verdict.lines.append(line)
+def _judge_pools(verdict: Verdict, deployment: Any, variant: Any) -> None:
+    """What is left in the pools of the side that has just been asked; the other one's worker is stopped."""
+    verdict.failures += deployment.problems(variant)
 
 
 def _measure(verdict: Verdict, deployment: Any, load: Any, sizes: Any, tokens: Any) -> None:
