@@ -21,9 +21,9 @@ from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import netns
 from sglang_pd_radix.tools.cluster import Progress as Step
-from sglang_pd_radix.tools.cluster import has_option, option_value
+from sglang_pd_radix.tools.cluster import option_value
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
-from sglang_pd_radix.tools.up import RADIX_ALIAS, RADIX_FLAG, check_model
+from sglang_pd_radix.tools.up import check_may_switch, check_model
 
 from . import link, report
 from .chart import check_libraries
@@ -172,10 +172,7 @@ def run(args: argparse.Namespace) -> int:
         for key, entry in sizes.items():
             print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
         return 0
-    if os.environ.get("SGLANG_PD_RADIX") == "0":
-        raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
-    if has_option(args.engine_options, RADIX_FLAG, RADIX_ALIAS):
-        raise PdRadixError(f"{RADIX_FLAG} is what the benchmark switches: remove it from the engine options")
+    check_may_switch("the benchmark", args.engine_options)
     check_libraries()
     model = check_model(args.model) if args.model else None
     rates = link.parse_rates(args.link) if args.link else []
@@ -248,8 +245,7 @@ def _all(
                 f"1 prefill and {len(sides) * shape.decode} decode workers serve after "
                 f"{time.monotonic() - began:.0f} s (pool of each decode worker: {shape.pool} tokens)"
             )
-            # Neither the tokens that special meanings are likely for (the first), nor the last.
-            tokens = Tokens(range(load.vocabulary // 4, load.vocabulary * 3 // 4), args.seed)
+            tokens = Tokens(load.words, args.seed)
             for key in keys:
                 workload = sizes[key].make(key, tokens)
                 if workload.longest > shape.pool:

@@ -69,6 +69,11 @@ class LoadGenerator:
         if not self.vocabulary:
             self.vocabulary = self._next()["vocabulary"]
 
+    @property
+    def words(self) -> range:
+        """Ids to make prompts of: not the first, for which special meanings are likely, nor the last. When ready."""
+        return range(self.vocabulary // 4, self.vocabulary * 3 // 4)
+
     def run(self, job: dict[str, Any], progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
         """Ask what ``job`` says (see `load.py`). Raises PdRadixError if it cannot."""
         self.wait_ready()

@@ -25,7 +25,7 @@ from .chat_load import ChatError, Chats, Reply, Workload
 from .cluster import RADIX_FLAG, Cluster, Progress, has_option, http, option_value
 from .make_model import make_model
 from .rounding import Difference, difference, limit_of
-from .up import RADIX_ALIAS, check_model
+from .up import check_json, check_may_switch, check_model
 
 # The cache may send this much more than the least that any cache could.
 MOST_OVER_LEAST = 1.05
@@ -614,12 +614,8 @@ def run(args: argparse.Namespace) -> int:
     """Do both runs and print the comparison. Returns the exit code."""
     workload = Workload(args.clients, args.turns, args.document, args.question, args.answer, args.seed)
     workload.check()
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise PdRadixError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
-    if os.environ.get("SGLANG_PD_RADIX") == "0":
-        raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
-    if has_option(args.engine_options, RADIX_FLAG, RADIX_ALIAS):
-        raise PdRadixError(f"{RADIX_FLAG} is what the demo switches: remove it from the engine options")
+    check_json(args.json)
+    check_may_switch("the demo", args.engine_options)
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
     with _work_dir(args.work_dir) as work_dir, _Progress() as show:

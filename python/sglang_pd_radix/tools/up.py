@@ -129,6 +129,20 @@ def check_model(path: str) -> str:
     return path
 
 
+def check_json(path: Path | None) -> None:
+    """Raise PdRadixError if ``path``, where a result is to be written, has no directory."""
+    if path and not path.absolute().parent.is_dir():
+        raise PdRadixError(f"--json {path}: there is no directory {path.absolute().parent}")
+
+
+def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
+    """Raise PdRadixError where the prefix cache cannot be off on one side and on on the other, as ``who`` has it."""
+    if os.environ.get("SGLANG_PD_RADIX") == "0":
+        raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
+    if has_option(engine_options, RADIX_FLAG, RADIX_ALIAS):
+        raise PdRadixError(f"{RADIX_FLAG} is what {who} switches: remove it from the engine options")
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write ``document`` so that a reader finds either nothing or all of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -140,8 +154,7 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     """The (not yet started) cluster that the parsed options describe; ``more`` goes to `Cluster` as it is."""
     if args.timeout <= 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise PdRadixError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
+    check_json(args.json)
     return Cluster(
         check_model(args.model_path),
         prefill=args.prefill,

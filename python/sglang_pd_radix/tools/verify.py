@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import math
-import os
+import platform
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,10 +26,10 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from . import bench, doctor
-from .cluster import RADIX_FLAG, Progress, has_option, http
+from .cluster import Progress, http
 from .make_model import make_model
 from .rounding import Answer, Difference, difference, limit_of
-from .up import RADIX_ALIAS, check_model
+from .up import check_json, check_may_switch, check_model
 
 # What the benchmark's workload (a) is held to here. Times are told and not judged: one run of each side shows little.
 MOST_OVER_LEAST = 1.05
@@ -91,7 +93,7 @@ class Script:
     def _some(self, count: int) -> list[int]:
         return [self._rnd.choice(self._words) for _ in range(count)]
 
-    def _pages(self, count: int) -> int:
+    def whole_pages(self, count: int) -> int:
         return count // self._page * self._page
 
     def waves(self) -> list[Wave]:
@@ -104,9 +106,9 @@ class Script:
         herd = [[*shared, *self._some(7 + i)] for i in range(8)]
         return [
             Wave("new", new, [0] * len(new)),
-            Wave("the same again", new, [self._pages(len(p)) for p in new]),
-            Wave("longer", longer, [self._pages(len(p)) for p in new]),
-            Wave("cut off", cut, [self._pages(len(p) * 2 // 3) for p in new[1:]]),
+            Wave("the same again", new, [self.whole_pages(len(p)) for p in new]),
+            Wave("longer", longer, [self.whole_pages(len(p)) for p in new]),
+            Wave("cut off", cut, [self.whole_pages(len(p) * 2 // 3) for p in new[1:]]),
             Wave("a herd", herd, [0] * len(herd)),
             Wave("the herd again", herd, [len(shared)] * len(herd)),
         ]
@@ -142,7 +144,7 @@ def ask_alone(url: str, script: Script) -> tuple[list[Wave], list[list[Answer]]]
         answers.append([ask(url, prompt, LIKELIEST)[0] for prompt in wave.prompts])
     histories: list[list[int]] = []
     for turn, added in enumerate(script.questions()):
-        held = [script._pages(len(history) - 1) for history in histories] or [0] * len(added)
+        held = [script.whole_pages(len(history) - 1) for history in histories] or [0] * len(added)
         histories = [[*old, *new] for old, new in zip(histories or [[] for _ in added], added, strict=True)]
         waves.append(Wave(f"chats, turn {turn + 1}", [list(history) for history in histories], held, turn > 0))
         answers.append([ask(url, history, LIKELIEST)[0] for history in histories])
@@ -231,12 +233,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything and print the verdict. Returns the exit code."""
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise PdRadixError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
-    if os.environ.get("SGLANG_PD_RADIX") == "0":
-        raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
-    if has_option(args.engine_options, RADIX_FLAG, RADIX_ALIAS):
-        raise PdRadixError(f"{RADIX_FLAG} is what is verified: remove it from the engine options")
+    check_json(args.json)
+    check_may_switch("verify", args.engine_options)
     verdict = Verdict(_versions())
     checks = doctor.diagnose()
     unwell = [check for check in checks if check.status == "fail"]
@@ -245,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch:
         logs = args.log_dir or Path(scratch)
         try:
-            model = check_model(args.model) if args.model else _made_model(Path(scratch))
+            model = check_model(args.model) if args.model else str(make_model(Path(scratch) / "model"))
             _verify(args, model, logs, verdict)
         except PdRadixError as error:
             if not verdict.setting.get("model"):
@@ -291,9 +289,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, verdict: Verdict) 
             "overlap": "off" if info["disable_overlap_schedule"] else "on",
         }
         load.wait_ready()
-        # Neither the tokens that special meanings are likely for (the first), nor the last.
-        words = range(load.vocabulary // 4, load.vocabulary * 3 // 4)
-        script = Script(words, info["page_size"], args.seed)
+        script = Script(load.words, info["page_size"], args.seed)
         _say("flag off, one request at a time")
         deployment.use(off)
         waves, reference = ask_alone(deployment.url(off), script)
@@ -311,7 +307,9 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, verdict: Verdict) 
         answers, held = ask_together(deployment.url(on), waves)
         judge(verdict, waves, noise, differences(reference, answers), "warm cache")
         _judge_pools(verdict, deployment, on)
-        _measure(verdict, deployment, load, sizes, bench.package("workload").Tokens(words, args.seed))
+        _measure(
+            verdict, deployment, load, sizes.make("a", bench.package("workload").Tokens(load.words, args.seed)), info
+        )
         _judge_pools(verdict, deployment, on)
 
 
@@ -320,12 +318,11 @@ def _judge_pools(verdict: Verdict, deployment: Any, variant: Any) -> None:
     verdict.failures += deployment.problems(variant)
 
 
-def _measure(verdict: Verdict, deployment: Any, load: Any, sizes: Any, tokens: Any) -> None:
-    """The benchmark's workload (a) in small, once on each side."""
+def _measure(verdict: Verdict, deployment: Any, load: Any, workload: Any, info: dict[str, Any]) -> None:
+    """The benchmark's workload (a) in small, once on each side. info: what a worker says of itself."""
     command, measure, report = (bench.package(name) for name in ("command", "measure", "report"))
-    workload = sizes.make("a", tokens)
     off, on = deployment.variants
-    page_size = deployment.info(on)["page_size"]
+    page_size = info["page_size"]
     runs = {}
     for variant in (off, on):
         _say(f"workload (a) in small, flag {variant.name}")
@@ -334,7 +331,7 @@ def _measure(verdict: Verdict, deployment: Any, load: Any, sizes: Any, tokens: A
         verdict.failures += [f"(a), flag {variant.name}: {problem}" for problem in runs[variant.name].problems]
     a, b = (runs[name].figures for name in ("off", "on"))
     over_least = b["sent_bytes"] / (b["least_pages"] * a["sent_bytes"] / a["prompt_pages"])
-    exact = str(deployment.info(on)["dtype"]).endswith("float32")
+    exact = str(info["dtype"]).endswith("float32")
     ratios = {key: b[key] / a[key] for key in ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes")}
     different = sum(report.compare_answers([runs["off"].texts, runs["on"].texts]))
     verdict.figures["(a)"] = {"off": a, "on": b, "different_answers": different}
@@ -354,9 +351,6 @@ def _measure(verdict: Verdict, deployment: Any, load: Any, sizes: Any, tokens: A
 
 
 def _versions() -> dict[str, Any]:
-    import importlib.metadata
-    import platform
-
     found = {"python": platform.python_version()}
     for name in ("sglang", "sglang-pd-radix", "torch", "sglang-router"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -364,11 +358,5 @@ def _versions() -> dict[str, Any]:
     return found
 
 
-def _made_model(directory: Path) -> str:
-    return str(make_model(directory / "model"))
-
-
 def _say(text: str) -> None:
-    import sys
-
     print(f"pd-radix: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
