@@ -32,6 +32,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
+    disaggregation_decode_verify_pages: bool = False
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +62,18 @@ class ServerArgs(engine.ServerArgs):
             help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
             "earlier; then it goes first. 0: none.",
         )
+        parser.add_argument(
+            "--disaggregation-decode-verify-pages",
+            action="store_true",
+            help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
+            "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
+        )
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
         if not self.disaggregation_decode_enable_radix_cache:
+            if self.disaggregation_decode_verify_pages:
+                raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
             super()._handle_pd_disaggregation()
             return
         self._check_decode_radix_cache()

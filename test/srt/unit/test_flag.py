@@ -57,3 +57,9 @@ def test_an_environment_switch_is_refused_too(parse, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     with pytest.raises(ValueError, match=name):
         parse(*DECODE, FLAG)
+
+
+def test_pages_are_verified_only_where_there_is_a_radix_cache(parse):
+    assert parse(*DECODE, FLAG, "--disaggregation-decode-verify-pages").disaggregation_decode_verify_pages
+    with pytest.raises(ValueError, match=f"needs {FLAG}"):
+        parse(*DECODE, "--disaggregation-decode-verify-pages")

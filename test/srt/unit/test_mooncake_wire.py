@@ -32,11 +32,14 @@ from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVSender,
     TransferInfo,
 )
+from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pd_radix.tools.cluster import free_ports
 
 ENGINE_RECEIVER = MooncakeKVReceiver.__mro__[1]
+ADDR = "10.0.0.9:8998"
 LAYERS, HEADS, HEAD_BYTES, NUM_PAGES, NUM_AUX = 2, 4, 8, 64, 8
 
 
@@ -73,7 +76,10 @@ class Library:
 
 class Counters:
     def __init__(self) -> None:
-        self.sent_bytes = self.saved_bytes = self.runs = 0
+        self.sent_bytes = self.saved_bytes = self.runs = self.mismatches = 0
+
+    def mismatched(self) -> None:
+        self.mismatches += 1
 
     def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
         self.runs += runs
@@ -358,7 +364,9 @@ def frames_of(receiver: MooncakeKVReceiver, send: Callable[[], None]) -> list[li
 
 def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
     receiver = object.__new__(MooncakeKVReceiver)
-    receiver.kv_mgr = SimpleNamespace(local_ip="10.0.0.1", rank_port=77, enable_staging=False, staging=None)
+    receiver.kv_mgr = SimpleNamespace(
+        local_ip="10.0.0.1", rank_port=77, enable_staging=False, staging=None, page_digests=None
+    )
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
     return receiver
@@ -375,6 +383,12 @@ def test_a_message_without_a_prefix_is_the_engines_and_one_with_it_only_appends(
     assert short == engines and len(short[0]) == 8
     assert long == [engines[0] + [b"128", b"1" if dummy else b"0"]]
     assert TransferInfo.from_zmq(short[0]).decode_prefix_len is None
+    assert not TransferInfo.from_zmq(long[0]).wants_digest
+    receiver.kv_mgr.page_digests, receiver.kv_mgr.digest_peers = object(), {ADDR}
+    receiver.bootstrap_addr = ADDR
+    verified = frames_of(receiver, lambda: receiver.send_metadata(indices, 3, states, decode_prefix_len=128))
+    assert verified == [long[0] + [b"digest"]]
+    assert TransferInfo.from_zmq(verified[0]).wants_digest
     info = TransferInfo.from_zmq(long[0])
     assert (info.decode_prefix_len, info.is_dummy) == (128, dummy)
     assert info.dst_kv_indices.tolist() == ([] if dummy else [5, 6, 9])
@@ -401,6 +415,9 @@ def test_a_message_that_cannot_be_right_is_refused(frame: int, value: bytes) -> 
         TransferInfo.from_zmq([*GOOD[:frame], value, *GOOD[frame + 1 :]])
     with pytest.raises(ValueError):
         TransferInfo.from_zmq(GOOD[:9])
+    for more in ([b""], [b"1"], [b"digest", b""]):
+        with pytest.raises(ValueError):
+            TransferInfo.from_zmq([*GOOD, *more])
 
 
 # ---- transfers ----
@@ -471,7 +488,80 @@ def test_many_requests_at_once(world: World) -> None:
 
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
-    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json() == {"version": 1, "pieces": 1}
+    answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
+    assert answer == {"version": 1, "pieces": 1, "digests": 1}
+
+
+# ---- digests of pages ----
+
+
+def verified(world: World) -> World:
+    """Every rank computes digests of its pages, and decode asks for them."""
+    for rank in (*world.prefill, *world.decode):
+        slots = [torch.from_numpy(pool).view(-1, *pool.shape[2:]) for pool in rank.kv]
+        pool = object.__new__(MHATokenToKVPool)
+        pool.k_buffer, pool.v_buffer, pool.page_size = slots[:LAYERS], slots[LAYERS:], world.page_size
+        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, HEADS)
+    return world
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+def test_pages_that_have_arrived_are_verified(monkeypatch, prefill_tp: int, decode_tp: int) -> None:
+    world = verified(World(monkeypatch, prefill_tp=prefill_tp, decode_tp=decode_tp))
+    good, bad = world.request(1, 22, 4), world.request(2, 22, 4, aux=1)
+    good.bootstrap().send(3, 4)
+    good.finish()
+    good.assert_landed()
+    bad.bootstrap().send(3)
+    bad.wait_senders(KVPoll.Success)
+    until(lambda: all(room_ended(rank, 2) for rank in world.decode), "all ranks of prefill have said so")
+    last = world.decode[-1]
+    last.kv[1][bad.decode_pages[2], 3, 0, 5] ^= 1
+    assert bad.receivers[-1].poll() == KVPoll.Failed
+    assert [receiver.poll() for receiver in bad.receivers[:-1]] == [KVPoll.Success] * (decode_tp - 1)
+    head = (decode_tp - 1) * HEADS // decode_tp
+    (reason,) = reasons(bad.receivers[-1:])
+    assert f"KV head {head} is not what prefill sent" in reason
+    assert last.manager.counters.mismatches == 1
+    for end in (*bad.senders, *bad.receivers):
+        end.clear()
+    for receiver in bad.receivers:
+        receiver._end()
+    for rank in world.prefill:
+        until(lambda rank=rank: not rank.manager.claims, "no digest stays behind")
+    assert not any(rank.manager.told_claims for rank in world.decode)
+    world.assert_books_closed()
+    world.close()
+
+
+def room_ended(rank: Rank, room: int) -> bool:
+    return rank.manager.request_status.get(room) == KVPoll.Success
+
+
+def test_a_full_hit_has_nothing_to_verify(world: World) -> None:
+    request = verified(world).request(1, 8, 8)
+    request.bootstrap().send()
+    request.finish()
+    assert not any(rank.manager.claims or rank.manager.told_claims for rank in (*world.prefill, *world.decode))
+
+
+def test_a_prefill_without_digests_is_used_unverified(world: World) -> None:
+    verified(world).decode[0].manager.digest_peers.clear()
+    request = world.request(1, 8, 0)
+    request.bootstrap().send()
+    request.finish()
+    request.assert_landed()
+
+
+def test_a_success_without_the_digest_that_was_asked_for_fails(world: World) -> None:
+    verified(world)
+    for rank in world.prefill:
+        monkey = rank.manager.page_digests
+        monkey.claim = lambda digests: None
+    request = world.request(1, 8, 0)
+    request.bootstrap().send()
+    request.wait_receivers(KVPoll.Failed)
+    assert "prefill sent no digest of KV head 0" in reasons(request.receivers)[0]
 
 
 # ---- failures ----

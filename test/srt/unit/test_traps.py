@@ -199,6 +199,7 @@ def bare_receiver() -> NixlKVReceiver:
     receiver = object.__new__(NixlKVReceiver)
     receiver.kv_mgr = SimpleNamespace(
         local_ip="10.0.0.1",
+        page_digests=None,
         rank_port=77,
         agent=SimpleNamespace(name="decode"),
         awaited_rooms=set(),

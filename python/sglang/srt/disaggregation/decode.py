@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, a
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
 from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -139,6 +140,18 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self.has_radix:
             # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
             self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
+
+    def _init_kv_manager(self):
+        """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
+        manager: Any = super()._init_kv_manager()
+        if self.scheduler.server_args.disaggregation_decode_verify_pages:
+            manager.page_digests = PageDigests.of_rank(
+                self.token_to_kv_pool,
+                manager.attn_tp_rank,
+                manager.attn_tp_size,
+                self.scheduler.model_config.get_total_num_kv_heads(),
+            )
+        return manager
 
     @property
     def radix(self) -> DecodeRadixCache:

@@ -23,10 +23,12 @@ __all__ = [
     "CANCEL",
     "DECODE_PREFIX_ROUTE",
     "DECODE_PREFIX_VERSION",
+    "DIGEST",
     "GIVEN_UP",
     "AdmissionPlan",
     "KvTransferCounters",
     "check_decode_prefix",
+    "check_prefix_frames",
     "count_runs",
     "pages",
     "wire_int",
@@ -38,6 +40,8 @@ DECODE_PREFIX_VERSION = 1
 # Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
 CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
+# Frame behind those of the prefix in decode's request for KV: it wants a digest of what is sent.
+DIGEST = b"digest"
 
 
 def pages(num_tokens: int, page_size: int) -> int:
@@ -61,6 +65,16 @@ def wire_int(frame: bytes, name: str) -> int:
         return int(frame.decode("ascii"))
     except ValueError:
         raise ValueError(f"{name} is not a number: {frame[:32]!r}") from None
+
+
+def check_prefix_frames(message: list[bytes]) -> None:
+    """Check what a decode worker with a radix cache appends to the engine's eight frames. Raises ValueError."""
+    if len(message) not in (10, 11):
+        raise ValueError(f"a message with a decode prefix has 10 or 11 frames, this one has {len(message)}")
+    if message[9] not in (b"0", b"1"):
+        raise ValueError(f"whether this rank is a dummy is not 0 or 1: {message[9][:32]!r}")
+    if message[10:] not in ([], [DIGEST]):
+        raise ValueError(f"its last frame is unknown: {message[10][:32]!r}")
 
 
 def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int) -> None:
@@ -162,6 +176,9 @@ class KvTransferCounters:
                 "decode_following_seconds", "Time that requests waited for transfers of others, summed."
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
+            self._mismatched = counter(
+                "decode_page_digest_mismatches", "Transfers whose KV did not arrive as prefill sent it."
+            )
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -187,6 +204,10 @@ class KvTransferCounters:
             self._followed.inc()
             self._not_sent_twice.inc(max(num_tokens, 0))
             self._following.inc(seconds)
+
+    def mismatched(self) -> None:
+        if self.enabled:
+            self._mismatched.inc()
 
     def overtaken(self, num_requests: int) -> None:
         if self.enabled:

@@ -5,12 +5,14 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+from sglang.srt.disaggregation.page_digest import PageDigests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -20,6 +22,20 @@ __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Starts each request's chunk cursor at the prefix that decode holds."""
+
+    def _init_kv_manager(self):
+        """Adds what digests of pages are computed from, for a decode worker that asks for them."""
+        manager = super()._init_kv_manager()
+        if isinstance(manager, CommonKVManager):
+            # A decode worker with such a pool has been refused the option, and does not ask.
+            with contextlib.suppress(ValueError):
+                manager.page_digests = PageDigests.of_rank(
+                    self.token_to_kv_pool,
+                    manager.attn_tp_rank,
+                    manager.attn_tp_size,
+                    self.scheduler.model_config.get_total_num_kv_heads(),
+                )
+        return manager
 
     def add(self, req: Req, num_kv_heads: int) -> None:
         """Adds the prompt length to the request's sender, which checks decode's prefix against it."""

@@ -9,8 +9,11 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.base import KVPoll
@@ -33,6 +36,10 @@ from sglang.srt.disaggregation.decode_prefix import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.disaggregation.page_digest import PageDigests
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +100,9 @@ class CommonKVManager(engine.CommonKVManager):
         self.prefix_peers: dict[str, bool] = {}
         # Those of them that ask for each piece of staging memory.
         self.piece_peers: set[str] = set()
+        # Those of them that send digests of pages, and this worker's own, set by the queue that makes this manager.
+        self.digest_peers: set[str] = set()
+        self.page_digests: PageDigests | None = None
         # Prefill: its requests, and what decode has said of them. Its lock goes for transfer_infos too.
         self.rooms = Rooms()
         # Decode: questions to prefills that are under way; when each prefill has refused connections, first and last;
@@ -150,6 +160,8 @@ class CommonKVManager(engine.CommonKVManager):
                         version or "none",
                         DECODE_PREFIX_VERSION,
                     )
+                elif self.page_digests is not None and addr not in self.digest_peers:
+                    logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
                 return
             if nothing_listens(*_host_and_port(addr)):
                 first, last = self.refusing.get(addr, (now, now))
@@ -177,14 +189,15 @@ class CommonKVManager(engine.CommonKVManager):
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
-            version, pieces = int(answer["version"]), bool(answer.get("pieces"))
+            version = int(answer["version"])
         except NotTrusted:
             raise
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
-        (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(addr)
+        for can, peers in (("pieces", self.piece_peers), ("digests", self.digest_peers)):
+            (peers.add if takes and answer.get(can) else peers.discard)(addr)
         return version
 
     def why_unreached(self, addr: str, since: float) -> str | None:
@@ -299,6 +312,23 @@ class CommonKVManager(engine.CommonKVManager):
         page_bytes = sum(min(item, theirs) for item in self.kv_args.kv_item_lens)
         self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)
 
+    def digest(
+        self, room: int, infos: Iterable, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
+    ) -> str | None:
+        """Add a chunk to the digest of what ``room`` sends; with the last one, what to tell those who asked for it.
+
+        infos: decode ranks that this rank sends to. first_page: place of the chunk in the delta. For the scheduler,
+        before it sends the chunk. Raises ValueError where this worker's pool has no digests.
+        """
+        if not any(info.wants_digest for info in infos):
+            return None
+        if self.page_digests is None:
+            raise ValueError("decode asks for digests of pages, which this prefill's KV pool does not have")
+        sender = self.rooms.live[room]
+        part = self.page_digests.of(kv_indices, first_page)
+        sender.digests = part if sender.digests is None else sender.digests + part
+        return self.page_digests.claim(sender.digests) if is_last else None
+
     def failure_reason(self, room: int, default: str = "no reason was recorded") -> str:
         """Why a request failed, as recorded, or that nobody said. It leaves the book with that."""
         with self.failure_lock:
@@ -316,6 +346,8 @@ class CommonKVSender(engine.CommonKVSender):
     # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     _infos: dict = {}
     _why: str | None = None
+    # Of the chunks sent so far, when decode asked for it.
+    digests: torch.Tensor | None = None
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
@@ -405,6 +437,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
     # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
     bootstrap_infos: list[dict] | None = None
     required_prefill_response_num = 0
+    # The delta, when prefill was asked for a digest of it, and whether it has been compared.
+    digest_pages: npt.NDArray[np.int32] | None = None
+    _verified = False
     _done = False
     _asked_at = 0.0
 
@@ -451,17 +486,40 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         """Whether a prefix may be named to this request's prefill."""
         return self.carries_prefix and self.kv_mgr.prefix_peers.get(self.bootstrap_addr, False)
 
+    def ask_for_digest(self, kv_indices: npt.NDArray[np.int32]) -> bool:
+        """Whether to ask prefill for a digest of the delta, which is then compared when it has arrived."""
+        manager = self.kv_mgr
+        if manager.page_digests is None or self.bootstrap_addr not in manager.digest_peers or len(kv_indices) == 0:
+            return False
+        self.digest_pages = kv_indices
+        return True
+
+    def claims(self) -> Iterable[str]:
+        """What prefill ranks have told of the digests of this request's KV heads. Backends override it."""
+        return ()
+
+    def _once_verified(self) -> KVPoll:
+        """Success, but failure if the pages do not hold what prefill sent."""
+        if self.digest_pages is not None and not self._verified:
+            difference = self.kv_mgr.page_digests.difference(self.digest_pages, self.claims())
+            if difference is not None:
+                self.kv_mgr.counters.mismatched()
+                self.kv_mgr.record_failure(self.bootstrap_room, difference)
+                return KVPoll.Failed
+            self._verified = True
+        return KVPoll.Success
+
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
         """``state``, but success only when the request's own metadata is in its buffer.
 
         Ranks that see the notification before the data would otherwise commit in different steps; and what another
         request's late writer left in the buffer must fail the request on all ranks, not only where it landed.
         """
-        if state != KVPoll.Success or self.metadata_room is None:
+        if state != KVPoll.Success:
             return state
-        room = self.metadata_room()
+        room = self.bootstrap_room if self.metadata_room is None else self.metadata_room()
         if room == self.bootstrap_room:
-            return state
+            return self._once_verified()
         if room == 0 and not self._is_overdue():
             return KVPoll.Transferring
         what = f"its metadata buffer holds that of room {room}" if room else "its metadata has not come"
@@ -546,9 +604,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     """Bootstrap server that says whether its prefill understands a decode prefix."""
 
-    # 0: the backend does not. And whether it asks decode for staging memory piece by piece.
+    # 0: the backend does not. And whether it asks decode for staging memory piece by piece, and sends digests.
     decode_prefix_version = 0
-    asks_for_pieces = False
+    asks_for_pieces = sends_digests = False
 
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
@@ -563,7 +621,9 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
-        return web.json_response({"version": version, "pieces": int(self.asks_for_pieces)})
+        return web.json_response(
+            {"version": version, "pieces": int(self.asks_for_pieces), "digests": int(self.sends_digests)}
+        )
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         try:

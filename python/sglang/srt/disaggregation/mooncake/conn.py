@@ -15,11 +15,20 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
+from sglang.srt.disaggregation.decode_prefix import (
+    CANCEL,
+    DECODE_PREFIX_VERSION,
+    DIGEST,
+    GIVEN_UP,
+    check_prefix_frames,
+    count_runs,
+    wire_int,
+)
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
+from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +47,11 @@ class TransferInfo(engine.TransferInfo):
 
     decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
     where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
+    wants_digest: of the pages sent.
     """
 
     decode_prefix_len: int | None = None
+    wants_digest: bool = False
     grants: dict[int, int] = dataclasses.field(default_factory=dict)
     written: set[int] = dataclasses.field(default_factory=set)
 
@@ -51,14 +62,14 @@ class TransferInfo(engine.TransferInfo):
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the two frames that a decode worker with a radix cache appends.
+        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends.
 
         Raises ValueError for a message that cannot be right.
         """
         info = super().from_zmq(msg)
         if len(msg) > 8:
-            if len(msg) != 10 or msg[9] not in (b"0", b"1"):
-                raise ValueError(f"a message with a decode prefix has 10 frames, this one has {len(msg)}")
+            check_prefix_frames(msg)
+            info.wants_digest = len(msg) == 11
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
             # The engine tells a dummy by what is missing; a full hit has no pages either, but it has metadata to come.
             if info.is_dummy != (msg[9] == b"1"):
@@ -81,6 +92,9 @@ class MooncakeKVManager(StagingKVManager):
         self.cancels: dict[int, set[Peer]] = {}
         # Prefill: chunks that are queued or being written, by room.
         self.queued: dict[int, int] = defaultdict(int)
+        # Digests of pages. Prefill: of what has been queued, by room; decode: as told, by room and prefill rank.
+        self.claims: dict[int, str] = {}
+        self.told_claims: dict[int, dict[int, str]] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
         # Decode: prefill ranks that write no more, by room; and those that said no more than that they failed.
@@ -188,6 +202,8 @@ class MooncakeKVManager(StagingKVManager):
         """Adds the byte counters. The last chunk of a full hit carries no KV and still brings the metadata."""
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
+        writes = [info for info in infos if not info.is_dummy]
+        claim = self.digest(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
         pieces = self._pieces(infos, index_slice)
         for start, end in pieces:
             for info in infos:
@@ -199,14 +215,28 @@ class MooncakeKVManager(StagingKVManager):
             if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
                 with self.rooms.lock:
                     self.queued[bootstrap_room] += 1
+                    if claim is not None and is_last:
+                        self.claims[bootstrap_room] = claim
             super().add_transfer_request(
                 bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
             )
-        for info in infos:
-            if not info.is_dummy:
-                saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
-                runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
-                self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs)
+        for info in writes:
+            saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
+            runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
+            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs)
+
+    def sync_status_to_decode_endpoint(
+        self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
+    ) -> None:
+        """Adds to the engine's message of a success the digest of what was sent, where decode asked for it."""
+        claim = self.claims.get(room) if status == KVPoll.Success else None
+        if claim is None:
+            super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
+        else:
+            frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
+            # The socket of the engine's message: what has gone over it before must come before.
+            address = NetworkAddress(remote, dst_port)
+            self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
@@ -228,6 +258,7 @@ class MooncakeKVManager(StagingKVManager):
             self.queued[room] -= 1
             if self.queued[room] <= 0:
                 del self.queued[room]
+                self.claims.pop(room, None)
 
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written to decode at this moment."""
@@ -328,6 +359,8 @@ class MooncakeKVManager(StagingKVManager):
             reason = frames[3].decode("ascii", "replace") if len(frames) == 4 else "its transfer failed, see its log"
             self.fail_room(room, f"prefill reported: {reason}")
             return False
+        if len(frames) == 4:
+            self.told_claims.setdefault(room, {})[rank] = frames[3].decode("ascii", "replace")
         responses = self.prefill_response_tracker[room]
         responses.add(rank)
         done = len(responses) == self.required_prefill_response_num_table.get(room)
@@ -443,6 +476,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             return
         if self._offers_staging and self.require_staging:
             self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
+        verify = self.ask_for_digest(kv_indices)
         states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos:
             dummy = peer["is_dummy"]
@@ -454,6 +488,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
                 b"%d" % self.required_dst_info_num,
                 b"%d" % decode_prefix_len,
                 b"%d" % dummy,
+                *([DIGEST] if verify else []),
             ]
             socket, lock = self._connect_to_bootstrap_server(peer)
             with lock:
@@ -470,6 +505,18 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             self.kv_mgr.record_failure(room, "prefill has reported a success before it had written all pieces")
             self.conclude_state = state = KVPoll.Failed
         return self.once_metadata_landed(state)
+
+    def failure_exception(self) -> None:
+        """Replaces the engine's, which closes the books, and with them the reason where all has arrived, before."""
+        reason = self.kv_mgr.failure_reason(self.bootstrap_room, "failed on another rank of decode")
+        if self.conclude_state is None:
+            self.conclude_state = KVPoll.Failed
+        self.clear()
+        raise engine.KVTransferError(self.bootstrap_room, reason)
+
+    def claims(self) -> Iterable[str]:
+        """Replaces the base class's: they came with the messages of success."""
+        return self.kv_mgr.told_claims.get(self.bootstrap_room, {}).values()
 
     @property
     def _offers_staging(self) -> bool:
@@ -506,6 +553,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
         manager.quiet_ranks.pop(room, None)
         manager.failed_ranks.pop(room, None)
+        manager.told_claims.pop(room, None)
         if manager.staging is not None:
             manager.staging.drop(room)
 
@@ -537,4 +585,4 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    asks_for_pieces = True
+    asks_for_pieces = sends_digests = True

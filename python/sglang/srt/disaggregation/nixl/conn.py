@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
-from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
+from sglang.srt.disaggregation.decode_prefix import (
+    CANCEL,
+    DECODE_PREFIX_VERSION,
+    DIGEST,
+    GIVEN_UP,
+    check_prefix_frames,
+    count_runs,
+    wire_int,
+)
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -36,11 +44,12 @@ class TransferInfo(engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds.
 
     decode_prefix_len: tokens, 0 when decode names none. dummy: whether this prefill rank sends nothing, None when the
-    message does not say and empty indices mean it, as in the engine.
+    message does not say and empty indices mean it, as in the engine. wants_digest: of the pages sent.
     """
 
     decode_prefix_len: int = 0
     dummy: bool | None = None
+    wants_digest: bool = False
 
     @property
     def names_prefix(self) -> bool:
@@ -53,15 +62,13 @@ class TransferInfo(engine.TransferInfo):
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the two frames that a decode worker with a radix cache appends."""
+        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends."""
         info = super().from_zmq(msg)
         if len(msg) > 8:
-            if len(msg) != 10:
-                raise ValueError(f"a message with a decode prefix has 10 frames, this one has {len(msg)}")
-            if msg[9] not in (b"0", b"1"):
-                raise ValueError(f"whether this rank is a dummy is not 0 or 1: {msg[9][:32]!r}")
+            check_prefix_frames(msg)
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
             info.dummy = msg[9] == b"1"
+            info.wants_digest = len(msg) == 11
         return info
 
 
@@ -80,6 +87,9 @@ class TransferStatus(engine.TransferStatus):
     state_from: set[str] = dataclasses.field(default_factory=set)
     # Agents that said that they failed; they say so when none of their writes is under way.
     failed_from: set[str] = dataclasses.field(default_factory=set)
+    # Whether digests of the pages were asked for, and what has been told of them.
+    expects_digest: bool = False
+    claims: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def is_done(self) -> bool:
         """Replaces the engine's test: KV, metadata and expected state of every expected agent have arrived."""
@@ -91,6 +101,8 @@ class TransferStatus(engine.TransferStatus):
         """The agents all of whose parts are here."""
         complete = {agent for agent, count in self.num_chunks.items() if len(self.chunks[agent]) == count}
         complete &= self.aux_from
+        if self.expects_digest:
+            complete &= self.claims.keys()
         return complete & self.state_from if self.expects_state else complete
 
     def is_quiet(self) -> bool:
@@ -241,6 +253,10 @@ class NixlKVManager(engine.NixlKVManager):
             room_for = len(info.dst_kv_indices[index_slice])
             if room_for != len(kv_indices):
                 raise ValueError(f"decode allocated {room_for} of {len(kv_indices)} pages of a chunk")
+        claim = self.digest(bootstrap_room, infos, kv_indices, index_slice.start, is_last)
+        for info in infos if claim is not None else []:
+            if info.wants_digest:
+                self.agent.send_notif(info.agent_name, f"{bootstrap_room}_digest_{claim}".encode("ascii"))
         handles = super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
         )
@@ -315,7 +331,7 @@ class NixlKVManager(engine.NixlKVManager):
                     logger.error("Ignored a notification of prefill agent %s: %r (%s)", agent_name, message[:64], e)
 
     def _on_notification(self, agent_name: str, text: str) -> None:
-        """Take one of ``room_kv_chunk_last_pp``, ``room_aux``, ``room_state_pp``, ``room_fail_reason``."""
+        """Take ``room_kv_chunk_last_pp``, ``room_aux``, ``room_state_pp``, ``room_digest_claim``, ``room_fail_why``."""
         room_text, kind, *rest = text.split("_", 2)
         room = int(room_text)
         if room not in self.awaited_rooms:
@@ -334,6 +350,8 @@ class NixlKVManager(engine.NixlKVManager):
             status.aux_from.add(agent_name)
         elif kind == "state":
             status.state_from.add(agent_name)
+        elif kind == "digest":
+            status.claims[agent_name] = rest[0]
         elif kind == "fail":
             self.record_failure(room, f"prefill reported: {rest[0] if rest else 'no reason'}")
             status.is_failure = True
@@ -451,6 +469,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
     carries_prefix = True
+    _status: TransferStatus | None = None
 
     def send_metadata(
         self,
@@ -471,6 +490,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         manager = self.kv_mgr
+        verify = self.ask_for_digest(kv_indices)
         for peer in self.bootstrap_infos:
             dummy = peer["is_dummy"]
             frames = [
@@ -485,12 +505,15 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 b"" if dummy or state_indices is None else np.array(state_indices, dtype=np.int32).tobytes(),
                 b"%d" % decode_prefix_len,
                 b"%d" % dummy,
+                *([DIGEST] if verify else []),
             ]
             socket, lock = self._connect_to_bootstrap_server(peer)
             with lock:
                 socket.send_multipart(frames)
+        self._status = manager.transfer_statuses[self.bootstrap_room]
+        self._status.expects_digest = verify
         if state_indices is not None:
-            manager.transfer_statuses[self.bootstrap_room].expects_state = True
+            self._status.expects_state = True
         self.started_transfer = True
         self.init_time = time.time()
 
@@ -505,6 +528,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         elif self.conclude_state is not None:
             self._close_books()
         return self.once_metadata_landed(state) if state == KVPoll.Success else state
+
+    def claims(self) -> Iterable[str]:
+        """Replaces the base class's: they came as notifications."""
+        return self._status.claims.values() if self._status is not None else ()
 
     def clear(self) -> None:
         """Called at commit, where no book may be left open."""
@@ -544,3 +571,4 @@ class NixlKVBootstrapServer(engine.NixlKVBootstrapServer):
     """Says that prefills over NIXL understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
+    sends_digests = True

@@ -1,0 +1,158 @@
+"""A digest of pages sees what has changed, and sees it whatever the chunks, the pages and the ranks are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.page_digest import PageDigests
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+LAYERS, HEADS, DIM, TOKENS = 2, 4, 6, 64
+
+
+def pool_of(k: list[torch.Tensor], v: list[torch.Tensor], page: int):
+    pool = object.__new__(MHATokenToKVPool)
+    pool.k_buffer, pool.v_buffer, pool.page_size = k, v, page
+    return pool
+
+
+def buffers(seed: int = 0, dtype=torch.bfloat16, heads: int = HEADS) -> tuple[list, list]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn((TOKENS, heads, DIM), generator=generator).to(dtype) for _ in range(2 * LAYERS)]
+    return made[:LAYERS], made[LAYERS:]
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    numbers=st.lists(st.integers(0, 15), min_size=1, max_size=8, unique=True),
+    cuts=st.lists(st.integers(0, 8), max_size=3),
+)
+@settings(deadline=None, max_examples=40)
+def test_digests_of_chunks_add_up(seed, numbers, cuts):
+    digests = PageDigests(pool_of(*buffers(seed), 4))
+    edges = sorted({0, len(numbers), *(min(cut, len(numbers)) for cut in cuts)})
+    parts = [digests.of(pages(*numbers[a:b]), a) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    assert torch.equal(sum(parts), digests.of(pages(*numbers)))
+
+
+@given(
+    buffer=st.integers(0, 2 * LAYERS - 1),
+    token=st.integers(0, 7),
+    head=st.integers(0, HEADS - 1),
+    byte=st.integers(0, 2 * DIM - 1),
+    bit=st.integers(0, 7),
+)
+@settings(deadline=None, max_examples=100)
+def test_every_single_bit_counts(buffer, token, head, byte, bit):
+    sent = PageDigests(pool_of(*buffers(), 4))
+    k, v = buffers()
+    [*k, *v][buffer].view(torch.uint8)[8 + token, head, byte] ^= 1 << bit
+    arrived = PageDigests(pool_of(k, v, 4))
+    claim = sent.claim(sent.of(pages(2, 3)))
+    assert f"KV head {head} " in arrived.difference(pages(2, 3), [claim])
+    # And nothing beside the pages that were sent.
+    assert arrived.difference(pages(0, 1, 4), [sent.claim(sent.of(pages(0, 1, 4)))]) is None
+
+
+def test_pages_in_another_order_are_other_pages():
+    digests = PageDigests(pool_of(*buffers(), 4))
+    claim = digests.claim(digests.of(pages(2, 3)))
+    assert digests.difference(pages(2, 3), [claim]) is None
+    assert digests.difference(pages(3, 2), [claim]) is not None
+    assert digests.difference(pages(2, 4), [claim]) is not None
+
+
+def test_a_layer_for_another_and_keys_for_values_are_found():
+    k, v = buffers()
+    sent = PageDigests(pool_of(k, v, 4))
+    claim = sent.claim(sent.of(pages(1)))
+    for wrong in ((k[::-1], v), (v, k)):
+        assert PageDigests(pool_of(*wrong, 4)).difference(pages(1), [claim]) is not None
+
+
+def test_the_page_size_does_not_matter():
+    """A prefill and a decode have the same; what is hashed are the tokens of the delta."""
+    k, v = buffers()
+    small, large = PageDigests(pool_of(k, v, 4)), PageDigests(pool_of(k, v, 16))
+    assert torch.equal(small.of(pages(4, 5, 6, 7)), large.of(pages(1)))
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (4, 2), (2, 4), (8, 2), (2, 8)])
+def test_ranks_of_different_sizes_compare(senders, receivers):
+    """With 8 ranks and 4 heads, two ranks have the same head."""
+    k, v = buffers()
+
+    def ranks(size: int) -> list[PageDigests]:
+        made = []
+        for rank in range(size):
+            first, number = rank * HEADS // size, max(1, HEADS // size)
+            part = [[b[:, first : first + number].contiguous() for b in side] for side in (k, v)]
+            made.append(PageDigests.of_rank(pool_of(*part, 4), rank, size, HEADS))
+        return made
+
+    claims = [one.claim(one.of(pages(3, 1))) for one in ranks(senders)]
+    for one in ranks(receivers):
+        assert one.difference(pages(3, 1), claims) is None
+    # Of heads that nobody has told of, nothing is taken for granted.
+    last = ranks(receivers)[-1]
+    assert "no digest of KV head" in last.difference(pages(3, 1), claims[: len(claims) // 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+def test_types(dtype):
+    k, v = buffers(dtype=dtype) if dtype != torch.uint8 else buffers(dtype=torch.float8_e5m2)
+    k, v = ([b.view(dtype) for b in side] for side in (k, v))
+    sent = PageDigests(pool_of(k, v, 4))
+    claim = sent.claim(sent.of(pages(1)))
+    v[1][5, 2, 1] += 1
+    assert "KV head 2" in sent.difference(pages(1), [claim])
+
+
+def test_latents():
+    pool = object.__new__(MLATokenToKVPool)
+    pool.kv_buffer, pool.page_size = [torch.randn(TOKENS, 1, DIM) for _ in range(LAYERS)], 4
+    first, second = (PageDigests.of_rank(pool, rank, 2, HEADS) for rank in range(2))
+    assert second.difference(pages(1, 2), [first.claim(first.of(pages(1, 2)))]) is None
+
+
+def test_other_pools_are_refused():
+    with pytest.raises(ValueError, match="SimpleNamespace.*--disaggregation-decode-verify-pages"):
+        PageDigests(SimpleNamespace(page_size=1))
+
+
+@given(st.text(max_size=80))
+def test_no_claim_of_a_peer_raises(text):
+    digests = PageDigests(pool_of(*buffers(), 4))
+    assert digests.difference(pages(1), [text]) is not None
+
+
+def test_claims_that_contradict_each_other():
+    digests = PageDigests(pool_of(*buffers(), 4))
+    claim, other = (digests.claim(digests.of(pages(page))) for page in (1, 2))
+    assert digests.difference(pages(1), [claim, claim]) is None
+    assert digests.difference(pages(1), [claim, other]) is not None
+
+
+def test_what_it_costs() -> None:
+    """Printed, as bytes per second beside a copy of the same pages; asserted is only that it is no other order."""
+    import timeit
+
+    dim, tokens = 128, 2048
+    made = [torch.randn((tokens, 8, dim)).to(torch.bfloat16) for _ in range(8)]
+    digests = PageDigests(pool_of(made[:4], made[4:], 16))
+    all_pages = np.arange(tokens // 16, dtype=np.int32)
+    slots = torch.arange(tokens)
+    num_bytes = sum(buffer.nbytes for buffer in made)
+    digest = min(timeit.repeat(lambda: digests.of(all_pages), number=1, repeat=5))
+    copy = min(timeit.repeat(lambda: [buffer[slots] for buffer in made], number=1, repeat=5))
+    print(f"digest {num_bytes / digest / 1e9:.2f} GB/s, gathering alone {num_bytes / copy / 1e9:.2f} GB/s")
+    assert digest < 100 * copy
