@@ -26,6 +26,7 @@ __all__ = [
     "GIVEN_UP",
     "AdmissionPlan",
     "KvTransferCounters",
+    "QUEUED",
     "check_decode_prefix",
     "count_runs",
     "pages",
@@ -38,6 +39,8 @@ DECODE_PREFIX_VERSION = 1
 # Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
 CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
+# Last frame of decode's message that a request waits there for memory.
+QUEUED = b"queued"
 
 
 def pages(num_tokens: int, page_size: int) -> int:

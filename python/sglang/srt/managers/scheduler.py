@@ -63,12 +63,14 @@ class Scheduler(engine.Scheduler):
         return type(self.tree_cache) in (DecodeRadixCache, RadixCache, ChunkCache)
 
     def process_decode_queue(self) -> None:
-        """Adds three things.
+        """Adds four things.
 
         Prefills are asked that could not be while a step was in flight whose result has now been processed.
 
         Failures are told, and transfers end, also while retracted requests wait for memory. The engine looks at neither
         until all of these are back: if what they wait for is held by transfers, both wait for ever.
+
+        Prefills are told what waits here.
 
         And the record of the most tokens that requests held, with the flag as without it. A step of the queue ends when
         what it admitted has its pages, and begins after a decode step has freed those of the answers that ended in it,
@@ -80,9 +82,19 @@ class Scheduler(engine.Scheduler):
         if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        if queue.has_radix:
+            queue.announce()
         if self._has_plain_pool():
             free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             self.kv_used_peak = max(self.kv_used_peak, self.max_total_num_tokens - free)
+
+    def _kv_manager(self):
+        """The transfer backend's manager, None without disaggregation."""
+        name = {
+            engine.DisaggregationMode.PREFILL: "disagg_prefill_bootstrap_queue",
+            engine.DisaggregationMode.DECODE: "disagg_decode_prealloc_queue",
+        }.get(self.disaggregation_mode)
+        return getattr(self, name).kv_manager if name else None
 
     def _kv_pool_state(self) -> dict:
         tree = self.tree_cache
@@ -94,7 +106,14 @@ class Scheduler(engine.Scheduler):
             "used_peak": self.kv_used_peak,
             "idle": self.is_fully_idle() and not self._has_quarantine(),
             "free_req_slots": len(self.req_to_token_pool.free_slots),
+            "req_slots": self.req_to_token_pool.size + getattr(self.req_to_token_pool, "pre_alloc_size", 0),
         }
+        buffers = getattr(self, "req_to_metadata_buffer_idx_allocator", None)
+        if buffers is not None:
+            state |= {"metadata_buffers": buffers.size, "free_metadata_buffers": buffers.available_size()}
+        manager = self._kv_manager()
+        if isinstance(manager, CommonKVManager):
+            state["rooms"] = manager.rooms_held()
         if isinstance(tree, DecodeRadixCache):
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if state["idle"]:

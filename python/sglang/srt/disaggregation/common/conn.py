@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_ROUTE,
     DECODE_PREFIX_VERSION,
+    QUEUED,
     KvTransferCounters,
     check_decode_prefix,
 )
@@ -91,8 +92,9 @@ class CommonKVManager(engine.CommonKVManager):
         """Adds the table of peers, the byte counters, and the books that tell a late or refused request."""
         # Before the engine's: its last step starts threads that may use them.
         self.prefix_peers: dict[str, bool] = {}
-        # Those of them that ask for each piece of staging memory.
+        # Those of them that ask for each piece of staging memory, and those that want to hear what waits here.
         self.piece_peers: set[str] = set()
+        self.listening_peers: set[str] = set()
         # Prefill: its requests, and what decode has said of them. Its lock goes for transfer_infos too.
         self.rooms = Rooms()
         # Decode: questions to prefills that are under way; when each prefill has refused connections, first and last;
@@ -108,6 +110,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.counters = KvTransferCounters.get(self.server_args)
         if self.has_radix:
             threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            threading.Thread(target=self._watch_decodes, daemon=True, name="watch-decodes").start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
         """Adds that messages are signed where there is a secret."""
@@ -177,7 +181,8 @@ class CommonKVManager(engine.CommonKVManager):
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
-            version, pieces = int(answer["version"]), bool(answer.get("pieces"))
+            version = int(answer["version"])
+            pieces, listens = bool(answer.get("pieces")), bool(answer.get("queued"))
         except NotTrusted:
             raise
         except Exception as e:
@@ -185,6 +190,7 @@ class CommonKVManager(engine.CommonKVManager):
             return None
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
         (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(addr)
+        (self.listening_peers.add if takes and listens else self.listening_peers.discard)(addr)
         return version
 
     def why_unreached(self, addr: str, since: float) -> str | None:
@@ -236,6 +242,40 @@ class CommonKVManager(engine.CommonKVManager):
                 except Exception:
                     logger.exception("Could not look after prefill %s", addr)
 
+    def _watch_decodes(self) -> None:
+        """Fail the requests of a decode rank, on prefill, as soon as the operating system says that it is gone.
+
+        In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does;
+        and the router waits for both workers. Only of ranks that run with the flag; nobody is looked at who has no
+        request here.
+        """
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                for (host, port), rooms in self._rooms_of_decodes().items():
+                    if not nothing_listens(host, port):
+                        continue
+                    # Twice, so that nothing is made of a moment.
+                    time.sleep(LOOK_S / 2)
+                    if nothing_listens(host, port):
+                        logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(rooms))
+                        self.rooms.lose_decode(rooms, f"decode {host}:{port} is gone: it refuses connections")
+            except Exception:
+                logger.exception("Could not look after decode workers")
+
+    def _rooms_of_decodes(self) -> dict[tuple[str, int], list[int]]:
+        """The live requests by the decode ranks, host and port, in which they wait or that have asked for them."""
+        found: dict[tuple[str, int], list[int]] = {}
+        with self.rooms.lock:
+            for room in self.rooms.live:
+                if room in self.rooms.refused:
+                    continue
+                infos = self.transfer_infos.get(room, {}).values()
+                asked = {(i.endpoint, i.dst_port) for i in infos if getattr(i, "names_prefix", False)}
+                for rank in asked | set(self.rooms.waiting.get(room, ())):
+                    found.setdefault(rank, []).append(room)
+        return found
+
     def _is_gone(self, addr: str) -> bool:
         """Whether nothing listens any more where one of the schedulers of a prefill did."""
         with self.connection_lock:
@@ -283,6 +323,24 @@ class CommonKVManager(engine.CommonKVManager):
             self.transfer_infos.pop(room, None)
             self.rooms.end(room, reason)
 
+    # Attributes with an entry for each live room, or with a set of rooms for each peer.
+    room_books: tuple[str, ...] = (
+        "request_status",
+        "failure_records",
+        "transfer_infos",
+        "required_prefill_response_num_table",
+        "prefill_response_tracker",
+        "addr_to_rooms_tracker",
+    )
+
+    def rooms_held(self) -> dict[str, int]:
+        """How many rooms each book of this worker mentions; none when it is idle. The engine's books and ours."""
+        held = {"live": len(self.rooms.live), "given_up": len(self.rooms.given_up)}
+        for name in self.room_books:
+            book = getattr(self, name, ())
+            held[name] = sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
+        return held
+
     def settle(self) -> None:
         """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll.
 
@@ -319,6 +377,7 @@ class CommonKVSender(engine.CommonKVSender):
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
+        self.made_at = time.monotonic()
         mgr.rooms.begin(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
@@ -484,6 +543,17 @@ class CommonKVReceiver(engine.CommonKVReceiver):
             # Prefill was never asked for anything: there are no writers to wait for.
             self._end()
 
+    def announce(self) -> None:
+        """Tell prefill, where it listens, that this request waits here and will be asked for.
+
+        It then knows whose end is also that of the request.
+        """
+        if self.bootstrap_addr in self.kv_mgr.listening_peers:
+            self._say(QUEUED)
+
+    def _say(self, word: bytes) -> None:
+        """Send one word about this request to every prefill rank that is to write for it."""
+
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
 
@@ -546,9 +616,11 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     """Bootstrap server that says whether its prefill understands a decode prefix."""
 
-    # 0: the backend does not. And whether it asks decode for staging memory piece by piece.
+    # 0: the backend does not. Whether it asks decode for staging memory piece by piece, and whether decode may say what
+    # waits there.
     decode_prefix_version = 0
     asks_for_pieces = False
+    hears_of_waiting = False
 
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
@@ -563,7 +635,8 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
-        return web.json_response({"version": version, "pieces": int(self.asks_for_pieces)})
+        told = {"version": version, "pieces": int(self.asks_for_pieces), "queued": int(self.hears_of_waiting)}
+        return web.json_response(told)
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         try:

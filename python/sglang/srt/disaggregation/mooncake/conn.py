@@ -15,7 +15,14 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_prefix import CANCEL, DECODE_PREFIX_VERSION, GIVEN_UP, count_runs, wire_int
+from sglang.srt.disaggregation.decode_prefix import (
+    CANCEL,
+    DECODE_PREFIX_VERSION,
+    GIVEN_UP,
+    QUEUED,
+    count_runs,
+    wire_int,
+)
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
@@ -69,6 +76,8 @@ class TransferInfo(engine.TransferInfo):
 class MooncakeKVManager(StagingKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
+    room_books = (*StagingKVManager.room_books, "cancels", "queued", "quiet_ranks", "failed_ranks")
+
     def __init__(self, *args, **kwargs):
         """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
         # Before the engine's: it starts the threads.
@@ -110,6 +119,9 @@ class MooncakeKVManager(StagingKVManager):
         if frames[4:] == [CANCEL]:
             with self.rooms.lock:
                 self._on_cancel(room, Peer.read(frames[1:3]))
+            return False
+        if frames[4:] == [QUEUED]:
+            self.rooms.wait(room, frames[1].decode("ascii"), wire_int(frames[2], "port"))
             return False
         if frames[4:5] == [GRANT]:
             self._on_grant(room, frames)
@@ -512,13 +524,15 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     def cancel(self) -> None:
         """Adds the message to prefill, where it is understood."""
         super().cancel()
-        if not self.peer_takes_prefix:
-            return
+        if self.peer_takes_prefix:
+            self._say(CANCEL)
+
+    def _say(self, word: bytes) -> None:
         for peer in self.bootstrap_infos or []:
             if not peer["is_dummy"]:
                 socket, lock = self._connect_to_bootstrap_server(peer)
                 with lock:
-                    socket.send_multipart([*head(self.kv_mgr, self.bootstrap_room, self.session_id), CANCEL])
+                    socket.send_multipart([*head(self.kv_mgr, self.bootstrap_room, self.session_id), word])
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""
@@ -538,3 +552,4 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
 
     decode_prefix_version = DECODE_PREFIX_VERSION
     asks_for_pieces = True
+    hears_of_waiting = True
