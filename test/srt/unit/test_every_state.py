@@ -103,10 +103,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
         self.monkeypatch = monkeypatch
-        # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
-        monkeypatch.setattr(common.CommonKVManager, "_watch_prefills", lambda manager: None)
-        monkeypatch.setattr(common.CommonKVManager, "_watch_decodes", lambda manager: None)
-        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself.
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
         self.net = net_type(monkeypatch)
         self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
@@ -943,3 +940,26 @@ def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench
     bench.halves[req.rid].sender.made_at -= 1e6
     bench.step()
     assert not bench.halves[req.rid].ended and not bench.prefill.rooms.waiting
+
+
+def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The engine keeps one for each life of each peer, and ZeroMQ tries to reach them for ever."""
+    monkeypatch.setitem(CODE, "nothing_listens", REALLY_LISTENS)
+    receivers = common.CommonKVReceiver
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        there = f"tcp://127.0.0.1:{alive.getsockname()[1]}"
+        (port,) = free_ports(1)
+        gone = f"tcp://127.0.0.1:{port}"
+        for endpoint in (there, gone):
+            receivers._connect(endpoint)
+        sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
+        bench.manager._sweep_sockets()
+        assert not sockets[gone].closed, "not yet: it looks every ten seconds"
+        bench.manager._swept_at -= 1e6
+        bench.manager._sweep_sockets()
+        assert sockets[gone].closed and not sockets[there].closed
+        assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
+        # The peer may come back at that port.
+        receivers._connect(gone)[0].close(linger=0)
+        receivers.close_socket(there)
+        receivers._socket_cache.pop(gone)

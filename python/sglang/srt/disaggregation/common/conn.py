@@ -51,6 +51,8 @@ requests = SignedRequests()
 
 # Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
 LOOK_S, IDLE_LOOK_S = 0.15, 2.0
+# Seconds between two looks for sockets to peers that are gone.
+SWEEP_S = 10.0
 # Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
 REFUSING_S = 0.3
 # Seconds for which a prefill that gives no usable answer is asked; as long as the engine does.
@@ -102,6 +104,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.asking: dict[str, threading.Thread] = {}
         self.refusing: dict[str, tuple[float, float]] = {}
         self.unusable: dict[str, tuple[float, str]] = {}
+        # When sockets of dead peers were last looked for.
+        self._swept_at = time.monotonic()
         super().__init__(*args, **kwargs)
         key = secret()
         if key is not None:
@@ -228,6 +232,7 @@ class CommonKVManager(engine.CommonKVManager):
         looked: dict[str, float] = {}
         while True:
             time.sleep(LOOK_S)
+            self._sweep_sockets()
             for addr in list(self.prefill_info_table):
                 now = time.monotonic()
                 if not self.addr_to_rooms_tracker.get(addr) and now - looked.get(addr, 0.0) < IDLE_LOOK_S:
@@ -251,6 +256,7 @@ class CommonKVManager(engine.CommonKVManager):
         """
         while True:
             time.sleep(LOOK_S)
+            self._sweep_sockets()
             try:
                 for (host, port), rooms in self._rooms_of_decodes().items():
                     if not nothing_listens(host, port):
@@ -275,6 +281,26 @@ class CommonKVManager(engine.CommonKVManager):
                 for rank in asked | set(self.rooms.waiting.get(room, ())):
                     found.setdefault(rank, []).append(room)
         return found
+
+    def _sweep_sockets(self) -> None:
+        """Close the sockets to peers at whose port nobody listens any more, every `SWEEP_S` seconds.
+
+        The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in
+        one is sent to whoever is given that port next.
+        """
+        now = time.monotonic()
+        if now - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = now
+        for endpoint in list(engine.CommonKVReceiver._socket_cache):
+            try:
+                host, port = _host_and_port(endpoint.removeprefix("tcp://"))
+                if nothing_listens(host, port):
+                    time.sleep(LOOK_S / 2)
+                    if nothing_listens(host, port):
+                        CommonKVReceiver.close_socket(endpoint)
+            except Exception:
+                logger.exception("Could not look after the socket to %s", endpoint)
 
     def _is_gone(self, addr: str) -> bool:
         """Whether nothing listens any more where one of the schedulers of a prefill did."""
@@ -480,6 +506,16 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         """Adds that messages are signed where there is a secret."""
         socket, lock = super()._connect(endpoint, is_ipv6)
         return _signing(socket, endpoint), lock
+
+    @classmethod
+    def close_socket(cls, endpoint: str) -> None:
+        """Close the socket to a peer that is gone; what is not sent is dropped. The next message makes a new one."""
+        with cls._global_lock:
+            socket, lock = cls._socket_cache.pop(endpoint, None), cls._socket_locks.pop(endpoint, None)
+        if socket is not None:
+            # Nobody may be writing to it. Who comes later with it in hand gets an error, and fails what is lost anyway.
+            with lock:
+                socket.close(linger=0)
 
     def init(self, prefill_dp_rank: int) -> None:
         """Adds that an error of the handshake fails this request only, and that none is made with one that is lost.
