@@ -207,7 +207,14 @@ class Fire:
         return f"{(said or ['no answer'])[0]}; then {went_on}"
 
     def _weights(self, event: Event) -> str:
-        return post(self.process(event.target).url + "/update_weights_from_disk", {"model_path": self.model}, 60)
+        url = self.process(event.target).url
+        if event.detail:
+            post(url + "/pause_generation", {"mode": event.detail})
+        try:
+            return post(url + "/update_weights_from_disk", {"model_path": self.model}, 90)
+        finally:
+            if event.detail:
+                post(url + "/continue_generation", {})
 
     def _cut(self, event: Event) -> str:
         assert self.hosts

@@ -16,15 +16,13 @@ PAUSE_S = (2.0, 5.0)
 RESTART_S = 60.0
 PAUSE_MODES = ("abort", "retract", "in_place")
 SLOW_RATES = ("2mbit", "20mbit")
-WORKER_KINDS = ("kill", "stop", "flush", "pause", "weights")
-LINK_KINDS = ("cut", "slow")
 
 
 @dataclass(frozen=True)
 class Event:
     """``kind`` is done to ``target`` (a worker, or ``link``) at ``at_s`` seconds and undone ``lasts_s`` later.
 
-    detail: the mode of a pause, the rate of a slow link.
+    detail: the mode of a pause, also of one in which weights are updated; the rate of a slow link.
     """
 
     at_s: float
@@ -64,6 +62,8 @@ class Shape:
         for role in ("prefill", "decode"):
             cards += [(kind, role, "") for kind in ("kill", "stop", "flush", "weights")]
             cards += [("pause", role, mode) for mode in PAUSE_MODES]
+            # As training loops do it, in a pause.
+            cards += [("weights", role, mode) for mode in PAUSE_MODES[1:]]
         if self.link:
             cards += [("cut", "link", ""), *(("slow", "link", rate) for rate in SLOW_RATES)]
         return [card for card in cards if card[0] not in self.without]

@@ -45,9 +45,9 @@ def test_a_seed_says_it_all():
 def test_this_is_what_seed_1_says():
     """What is written down with a report can be done again, with another Python too."""
     assert [str(event) for event in first(1, 3)] == [
-        "   3.4 s  kill prefill-0 for 4.1 s",
-        "   6.9 s  flush decode-0",
-        "  11.1 s  stop decode-1 for 4.6 s",
+        "   3.4 s  weights in_place decode-1",
+        "   6.9 s  kill prefill-0 for 3.7 s",
+        "   9.9 s  pause retract decode-1 for 2.3 s",
     ]
 
 

@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
@@ -36,6 +37,8 @@ class Scheduler(engine.Scheduler):
     kv_used_peak = 0
     # What decode has refused, on prefill.
     refused_rooms = RefusedRooms()
+    # Weight updates that wait for the last request, and what does each.
+    postponed_updates: tuple[tuple[Callable[[Any], Any], Any], ...] = ()
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -307,6 +310,58 @@ class Scheduler(engine.Scheduler):
             self.process_batch_result(*steps.popleft())
             self.last_batch = self.cur_batch = None
             self.running_batch.filter_batch()
+
+    # ---- weight updates: they flush, and the engine ends where a flush is refused ----
+
+    def update_weights_from_disk(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_disk, recv_req)
+
+    def update_weights_from_distributed(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_distributed, recv_req)
+
+    def update_weights_from_tensor(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_tensor, recv_req)
+
+    def update_weights_from_ipc(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_ipc, recv_req)
+
+    def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
+        """Do a weight update now or, on a worker of a pair, when no request is left to flush under; None means later.
+
+        The tokenizer manager sends it when all clients have been answered or have left. What they left may still be
+        here: an aborted request whose transfer has not ended, a step in flight. And while the engine is paused it waits
+        for nobody, and the loops of prefill and decode do not pause. The engine updates, is refused the flush and ends.
+        Nothing new comes meanwhile: the tokenizer manager keeps it back. All ranks have the same requests and find them
+        gone in the same step.
+        """
+        if self.disaggregation_mode == engine.DisaggregationMode.NULL or not recv_req.flush_cache:
+            return update(recv_req)
+        if not self.postponed_updates and self._can_flush():
+            return update(recv_req)
+        logger.info("A weight update waits for the last request")
+        self.postponed_updates = (*self.postponed_updates, (update, recv_req))
+        return None
+
+    def _can_flush(self) -> bool:
+        if isinstance(self.tree_cache, DecodeRadixCache):
+            self._end_step_of_none()
+        return self.is_fully_idle()
+
+    def process_input_requests(self, recv_reqs) -> None:
+        """Adds the weight updates that have waited for the last request."""
+        super().process_input_requests(recv_reqs)
+        self._update_if_idle()
+
+    def _update_if_idle(self) -> None:
+        """Do the weight updates that wait, in the order in which they came, if there is no request any more."""
+        while self.postponed_updates and self._can_flush():
+            (update, recv_req), *rest = self.postponed_updates
+            self.postponed_updates = tuple(rest)
+            self.send_to_tokenizer.send_output(update(recv_req), recv_req)
 
     def self_check_during_idle(self) -> None:
         """Puts the leak check off while pages are in quarantine, which it would report as lost."""
