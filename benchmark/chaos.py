@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     model = args.model or str(make_model(log_dir / "model"))
     asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
     report: dict[str, Any] = {"seed": args.seed, "backend": args.backend, "log_dir": str(log_dir), "problems": []}
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         with deploy.two_hosts() if not args.one_host else contextlib.nullcontext() as hosts:
             report["two_hosts"] = hosts is not None
@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
                 storm(args, shape, cluster, Fire(cluster, hosts, model), asks, report)
     except PdRadixError as error:
         report["problems"].append(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(text(report))

@@ -46,6 +46,8 @@ KINDS = {"running": (64, 700), "in transfer": (2600, 4), "waiting": (2600, 4)}
 EACH = 2
 # Seconds from one kind to the next, and to the event.
 HEAD_START_S = 1.0
+# What two busy cores may take beyond a wait of the engine, seconds.
+SPARE_S = 1.0
 # The heartbeat of decode, seconds and failures (`deploy.ENV`), and the engine's time-out of one.
 BEAT_S, BEATS, BEAT_TIMEOUT_S = 2, 2, 3
 
@@ -307,7 +309,10 @@ def main(argv: list[str] | None = None) -> int:
     print(text(args.backend, done))
     if args.json:
         args.json.write_text(json.dumps({"backend": args.backend, "rows": [asdict(row) for row in done]}, indent=1))
-    return 0
+    late = [row for row in done for to in row.to if row.untold(to) or (row.last(to) or 0.0) > row.limit_s + SPARE_S]
+    for row in late:
+        print(f"LATE: {row.event}")
+    return 1 if late else 0
 
 
 def _freed_after(scene: Scene, names: Sequence[str]) -> None:

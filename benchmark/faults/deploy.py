@@ -58,10 +58,11 @@ def cluster(
     env: Mapping[str, str] | None = None,
     router_args: Sequence[str] = ROUTER,
     on_progress: Callable[[Progress], None] | None = None,
+    **more: Any,
 ) -> Cluster:
     """Prefills, decodes with the flag and the router, overlapped steps; decode short enough of memory that some wait.
 
-    One thread for each worker: more spinning threads than cores stall each other.
+    ``more`` goes to `Cluster` as it is. One thread for each worker: more spinning threads than cores stall each other.
     """
     common = ["--enable-metrics", "--page-size", "16", "--chunked-prefill-size", "256", "--max-running-requests", "32"]
     return Cluster(
@@ -78,6 +79,7 @@ def cluster(
         timeout_s=280,
         on_progress=on_progress,
         hosts={"prefill": hosts.prefill, "decode": hosts.decode} if hosts else None,
+        **more,
     )
 
 

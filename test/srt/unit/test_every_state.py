@@ -963,3 +963,14 @@ def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: py
         receivers._connect(gone)[0].close(linger=0)
         receivers.close_socket(there)
         receivers._socket_cache.pop(gone)
+
+
+def test_what_comes_late_opens_no_book_again(bench: Bench):
+    """A thread that reads messages, or watches prefills, has looked at a room just before the scheduler closes it."""
+    req = begun(bench)
+    make_room(bench)
+    bench.drain()
+    room = req.bootstrap_room
+    bench.manager.fail_room(room, "too late")
+    bench.manager.update_status(room, KVPoll.Success)
+    bench.assert_books_closed()

@@ -310,23 +310,39 @@ class CommonKVManager(engine.CommonKVManager):
         return any(nothing_listens(*port) for port in ports or {_host_and_port(addr)})
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Adds that a request that has failed stays so, on decode: the engine takes the higher of both.
+        """Adds that a request that has failed stays so, on decode, and that one that has ended stays forgotten.
 
-        One that was lost in the middle of its handshake would go on, and wait for a prefill that is gone.
+        The engine takes the higher of both: one that was lost in the middle of its handshake would go on, and wait for
+        a prefill that is gone. And threads that read messages, or watch prefills, may have looked at a room just before
+        the scheduler closed its books.
         """
-        if not (self.has_radix and self.request_status.get(bootstrap_room) == KVPoll.Failed):
+        if not self.has_radix:
             super().update_status(bootstrap_room, status)
+            return
+        with self.rooms.lock:
+            before = self.request_status.get(bootstrap_room)
+            if before != KVPoll.Failed and (before is not None or status == KVPoll.Bootstrapping):
+                super().update_status(bootstrap_room, status)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Replaces the engine's KeyError, which ends the scheduler: its room was ended by another request."""
         status = self.request_status.get(bootstrap_room)
         if status is not None:
             return status
-        self.record_failure(
+        super().record_failure(
             bootstrap_room,
             "another request of this bootstrap_room has ended; each request needs a room of its own, and n must be 1",
         )
         return KVPoll.Failed
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """Adds, with a radix cache, that nothing is recorded of a room that has ended; nobody would read it."""
+        if not self.has_radix:
+            super().record_failure(bootstrap_room, failure_reason)
+            return
+        with self.rooms.lock:
+            if bootstrap_room in self.request_status:
+                super().record_failure(bootstrap_room, failure_reason)
 
     def fail_room(self, room: int, reason: str) -> None:
         """Fail one request for ``reason``; the scheduler sees it at its next poll."""
@@ -623,8 +639,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
     def _end(self) -> None:
         """Close the books, also of the reasons that came after the first one, which nobody reads."""
-        self._close_books()
-        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        with self.kv_mgr.rooms.lock:
+            self._close_books()
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _are_gone(self) -> bool:
         """Whether the processes that would write are gone: nothing listens where their schedulers did.

@@ -510,7 +510,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if landed and self.conclude_state == KVPoll.Success:
             self._end()
         elif not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
-            self._close_books()
+            with self.kv_mgr.rooms.lock:
+                self._close_books()
 
     def _close_books(self) -> None:
         super().clear()

@@ -518,7 +518,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 # The engine's poll has dropped it; `writers_done` goes on from what it knows.
                 self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
         elif self.conclude_state is not None:
-            self._close_books()
+            with self.kv_mgr.rooms.lock:
+                self._close_books()
         return self.once_metadata_landed(state) if state == KVPoll.Success else state
 
     def clear(self) -> None:
