@@ -11,6 +11,11 @@ MODEL ?=
 BACKEND ?= nixl
 JSON ?=
 ARGS ?=
+# make chaos, make soak
+TRACE ?=
+REQUESTS ?= 10000
+MINUTES ?= 60
+SEED ?= 1
 # make test
 # The quick ones first.
 TESTS ?= test/srt/unit test/srt/e2e
@@ -21,7 +26,7 @@ STAMP := $(VENV)/.pd-radix-setup
 MOONCAKE_STAMP := $(VENV)/.pd-radix-mooncake
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-all chaos soak lint clean
 
 help:
 	@echo 'make setup   build $(VENV) with the engine, this package and the tools (about 12 GB, minutes; once);'
@@ -35,6 +40,10 @@ help:
 	@echo 'make test    lint and tests, with real servers on this machine'
 	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
 	@echo 'make test-all  the same, and what takes longest: all cells over both backends, workers that die'
+	@echo 'make chaos   a deployment of five under fire, over both backends: hours (docs/operations.md)'
+	@echo '               SEED=7 REQUESTS=1000    another storm, a shorter one; ARGS=--schedule=300 only says what it would do'
+	@echo '               TRACE=FILE              what is asked: a Mooncake-format trace, else a made one of that shape'
+	@echo 'make soak    an hour of mixed traffic, and whether anything grows: MINUTES=10, BACKEND=mooncake, TRACE=FILE'
 	@echo 'make clean   remove what these commands made, except $(VENV)'
 	@echo 'PYTHON=...   the Python (3.10 to 3.12) to build $(VENV) from'
 
@@ -70,6 +79,17 @@ test: setup lint
 
 test-all: override PYTEST_ARGS += -m ''
 test-all: test
+
+CHAOS = $(BIN)/python benchmark/chaos.py --requests $(REQUESTS) --seed $(SEED) $(if $(TRACE),--trace '$(TRACE)') $(ARGS)
+
+chaos: setup
+	$(CHAOS) --backend nixl
+	@if $(BIN)/python -m sglang_pd_radix.supplied.mooncake_host; then $(CHAOS) --backend mooncake; \
+		else echo 'Mooncake cannot be used here: left out' >&2; fi
+
+soak: setup
+	$(BIN)/python benchmark/soak.py --minutes $(MINUTES) --backend $(BACKEND) --seed $(SEED) \
+		$(if $(TRACE),--trace '$(TRACE)') --plot build/soak $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ from decode_world import World, aborted, kv_of
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -90,7 +91,7 @@ class LoopScheduler(Scheduler):
         self.forward_ct = self.forward_ct_decode = self.num_generated_tokens = 0
         self.forward_sleep_time, self._think_end_id, self._engine_paused = None, None, False
         self.draft_worker, self.return_health_check_ipcs = None, deque()
-        self.send_to_tokenizer = SimpleNamespace(send_output=lambda message, req: loop.told.append(req))
+        self.send_to_tokenizer = SimpleNamespace(send_output=loop.tell)
         # The device.
         self.future_map = FutureMap(loop.pool.size, None, loop.pool.max_context_len, "cpu", self.spec_algorithm)
         self.batch_record_buf, self.batch_record_ct = [None] * 2, 0
@@ -98,13 +99,14 @@ class LoopScheduler(Scheduler):
         self.forward_stream = SimpleNamespace(wait_stream=lambda other: None)
         self.device_module = SimpleNamespace(Event=lambda: loop.steps[-1])
         self.model_worker = SimpleNamespace(forward_batch_generation=loop.forward)
+        self.tp_worker = SimpleNamespace(update_weights_from_disk=loop.update_weights)
 
     def recv_requests(self) -> list:
         self.loop.between_steps()
         return []
 
     def process_input_requests(self, recv_reqs: list) -> None:
-        pass
+        self._update_if_idle()
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         # As the engine's own, which also sees those again that a step in flight has outlived.
@@ -140,6 +142,8 @@ class Loop(World):
         self.flag = flag
         self.steps: list[Step] = []
         self.told: list[Req] = []
+        # Weight updates that have been answered.
+        self.updated: list[Any] = []
         # In which iteration each request was asked of prefill, and which of them while a step was in flight.
         self.asked_in: dict[str, int] = {}
         self.asked_behind: list[Req] = []
@@ -171,6 +175,19 @@ class Loop(World):
         self.check()
         self.between()
 
+    def tell(self, message: Any, req: Any) -> None:
+        """What the scheduler sends to the tokenizer manager."""
+        if isinstance(message, UpdateWeightFromDiskReqOutput):
+            assert message.success
+            self.updated.append(req)
+        else:
+            self.told.append(req)
+
+    def update_weights(self, request: Any) -> tuple[bool, str]:
+        """Other weights, as the engine's worker loads them; a flush that is refused afterwards ends the scheduler."""
+        self.weights += 1
+        return True, ""
+
     @property
     def in_flight(self) -> Step | None:
         return self.steps[-1] if self.steps and not self.steps[-1].over else None
@@ -183,6 +200,14 @@ class Loop(World):
     @property
     def running(self) -> list[Req]:
         return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
+
+    def ask_for_update(self) -> UpdateWeightFromDiskReqInput:
+        """As the tokenizer manager, which does not know of requests whose clients have left."""
+        request = UpdateWeightFromDiskReqInput(model_path="")
+        answer = self.scheduler.update_weights_from_disk(request)
+        if answer is not None:
+            self.tell(answer, request)
+        return request
 
     def _load_when_over(self, *args: Any) -> None:
         """As the engine, which waits for the device before it copies a retracted request's KV back."""

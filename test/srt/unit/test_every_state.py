@@ -40,6 +40,7 @@ from sglang_pd_radix.tools.cluster import free_ports
 CODE = common.CommonKVManager.why_unreached.__globals__
 REALLY_LISTENS = common.nothing_listens
 WATCH_PREFILLS = common.CommonKVManager._watch_prefills
+WATCH_DECODES = common.CommonKVManager._watch_decodes
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 KINDS = {
@@ -102,9 +103,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
         self.monkeypatch = monkeypatch
-        # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
-        monkeypatch.setattr(common.CommonKVManager, "_watch_prefills", lambda manager: None)
-        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself.
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
         self.net = net_type(monkeypatch)
         self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
@@ -115,6 +114,7 @@ class Bench:
         self.other_host = "localhost"
         self.manager.prefill_info_table[f"{self.other_host}:{self.port}"] = self.manager.prefill_info_table[address]
         self.manager.prefix_peers[f"{self.other_host}:{self.port}"] = True
+        self.manager.listening_peers |= {address, f"{self.other_host}:{self.port}"}
         self.address = address
         self.info = self.manager.prefill_info_table[address]
         # A request that has most of the memory, see `short_of_memory`.
@@ -863,4 +863,114 @@ def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: B
     bench.drain()
     assert bench.told(req) == 1 and has_failed(bench, req)
     assert f"{bench.address}_0_0_0" not in bench.manager.connection_pool
+    bench.assert_books_closed()
+
+
+# ---- how long it takes prefill to know that a decode worker is gone ----
+
+
+def heard_of(bench: Bench, *reqs: Req) -> None:
+    """Prefill has heard where these wait."""
+    rooms = {req.bootstrap_room for req in reqs}
+    bench.step_until(lambda: rooms <= bench.prefill.rooms.waiting.keys() | bench.prefill.transfer_infos.keys(), "word")
+
+
+@pytest.mark.parametrize("state", [shaken, short_of_memory, asked, begun, sent_in_part])
+def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Callable):
+    """Whatever decode had asked for; over NIXL the engine waits for as long as the client, and so does the router."""
+    req = state(bench)
+    if state is shaken:
+        bench.world.queue.announce()
+    heard_of(bench, req)
+    half = bench.halves[req.rid]
+    # On this side of the wire everything goes on; on the other nobody is left.
+    bench.gone = True
+    bench.receiver(req).poll = lambda: KVPoll.WaitingForInput
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    start = time.monotonic()
+    while not half.ended:
+        assert time.monotonic() < start + 1
+        half.step()
+        bench.prefill.settle()
+        time.sleep(0.005)
+    assert "is gone" in half.sender.why()
+    rooms = bench.prefill.rooms
+    assert not rooms.live.keys() & {req.bootstrap_room} and not rooms.refused and not rooms.waiting
+
+
+def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """However long that takes: decode says again and again that they are there."""
+    queue, rooms = bench.world.queue, bench.prefill.rooms
+    req = short_of_memory(bench)
+    heard_of(bench, req)
+    (before,) = rooms.waiting[req.bootstrap_room].values()
+    bench.halves[req.rid].sender.made_at -= 1e6
+    bench.step()
+    assert not bench.halves[req.rid].ended
+    queue._announced_at -= 1e6
+    bench.step()
+    bench.step_until(lambda: max(rooms.waiting[req.bootstrap_room].values()) > before, "the second word")
+    make_room(bench)
+    bench.drain()
+    assert bench.finished[req.rid] == 1
+    bench.assert_books_closed()
+
+
+def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, kind: str):
+    """The router's request never reached decode. Over NIXL the engine waits for as long as the client does."""
+    heard = short_of_memory(bench)
+    heard_of(bench, heard)
+    lost = bench.arrive()
+    half = bench.halves[lost.rid]
+    bench.world.queue._forget([bench.entry(lost)])
+    half.step()
+    assert not half.ended
+    half.sender.made_at = time.monotonic() - bench.prefill.bootstrap_timeout - 1
+    if kind == "mooncake":
+        half.sender.init_time -= bench.prefill.bootstrap_timeout + 1
+    half.step()
+    assert half.ended and "timed out" in half.sender.why()
+
+
+def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench, kind: str):
+    if kind == "mooncake":
+        pytest.skip("the engine itself has a time-out here")
+    bench.manager.listening_peers.clear()
+    req = short_of_memory(bench)
+    bench.halves[req.rid].sender.made_at -= 1e6
+    bench.step()
+    assert not bench.halves[req.rid].ended and not bench.prefill.rooms.waiting
+
+
+def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The engine keeps one for each life of each peer, and ZeroMQ tries to reach them for ever."""
+    monkeypatch.setitem(CODE, "nothing_listens", REALLY_LISTENS)
+    receivers = common.CommonKVReceiver
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        there = f"tcp://127.0.0.1:{alive.getsockname()[1]}"
+        (port,) = free_ports(1)
+        gone = f"tcp://127.0.0.1:{port}"
+        for endpoint in (there, gone):
+            receivers._connect(endpoint)
+        sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
+        bench.manager._sweep_sockets()
+        assert not sockets[gone].closed, "not yet: it looks every ten seconds"
+        bench.manager._swept_at -= 1e6
+        bench.manager._sweep_sockets()
+        assert sockets[gone].closed and not sockets[there].closed
+        assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
+        # The peer may come back at that port.
+        receivers._connect(gone)[0].close(linger=0)
+        receivers.close_socket(there)
+        receivers._socket_cache.pop(gone)
+
+
+def test_what_comes_late_opens_no_book_again(bench: Bench):
+    """A thread that reads messages, or watches prefills, has looked at a room just before the scheduler closes it."""
+    req = begun(bench)
+    make_room(bench)
+    bench.drain()
+    room = req.bootstrap_room
+    bench.manager.fail_room(room, "too late")
+    bench.manager.update_status(room, KVPoll.Success)
     bench.assert_books_closed()

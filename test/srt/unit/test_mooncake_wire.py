@@ -158,6 +158,8 @@ class World:
             monkeypatch.setenv(f"SGLANG_DISAGG_STAGING_{side}_MB", "1")
         # Their threads outlive the test; they need not look after its servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        for watched in ("prefills", "decodes"):
+            monkeypatch.setattr(common.CommonKVManager, f"_watch_{watched}", lambda manager: None)
         self.current: Rank | None = None
         for name, value in (("size", 1), ("rank", 0)):
             monkeypatch.setattr(common, f"get_attention_cp_{name}", lambda value=value: value)
@@ -489,7 +491,7 @@ def test_many_requests_at_once(world: World) -> None:
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
-    assert answer == {"version": 1, "pieces": 1, "digests": 1}
+    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1}
 
 
 # ---- digests of pages ----

@@ -177,6 +177,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prefill_tp: int = 1, decode_tp: int = 1):
         # Their threads outlive the test; they need not look after servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        for side in ("prefills", "decodes"):
+            monkeypatch.setattr(common.CommonKVManager, f"_watch_{side}", lambda manager: None)
         self.wire, self.current = Wire(), None
         self._names = itertools.count()
         library = ModuleType("nixl._api")

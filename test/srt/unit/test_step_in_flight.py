@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,7 @@ actions = st.one_of(
     st.tuples(st.just("abort"), which),
     st.tuples(st.just("pause"), st.sampled_from(["abort", "retract", "in_place"])),
     st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.just("update"), st.none()),
 )
 # What happens between one step of the loop and the next.
 scripts = st.lists(st.lists(actions, max_size=3), min_size=15, max_size=40)
@@ -48,6 +50,7 @@ class Play:
     def __init__(self, loop: Loop, script: list[list[tuple]], leave_out: tuple[str, ...] = ()):
         self.loop, self.script, self.leave_out = loop, script, leave_out
         self.live: list[DecodeRequest] = []
+        self.asked_for: list[Any] = []
 
     def run(self) -> None:
         self.loop.run(self.between)
@@ -55,6 +58,8 @@ class Play:
         assert loop.idle() and not loop.queue.retracted_queue, "requests are left that never end"
         loop.check_answers()
         assert len(loop.meta_alloc.free_slots) == loop.meta_alloc.size
+        loop.scheduler._update_if_idle()
+        assert loop.updated == self.asked_for
 
     def between(self) -> None:
         loop = self.loop
@@ -107,6 +112,10 @@ class Play:
         """Also what a weight update does."""
         if self.loop.scheduler.flush_cache():
             self.loop.weights += 1
+
+    def update(self, _: None) -> None:
+        """The engine ends where requests are left that the tokenizer manager does not know of."""
+        self.asked_for.append(self.loop.ask_for_update())
 
 
 # Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".
@@ -229,3 +238,34 @@ def test_a_flush_comes_through_right_after_the_last_answer():
     loop.run(between)
     assert flushed[0] is False and flushed[-1] is True
     assert loop.tree.evictable_size() == 0 and loop.allocator.available_size() == loop.size
+
+
+@pytest.mark.parametrize("left", ["running", "in transfer", "aborted"])
+def test_a_weight_update_waits_for_what_clients_have_left_behind(left: str):
+    """The tokenizer manager takes a client that has gone for one that was answered; the engine then ends."""
+    loop = Loop(size=64, page_size=4)
+    made: list[DecodeRequest] = []
+
+    def between() -> None:
+        if not made:
+            made.append(loop.arrive([1] * 9, max_new=6))
+            loop.handshake(made[0])
+            return
+        if loop.iterations == 40:
+            raise LoopEnds
+        (decode_req,) = made
+        if loop.asked and (left != "in transfer" or loop.iterations > 20):
+            loop.complete(decode_req)
+        there = loop.asked if left == "in transfer" else loop.running
+        if there and loop.weights == 1 and not asked_for:
+            if left == "aborted":
+                loop.scheduler.abort_request(AbortReq(rid=decode_req.req.rid))
+            asked_for.append(loop.ask_for_update())
+            assert not loop.updated and loop.weights == 1
+
+    asked_for: list[Any] = []
+    loop.run(between)
+    assert loop.updated == asked_for and loop.weights == 2 and loop.told == [made[0].req]
+    # At once when there is nobody.
+    loop.ask_for_update()
+    assert len(loop.updated) == 2 and loop.weights == 3

@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
 from sglang.srt.disaggregation.utils import kv_to_page_indices, poll_and_all_reduce, prepare_abort
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
@@ -140,6 +141,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self.has_radix:
             # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
             self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
+            # Requests that prefill has not been told of, and when all that wait were last looked at.
+            self._unannounced: list[engine.DecodeRequest] = []
+            self._announced_at = time.monotonic()
+            self._announce_again = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -187,6 +192,32 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not is_retracted and self.queue and self.queue[-1].req is req:
             # From here on the tree knows what is waited for.
             self._place(self.queue[-1])
+            self._unannounced.append(self.queue[-1])
+
+    def announce(self) -> None:
+        """Tell prefills of the requests that wait here; for the end of a step. Not of those admitted in their first.
+
+        And again after a quarter of the time after which prefill takes nobody to know of them.
+        """
+        now = time.monotonic()
+        if now - self._announced_at > self._announce_again:
+            self._announced_at, self._unannounced = now, [*self.queue]
+        if not self._unannounced:
+            return
+        waiting, later = {id(dr) for dr in self.queue}, []
+        for decode_req in self._unannounced:
+            receiver = decode_req.kv_receiver
+            if id(decode_req) not in waiting or not isinstance(receiver, CommonKVReceiver):
+                continue
+            if receiver.bootstrap_infos is None:
+                # The handshake is not done.
+                later.append(decode_req)
+                continue
+            try:
+                receiver.announce()
+            except Exception as e:
+                decode_req.lose(e)
+        self._unannounced = later
 
     def _resolve_pending_reqs(self) -> None:
         """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""

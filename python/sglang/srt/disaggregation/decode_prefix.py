@@ -27,6 +27,7 @@ __all__ = [
     "GIVEN_UP",
     "AdmissionPlan",
     "KvTransferCounters",
+    "QUEUED",
     "check_decode_prefix",
     "check_prefix_frames",
     "count_runs",
@@ -42,6 +43,8 @@ CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
 # Frame behind those of the prefix in decode's request for KV: it wants a digest of what is sent.
 DIGEST = b"digest"
+# Last frame of decode's message that a request waits there for memory.
+QUEUED = b"queued"
 
 
 def pages(num_tokens: int, page_size: int) -> int:

@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
@@ -36,6 +37,8 @@ class Scheduler(engine.Scheduler):
     kv_used_peak = 0
     # What decode has refused, on prefill.
     refused_rooms = RefusedRooms()
+    # Weight updates that wait for the last request, and what does each.
+    postponed_updates: tuple[tuple[Callable[[Any], Any], Any], ...] = ()
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -63,12 +66,14 @@ class Scheduler(engine.Scheduler):
         return type(self.tree_cache) in (DecodeRadixCache, RadixCache, ChunkCache)
 
     def process_decode_queue(self) -> None:
-        """Adds three things.
+        """Adds four things.
 
         Prefills are asked that could not be while a step was in flight whose result has now been processed.
 
         Failures are told, and transfers end, also while retracted requests wait for memory. The engine looks at neither
         until all of these are back: if what they wait for is held by transfers, both wait for ever.
+
+        Prefills are told what waits here.
 
         And the record of the most tokens that requests held, with the flag as without it. A step of the queue ends when
         what it admitted has its pages, and begins after a decode step has freed those of the answers that ended in it,
@@ -80,9 +85,19 @@ class Scheduler(engine.Scheduler):
         if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        if queue.has_radix:
+            queue.announce()
         if self._has_plain_pool():
             free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             self.kv_used_peak = max(self.kv_used_peak, self.max_total_num_tokens - free)
+
+    def _kv_manager(self):
+        """The transfer backend's manager, None without disaggregation."""
+        name = {
+            engine.DisaggregationMode.PREFILL: "disagg_prefill_bootstrap_queue",
+            engine.DisaggregationMode.DECODE: "disagg_decode_prealloc_queue",
+        }.get(self.disaggregation_mode)
+        return getattr(self, name).kv_manager if name else None
 
     def _kv_pool_state(self) -> dict:
         tree = self.tree_cache
@@ -94,7 +109,14 @@ class Scheduler(engine.Scheduler):
             "used_peak": self.kv_used_peak,
             "idle": self.is_fully_idle() and not self._has_quarantine(),
             "free_req_slots": len(self.req_to_token_pool.free_slots),
+            "req_slots": self.req_to_token_pool.size + getattr(self.req_to_token_pool, "pre_alloc_size", 0),
         }
+        buffers = getattr(self, "req_to_metadata_buffer_idx_allocator", None)
+        if buffers is not None:
+            state |= {"metadata_buffers": buffers.size, "free_metadata_buffers": buffers.available_size()}
+        manager = self._kv_manager()
+        if isinstance(manager, CommonKVManager):
+            state["rooms"] = manager.rooms_held()
         if isinstance(tree, DecodeRadixCache):
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if state["idle"]:
@@ -288,6 +310,58 @@ class Scheduler(engine.Scheduler):
             self.process_batch_result(*steps.popleft())
             self.last_batch = self.cur_batch = None
             self.running_batch.filter_batch()
+
+    # ---- weight updates: they flush, and the engine ends where a flush is refused ----
+
+    def update_weights_from_disk(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_disk, recv_req)
+
+    def update_weights_from_distributed(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_distributed, recv_req)
+
+    def update_weights_from_tensor(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_tensor, recv_req)
+
+    def update_weights_from_ipc(self, recv_req):
+        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        return self._update_when_idle(super().update_weights_from_ipc, recv_req)
+
+    def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
+        """Do a weight update now or, on a worker of a pair, when no request is left to flush under; None means later.
+
+        The tokenizer manager sends it when all clients have been answered or have left. What they left may still be
+        here: an aborted request whose transfer has not ended, a step in flight. And while the engine is paused it waits
+        for nobody, and the loops of prefill and decode do not pause. The engine updates, is refused the flush and ends.
+        Nothing new comes meanwhile: the tokenizer manager keeps it back. All ranks have the same requests and find them
+        gone in the same step.
+        """
+        if self.disaggregation_mode == engine.DisaggregationMode.NULL or not recv_req.flush_cache:
+            return update(recv_req)
+        if not self.postponed_updates and self._can_flush():
+            return update(recv_req)
+        logger.info("A weight update waits for the last request")
+        self.postponed_updates = (*self.postponed_updates, (update, recv_req))
+        return None
+
+    def _can_flush(self) -> bool:
+        if isinstance(self.tree_cache, DecodeRadixCache):
+            self._end_step_of_none()
+        return self.is_fully_idle()
+
+    def process_input_requests(self, recv_reqs) -> None:
+        """Adds the weight updates that have waited for the last request."""
+        super().process_input_requests(recv_reqs)
+        self._update_if_idle()
+
+    def _update_if_idle(self) -> None:
+        """Do the weight updates that wait, in the order in which they came, if there is no request any more."""
+        while self.postponed_updates and self._can_flush():
+            (update, recv_req), *rest = self.postponed_updates
+            self.postponed_updates = tuple(rest)
+            self.send_to_tokenizer.send_output(update(recv_req), recv_req)
 
     def self_check_during_idle(self) -> None:
         """Puts the leak check off while pages are in quarantine, which it would report as lost."""

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_ROUTE,
     DECODE_PREFIX_VERSION,
+    QUEUED,
     KvTransferCounters,
     check_decode_prefix,
 )
@@ -57,6 +58,8 @@ requests = SignedRequests()
 
 # Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
 LOOK_S, IDLE_LOOK_S = 0.15, 2.0
+# Seconds between two looks for sockets to peers that are gone.
+SWEEP_S = 10.0
 # Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
 REFUSING_S = 0.3
 # Seconds for which a prefill that gives no usable answer is asked; as long as the engine does.
@@ -98,9 +101,10 @@ class CommonKVManager(engine.CommonKVManager):
         """Adds the table of peers, the byte counters, and the books that tell a late or refused request."""
         # Before the engine's: its last step starts threads that may use them.
         self.prefix_peers: dict[str, bool] = {}
-        # Those of them that ask for each piece of staging memory.
+        # Those of them that ask for each piece of staging memory; that want to hear what waits here; that send digests
+        # of pages. And this worker's own digests, set by the queue that makes this manager.
         self.piece_peers: set[str] = set()
-        # Those of them that send digests of pages, and this worker's own, set by the queue that makes this manager.
+        self.listening_peers: set[str] = set()
         self.digest_peers: set[str] = set()
         self.page_digests: PageDigests | None = None
         # Prefill: its requests, and what decode has said of them. Its lock goes for transfer_infos too.
@@ -110,6 +114,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.asking: dict[str, threading.Thread] = {}
         self.refusing: dict[str, tuple[float, float]] = {}
         self.unusable: dict[str, tuple[float, str]] = {}
+        # When sockets of dead peers were last looked for.
+        self._swept_at = time.monotonic()
         super().__init__(*args, **kwargs)
         key = secret()
         if key is not None:
@@ -118,6 +124,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.counters = KvTransferCounters.get(self.server_args)
         if self.has_radix:
             threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            threading.Thread(target=self._watch_decodes, daemon=True, name="watch-decodes").start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
         """Adds that messages are signed where there is a secret."""
@@ -196,7 +204,8 @@ class CommonKVManager(engine.CommonKVManager):
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
-        for can, peers in (("pieces", self.piece_peers), ("digests", self.digest_peers)):
+        abilities = {"pieces": self.piece_peers, "digests": self.digest_peers, "queued": self.listening_peers}
+        for can, peers in abilities.items():
             (peers.add if takes and answer.get(can) else peers.discard)(addr)
         return version
 
@@ -235,6 +244,7 @@ class CommonKVManager(engine.CommonKVManager):
         looked: dict[str, float] = {}
         while True:
             time.sleep(LOOK_S)
+            self._sweep_sockets()
             for addr in list(self.prefill_info_table):
                 now = time.monotonic()
                 if not self.addr_to_rooms_tracker.get(addr) and now - looked.get(addr, 0.0) < IDLE_LOOK_S:
@@ -249,6 +259,61 @@ class CommonKVManager(engine.CommonKVManager):
                 except Exception:
                     logger.exception("Could not look after prefill %s", addr)
 
+    def _watch_decodes(self) -> None:
+        """Fail the requests of a decode rank, on prefill, as soon as the operating system says that it is gone.
+
+        In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does;
+        and the router waits for both workers. Only of ranks that run with the flag; nobody is looked at who has no
+        request here.
+        """
+        while True:
+            time.sleep(LOOK_S)
+            self._sweep_sockets()
+            try:
+                for (host, port), rooms in self._rooms_of_decodes().items():
+                    if not nothing_listens(host, port):
+                        continue
+                    # Twice, so that nothing is made of a moment.
+                    time.sleep(LOOK_S / 2)
+                    if nothing_listens(host, port):
+                        logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(rooms))
+                        self.rooms.lose_decode(rooms, f"decode {host}:{port} is gone: it refuses connections")
+            except Exception:
+                logger.exception("Could not look after decode workers")
+
+    def _rooms_of_decodes(self) -> dict[tuple[str, int], list[int]]:
+        """The live requests by the decode ranks, host and port, in which they wait or that have asked for them."""
+        found: dict[tuple[str, int], list[int]] = {}
+        with self.rooms.lock:
+            for room in self.rooms.live:
+                if room in self.rooms.refused:
+                    continue
+                infos = self.transfer_infos.get(room, {}).values()
+                asked = {(i.endpoint, i.dst_port) for i in infos if getattr(i, "names_prefix", False)}
+                for rank in asked | set(self.rooms.waiting.get(room, ())):
+                    found.setdefault(rank, []).append(room)
+        return found
+
+    def _sweep_sockets(self) -> None:
+        """Close the sockets to peers at whose port nobody listens any more, every `SWEEP_S` seconds.
+
+        The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in
+        one is sent to whoever is given that port next.
+        """
+        now = time.monotonic()
+        if now - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = now
+        for endpoint in list(engine.CommonKVReceiver._socket_cache):
+            try:
+                host, port = _host_and_port(endpoint.removeprefix("tcp://"))
+                if nothing_listens(host, port):
+                    time.sleep(LOOK_S / 2)
+                    if nothing_listens(host, port):
+                        CommonKVReceiver.close_socket(endpoint)
+            except Exception:
+                logger.exception("Could not look after the socket to %s", endpoint)
+
     def _is_gone(self, addr: str) -> bool:
         """Whether nothing listens any more where one of the schedulers of a prefill did."""
         with self.connection_lock:
@@ -257,23 +322,39 @@ class CommonKVManager(engine.CommonKVManager):
         return any(nothing_listens(*port) for port in ports or {_host_and_port(addr)})
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Adds that a request that has failed stays so, on decode: the engine takes the higher of both.
+        """Adds that a request that has failed stays so, on decode, and that one that has ended stays forgotten.
 
-        One that was lost in the middle of its handshake would go on, and wait for a prefill that is gone.
+        The engine takes the higher of both: one that was lost in the middle of its handshake would go on, and wait for
+        a prefill that is gone. And threads that read messages, or watch prefills, may have looked at a room just before
+        the scheduler closed its books.
         """
-        if not (self.has_radix and self.request_status.get(bootstrap_room) == KVPoll.Failed):
+        if not self.has_radix:
             super().update_status(bootstrap_room, status)
+            return
+        with self.rooms.lock:
+            before = self.request_status.get(bootstrap_room)
+            if before != KVPoll.Failed and (before is not None or status == KVPoll.Bootstrapping):
+                super().update_status(bootstrap_room, status)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Replaces the engine's KeyError, which ends the scheduler: its room was ended by another request."""
         status = self.request_status.get(bootstrap_room)
         if status is not None:
             return status
-        self.record_failure(
+        super().record_failure(
             bootstrap_room,
             "another request of this bootstrap_room has ended; each request needs a room of its own, and n must be 1",
         )
         return KVPoll.Failed
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """Adds, with a radix cache, that nothing is recorded of a room that has ended; nobody would read it."""
+        if not self.has_radix:
+            super().record_failure(bootstrap_room, failure_reason)
+            return
+        with self.rooms.lock:
+            if bootstrap_room in self.request_status:
+                super().record_failure(bootstrap_room, failure_reason)
 
     def fail_room(self, room: int, reason: str) -> None:
         """Fail one request for ``reason``; the scheduler sees it at its next poll."""
@@ -295,6 +376,24 @@ class CommonKVManager(engine.CommonKVManager):
         with self.rooms.lock:
             self.transfer_infos.pop(room, None)
             self.rooms.end(room, reason)
+
+    # Attributes with an entry for each live room, or with a set of rooms for each peer.
+    room_books: tuple[str, ...] = (
+        "request_status",
+        "failure_records",
+        "transfer_infos",
+        "required_prefill_response_num_table",
+        "prefill_response_tracker",
+        "addr_to_rooms_tracker",
+    )
+
+    def rooms_held(self) -> dict[str, int]:
+        """How many rooms each book of this worker mentions; none when it is idle. The engine's books and ours."""
+        held = {"live": len(self.rooms.live), "given_up": len(self.rooms.given_up)}
+        for name in self.room_books:
+            book = getattr(self, name, ())
+            held[name] = sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
+        return held
 
     def settle(self) -> None:
         """Called in every step of a prefill scheduler, for what cannot wait for a request's next poll.
@@ -351,6 +450,7 @@ class CommonKVSender(engine.CommonKVSender):
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
+        self.made_at = time.monotonic()
         mgr.rooms.begin(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
@@ -457,6 +557,16 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         socket, lock = super()._connect(endpoint, is_ipv6)
         return _signing(socket, endpoint), lock
 
+    @classmethod
+    def close_socket(cls, endpoint: str) -> None:
+        """Close the socket to a peer that is gone; what is not sent is dropped. The next message makes a new one."""
+        with cls._global_lock:
+            socket, lock = cls._socket_cache.pop(endpoint, None), cls._socket_locks.pop(endpoint, None)
+        if socket is not None:
+            # Nobody may be writing to it. Who comes later with it in hand gets an error, and fails what is lost anyway.
+            with lock:
+                socket.close(linger=0)
+
     def init(self, prefill_dp_rank: int) -> None:
         """Adds that an error of the handshake fails this request only, and that none is made with one that is lost.
 
@@ -542,6 +652,17 @@ class CommonKVReceiver(engine.CommonKVReceiver):
             # Prefill was never asked for anything: there are no writers to wait for.
             self._end()
 
+    def announce(self) -> None:
+        """Tell prefill, where it listens, that this request waits here and will be asked for.
+
+        It then knows whose end is also that of the request.
+        """
+        if self.bootstrap_addr in self.kv_mgr.listening_peers:
+            self._say(QUEUED)
+
+    def _say(self, word: bytes) -> None:
+        """Send one word about this request to every prefill rank that is to write for it."""
+
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
 
@@ -575,8 +696,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
     def _end(self) -> None:
         """Close the books, also of the reasons that came after the first one, which nobody reads."""
-        self._close_books()
-        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        with self.kv_mgr.rooms.lock:
+            self._close_books()
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _are_gone(self) -> bool:
         """Whether the processes that would write are gone: nothing listens where their schedulers did.
@@ -604,9 +726,10 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     """Bootstrap server that says whether its prefill understands a decode prefix."""
 
-    # 0: the backend does not. And whether it asks decode for staging memory piece by piece, and sends digests.
+    # 0: the backend does not. Whether it asks decode for staging memory piece by piece, sends digests of pages, and
+    # hears from decode what waits there.
     decode_prefix_version = 0
-    asks_for_pieces = sends_digests = False
+    asks_for_pieces = sends_digests = hears_of_waiting = False
 
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
@@ -621,9 +744,8 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
-        return web.json_response(
-            {"version": version, "pieces": int(self.asks_for_pieces), "digests": int(self.sends_digests)}
-        )
+        can = {"pieces": self.asks_for_pieces, "digests": self.sends_digests, "queued": self.hears_of_waiting}
+        return web.json_response({"version": version, **{name: int(yes) for name, yes in can.items()}})
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         try:

@@ -9,6 +9,7 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -34,8 +35,13 @@ class Rooms:
         self.ended: dict[int, str | None] = {}
         # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
         self.refused: dict[int, str] = {}
-        # Live senders that decode has given up and that have not answered it.
+        # Live senders that decode has given up, or is gone from, and that have not answered it.
         self.given_up: deque[Any] = deque()
+        # Decode ranks, host and port, in which a room waits for memory, and when each last said so; the oldest rooms
+        # are forgotten. The request may come here only later.
+        self.waiting: dict[int, dict[tuple[str, int], float]] = {}
+        # Whether any decode worker has ever said so: those without the flag do not.
+        self.hears_of_waiting = False
 
     def begin(self, room: int, sender: Any) -> None:
         """A request is here. One of its room that had ended is forgotten."""
@@ -51,6 +57,7 @@ class Rooms:
         """Remember that ``room`` has ended, and why if it failed."""
         with self.lock:
             self.live.pop(room, None)
+            self.waiting.pop(room, None)
             _remember(self.ended, room, reason)
 
     def has_ended(self, room: int) -> bool:
@@ -72,10 +79,34 @@ class Rooms:
         """Why decode's request for ``room`` was refused, or that decode has given it up. It leaves the book."""
         return self.refused.pop(room, None)
 
-    def give_up(self, room: int) -> None:
+    def give_up(self, room: int, reason: str = GIVEN_UP) -> None:
         """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
-        self.refused[room] = GIVEN_UP
+        self.refused[room] = reason
         self.given_up.append(self.live[room])
+
+    def wait(self, room: int, host: str, port: int) -> None:
+        """Note that ``room`` waits in a decode rank, which will ask for it."""
+        with self.lock:
+            self.hears_of_waiting = True
+            if not self.has_ended(room):
+                ranks = self.waiting.get(room, {})
+                _remember(self.waiting, room, {**ranks, (host, port): time.monotonic()})
+
+    def unheard_s(self, room: int, since: float) -> float:
+        """Seconds for which no decode rank has said that ``room`` waits in it, ``since`` its request came at most.
+
+        0 where no decode worker says so: it cannot be told then.
+        """
+        if not self.hears_of_waiting:
+            return 0.0
+        return time.monotonic() - max([since, *self.waiting.get(room, {}).values()])
+
+    def lose_decode(self, rooms: list[int], reason: str) -> None:
+        """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""
+        with self.lock:
+            for room in rooms:
+                if room in self.live and room not in self.refused:
+                    self.give_up(room, reason)
 
     def settle(self) -> None:
         """Poll what decode has given up, and forget what has ended by that: it has answered decode."""
@@ -90,7 +121,7 @@ class Rooms:
                 self.given_up.append(sender)
 
 
-def _remember(book: dict, room: int, value: str | None) -> None:
+def _remember(book: dict, room: int, value: Any) -> None:
     book.pop(room, None)
     book[room] = value
     while len(book) > REMEMBERED_ROOMS:

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_VERSION,
     DIGEST,
     GIVEN_UP,
+    QUEUED,
     check_prefix_frames,
     count_runs,
     wire_int,
@@ -80,6 +81,8 @@ class TransferInfo(engine.TransferInfo):
 class MooncakeKVManager(StagingKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
+    room_books = (*StagingKVManager.room_books, "cancels", "queued", "quiet_ranks", "failed_ranks")
+
     def __init__(self, *args, **kwargs):
         """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
         # Before the engine's: it starts the threads.
@@ -124,6 +127,9 @@ class MooncakeKVManager(StagingKVManager):
         if frames[4:] == [CANCEL]:
             with self.rooms.lock:
                 self._on_cancel(room, Peer.read(frames[1:3]))
+            return False
+        if frames[4:] == [QUEUED]:
+            self.rooms.wait(room, frames[1].decode("ascii"), wire_int(frames[2], "port"))
             return False
         if frames[4:5] == [GRANT]:
             self._on_grant(room, frames)
@@ -545,7 +551,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if landed and self.conclude_state == KVPoll.Success:
             self._end()
         elif not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
-            self._close_books()
+            with self.kv_mgr.rooms.lock:
+                self._close_books()
 
     def _close_books(self) -> None:
         super().clear()
@@ -560,13 +567,15 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     def cancel(self) -> None:
         """Adds the message to prefill, where it is understood."""
         super().cancel()
-        if not self.peer_takes_prefix:
-            return
+        if self.peer_takes_prefix:
+            self._say(CANCEL)
+
+    def _say(self, word: bytes) -> None:
         for peer in self.bootstrap_infos or []:
             if not peer["is_dummy"]:
                 socket, lock = self._connect_to_bootstrap_server(peer)
                 with lock:
-                    socket.send_multipart([*head(self.kv_mgr, self.bootstrap_room, self.session_id), CANCEL])
+                    socket.send_multipart([*head(self.kv_mgr, self.bootstrap_room, self.session_id), word])
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""
@@ -585,4 +594,4 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    asks_for_pieces = sends_digests = True
+    asks_for_pieces = sends_digests = hears_of_waiting = True

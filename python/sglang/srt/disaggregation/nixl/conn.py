@@ -14,12 +14,13 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import (
     CANCEL,
     DECODE_PREFIX_VERSION,
     DIGEST,
     GIVEN_UP,
+    QUEUED,
     check_prefix_frames,
     count_runs,
     wire_int,
@@ -132,6 +133,8 @@ class _OneAtATime:
 class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
+    room_books = (*CommonKVManager.room_books, "awaited_rooms", "transfer_statuses", "unsettled")
+
     def __init__(self, *args, **kwargs):
         """Adds the book that tells a late or foreign notification from a good one."""
         # Before the engine's: it starts the thread that reads messages.
@@ -172,6 +175,9 @@ class NixlKVManager(engine.NixlKVManager):
         room = wire_int(message[0], "room")
         if message[4:] == [CANCEL]:
             self._on_cancel(room, message[3].decode("ascii"))
+            return
+        if message[4:] == [QUEUED]:
+            self.rooms.wait(room, message[1].decode("ascii"), wire_int(message[2], "port"))
             return
         try:
             info = TransferInfo.from_zmq(message)
@@ -424,7 +430,10 @@ class NixlKVSender(engine.NixlKVSender):
         status = manager.request_status.get(room)
         if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.rooms.refused:
             # As most are in a long queue, and nothing has been posted for it.
-            return status
+            unheard = manager.rooms.unheard_s(room, self.made_at)
+            if unheard < manager.bootstrap_timeout:
+                return status
+            self.fail(f"timed out after {unheard:.0f} s, in which no decode worker has said that it knows of it")
         states = self._states()
         if "ERR" in states and not self._failed():
             self.fail("NIXL reports an error of the transfer")
@@ -520,14 +529,16 @@ class NixlKVReceiver(engine.NixlKVReceiver):
     def poll(self) -> KVPoll:
         """Adds to the engine's poll that a request's books are closed whichever way it ends."""
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
-        state = super().poll()
+        # Before the books are closed, which then take no reason any more.
+        state = self.once_metadata_landed(super().poll())
         if self.fenced and state == KVPoll.Failed:
             if status is not None:
                 # The engine's poll has dropped it; `writers_done` goes on from what it knows.
                 self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
-        elif self.conclude_state is not None:
-            self._close_books()
-        return self.once_metadata_landed(state) if state == KVPoll.Success else state
+        elif self.conclude_state is not None and state != KVPoll.Transferring:
+            with self.kv_mgr.rooms.lock:
+                self._close_books()
+        return state
 
     def claims(self) -> Iterable[str]:
         """Replaces the base class's: they came as notifications."""
@@ -548,15 +559,17 @@ class NixlKVReceiver(engine.NixlKVReceiver):
     def cancel(self) -> None:
         """Adds the message to prefill, where it is understood."""
         super().cancel()
+        if self.peer_takes_prefix:
+            self._say(CANCEL)
+
+    def _say(self, word: bytes) -> None:
         manager = self.kv_mgr
-        if not self.peer_takes_prefix:
-            return
         head = [manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, manager.agent.name.encode("ascii")]
         for peer in self.bootstrap_infos or []:
             if not peer["is_dummy"]:
                 socket, lock = self._connect_to_bootstrap_server(peer)
                 with lock:
-                    socket.send_multipart([engine.GUARD, b"%d" % self.bootstrap_room, *head, CANCEL])
+                    socket.send_multipart([engine.GUARD, b"%d" % self.bootstrap_room, *head, word])
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
@@ -571,4 +584,4 @@ class NixlKVBootstrapServer(engine.NixlKVBootstrapServer):
     """Says that prefills over NIXL understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    sends_digests = True
+    sends_digests = hears_of_waiting = True

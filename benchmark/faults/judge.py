@@ -1,0 +1,113 @@
+"""The verdict on a storm: from what was told, what is held and how fast it went, what is wrong. It asks nobody."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .books import Books
+from .traffic import Told
+
+# Descriptors and threads that a worker may have more of than before: connections that are kept alive, threads of pools
+# that are made when they are first needed.
+SPARE_FDS, SPARE_THREADS = 24, 24
+# For each time that its peers were started anew: what is kept of a peer that is gone until its successor is used.
+SPARE_FDS_PER_RESTART = 2
+# Of the rate before the storm.
+RATE_BACK = 0.9
+
+
+def answer_problems(told: Sequence[Told], truth: Mapping[int, tuple[int, ...]]) -> list[str]:
+    """Whole answers that are not the calm ones."""
+    found = []
+    for one in told:
+        if one.ended_how == "whole" and one.ids != truth.get(one.ask):
+            right = truth.get(one.ask) or ()
+            at = next((i for i, (a, b) in enumerate(zip(one.ids or (), right, strict=False)) if a != b), len(right))
+            found.append(f"client {one.number}: the answer to request {one.ask} differs from token {at} on")
+    return found
+
+
+def late_problems(told: Sequence[Told], limit_s: float) -> list[str]:
+    """Clients that were told nothing, or too late."""
+    found = []
+    for one in told:
+        if one.error == "no word":
+            found.append(f"client {one.number} ({one.manner}) was told nothing within {one.took_s:.0f} s")
+        elif one.took_s > limit_s and one.manner != "slow":
+            found.append(f"client {one.number} ({one.manner}): {one.ended_how} after {one.took_s:.0f} s: {one.error}")
+    return found
+
+
+def pool_problems(name: str, pool: Mapping[str, Any]) -> list[str]:
+    """What one rank of an idle worker holds and should not."""
+    found = []
+    if not pool["idle"]:
+        return [f"{name} is not idle: {pool}"]
+    held = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"]
+    if held:
+        found.append(f"{name}: {held} tokens of KV are lost")
+    if pool["protected"]:
+        found.append(f"{name}: {pool['protected']} tokens of KV are locked by nobody")
+    if pool.get("locks_taken") != pool.get("locks_released"):
+        found.append(f"{name}: {pool['locks_taken']} locks taken and {pool['locks_released']} released")
+    if pool["free_req_slots"] != pool["req_slots"]:
+        found.append(f"{name}: {pool['req_slots'] - pool['free_req_slots']} rows of the table are lost")
+    free, size = pool["free_metadata_buffers"], pool["metadata_buffers"]
+    if free != size:
+        found.append(f"{name}: {size - free} metadata buffers are lost")
+    found += [f"{name}: {count} rooms are left in {book}" for book, count in pool["rooms"].items() if count]
+    found += [f"{name}: {contradiction}" for contradiction in pool.get("audit", [])]
+    return found
+
+
+def process_problems(before: Books, after: Books, restarts: int) -> list[str]:
+    """Threads, sockets and descriptors that a worker has kept; ``restarts`` of its peers happened in between."""
+    found = []
+    if before.pid != after.pid:
+        # Another process: its own beginning is not known, so that of its role is what it is held against.
+        restarts += 1
+    more = after.descriptors - before.descriptors
+    if more > SPARE_FDS + SPARE_FDS_PER_RESTART * restarts:
+        found.append(f"{after.name}: {more} descriptors more than before: {before.fds} and then {after.fds}")
+    if after.close_wait > before.close_wait + SPARE_FDS_PER_RESTART * (1 + restarts):
+        found.append(f"{after.name}: {after.close_wait} sockets are open whose peer has closed them")
+    if after.threads - before.threads > SPARE_THREADS:
+        found.append(f"{after.name}: {before.threads} threads before and {after.threads} after")
+    return found
+
+
+def rate_problems(before: float, after: Sequence[float]) -> list[str]:
+    """Whether none of the replays after the storm was as fast as the one before."""
+    if after and max(after) >= RATE_BACK * before:
+        return []
+    rates = ", ".join(f"{rate:.2f}" for rate in after)
+    return [f"{before:.2f} answers a second before the storm, and {rates} after it"]
+
+
+def summary(told: Sequence[Told]) -> dict[str, Any]:
+    """How many ended how, in what manner, and how long those waited who were told of a failure."""
+    by_end = collections.Counter(one.ended_how for one in told)
+    by_manner = collections.Counter(one.manner for one in told)
+    failed = sorted(one.took_s for one in told if one.ended_how == "failed")
+    return {
+        "requests": len(told),
+        "ended": dict(sorted(by_end.items())),
+        "manners": dict(sorted(by_manner.items())),
+        "failed_after_s": {
+            name: round(failed[min(len(failed) - 1, int(len(failed) * part))], 2)
+            for name, part in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))
+            if failed
+        },
+        "failed_later_than_60_s": sum(seconds > 60 for seconds in failed),
+        "errors": dict(collections.Counter(_kind(one.error) for one in told if one.error).most_common(12)),
+    }
+
+
+def _kind(error: str) -> str:
+    """An error without what differs from one request to the next."""
+    import re
+
+    text = re.sub(r"0x[0-9a-f]+|[0-9a-f]{32}|\d+(?:\.\d+)*", "N", error)
+    return text[:160]
