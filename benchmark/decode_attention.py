@@ -21,15 +21,15 @@ from types import SimpleNamespace
 import numpy as np
 import scipy.optimize
 import torch
+from sglang.srt.layers.attention.shared_prefix.levels import Level
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend
-from sglang_pd_radix.supplied.cpu_host.attention.backend import TorchBatchedAttnBackend
+from sglang_pd_radix.supplied.cpu_host.attention.backend import COSTS, TorchBatchedAttnBackend
 from sglang_pd_radix.supplied.cpu_host.attention.kernel import Workspace, decode_attention
-from sglang_pd_radix.supplied.cpu_host.attention.levels import COSTS, Level
 from sglang_pd_radix.supplied.cpu_host.attention.plan import Layout
 
 backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]  # without the engine's process groups
