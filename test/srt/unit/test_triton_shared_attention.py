@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -31,16 +34,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True, scope="module")
 def _interpreter():
     with (
-        interpreted(triton_backend, decode_attention, attention_utils, triton_kernels),
+        interpreted(triton_backend, triton_shared, decode_attention, attention_utils, triton_kernels),
         patch.object(triton_backend, "get_attention_tp_size", lambda: 1),
-        patch.object(
-            triton_backend,
-            "create_flashinfer_kv_indices_triton",
-            attention_utils.create_flashinfer_kv_indices_triton,
-        ),
-        patch.object(
-            triton_shared, "create_flashinfer_kv_indices_triton", attention_utils.create_flashinfer_kv_indices_triton
-        ),
         # What pays on a GPU is far longer than what an interpreter can do in a test.
         patch.object(triton_shared, "CALL", 0.0),
         patch.object(triton_shared, "PIECE", 0.0),
@@ -164,7 +159,7 @@ class Worker:
         )
 
     def tell(self, batch: ForwardBatch) -> None:
-        """What ForwardBatch.init_new does; see test_shared_attention_of_a_batch_that_the_engine_made."""
+        """What ForwardBatch.init_new does; see test_shared_attention_model.py."""
         reqs = [SimpleNamespace(req_pool_idx=row) for row in batch.req_pool_indices.tolist()]
         self.runner.running_groups.expect(
             SimpleNamespace(forward_mode=batch.forward_mode, spec_info=None, seq_lens_cpu=batch.seq_lens_cpu, reqs=reqs)
@@ -599,6 +594,59 @@ def test_the_kernels_equal_the_unshared_result(data, heads, dims, dtype):
     ones = torch.ones(count, dtype=torch.int32)
     triton_kernels.merge(own, own_lse, starts, ones, 32, packed, capacity, *memory, None, 1.0, out)
     assert (out.double() - torch.stack(expected)).abs().max() < TOLERANCE[dtype]
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from sglang.srt.layers.attention.shared_prefix import triton_kernels, triton_plan
+import re, subprocess, tempfile
+
+def build(kernel, constants, pointers, floats, capability):
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "fp32" if n in floats else "i32")
+                 for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
+               if n not in constants and n not in floats}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 2})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        arch = re.search(r"[.]target (sm_[0-9a-z]+)", built.asm["ptx"])[1]
+        command = [get_ptxas().path, "-v", "-arch=" + arch, file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    print(kernel.__name__, capability, built.metadata.shared, max(map(int, re.findall(r"([0-9]+) bytes spill", told))))
+
+for capability in (80, 90):
+    for kind, size, dim, group in (("bf16", 2, 128, 4), ("fp16", 2, 256, 2), ("fp32", 4, 128, 1)):
+        tiling = triton_plan.make_tiling(group, 8, dim, size, 100)
+        names = dict(HEADS=8 * group, GROUP=group, KEY_DIM=dim, VALUE_DIM=dim, LOGIT_CAP=0.0, BLOCK_KEY=dim)
+        names |= dict(PRECISION=triton_kernels.FLOAT32_PRODUCTS, BLOCK_ROWS=tiling.block_rows)
+        names |= dict(BLOCK_TOKENS=tiling.block_tokens, BLOCK_VALUE=dim)
+        data = {"query": "*" + kind, "keys": "*" + kind, "values": "*" + kind, "parts": "*fp32", "weights": "*fp32"}
+        data |= {"table": "*i32", "plan": "*i32"}
+        build(triton_kernels._attend_to_pieces, names, data, {"scale"}, capability)
+    names = dict(HEADS=32, VALUE_DIM=128, BLOCK_VALUE=128, LEAST_SPLIT=32, HAS_SINKS=True)
+    data = {n: "*fp32" for n in ("own", "own_weights", "parts", "weights")}
+    data |= {"out": "*bf16", "sinks": "*bf16", "own_starts": "*i32", "own_splits": "*i32", "plan": "*i32"}
+    build(triton_kernels._merge, names, data, {"value_scale"}, capability)
+"""
+
+
+@pytest.mark.thorough
+def test_the_kernels_compile_for_gpus_without_spilling_registers(tmp_path):
+    """Triton's compiler and ptxas need no GPU. In a process of its own: the interpreter changes the language."""
+    (tmp_path / "compile.py").write_text(COMPILE)  # the compiler reads the source of what it compiles from files
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    run = subprocess.run([sys.executable, tmp_path / "compile.py"], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 8
+    for _, _, memory, spilled in lines:
+        assert int(memory) <= 99 << 10 and int(spilled) <= 128, run.stdout
 
 
 def test_many_levels_keep_within_the_memory_for_partial_results():

@@ -39,6 +39,16 @@ class Tiling:
         return parts // 2 + parts * self.group // self.block_rows
 
 
+def make_tiling(group: int, kv_heads: int, dim: int, element_size: int, processors: int) -> Tiling:
+    """The tiling for heads of ``dim`` numbers: the largest that compiles without spilling registers (sm_80 and sm_90).
+
+    Two programs for each of the device's processors, since they do not all take the same time.
+    """
+    narrow, half = dim <= 128, element_size == 2
+    rows = 64 if narrow and half else 32 if narrow or half else 16
+    return Tiling(group, kv_heads, rows, 64 if narrow and half else 32, 2 * max(1, processors))
+
+
 @dataclass(frozen=True)
 class SharedPlan:
     """begins: where each request's own part begins. queries: whose each partial result is, by position in the batch.

@@ -15,7 +15,7 @@ from . import triton_kernels
 from .levels import Costs, LayerShape
 from .option import is_windowed
 from .running_groups import RunningGroups
-from .triton_plan import HEADER, PARTS, SharedPlan, Tiling, levels_within, make_plan, nothing_shared
+from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared
 
 #: Bytes that a GPU reads in a nanosecond of attention; estimated from data sheets (A100 2.0, H100 3.4 at their peak).
 BANDWIDTH = 2000.0
@@ -63,13 +63,8 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         # A partial result is written and read again.
         query = 2 * heads * (value_dim + 1) * 4 / BANDWIDTH
         self._costs = Costs(byte=1 / BANDWIDTH, product=0, score=0, piece=PIECE, query=query)
-        narrow = max(key_dim, value_dim) <= 128
-        self._tiling = Tiling(
-            group=heads // kv_heads,
-            kv_heads=kv_heads,
-            block_rows=64 if narrow else 32,
-            block_tokens=64 if narrow and keys.element_size() == 2 else 32,
-            programs=2 * max(1, self.device_core_count),
+        self._tiling = make_tiling(
+            heads // kv_heads, kv_heads, max(key_dim, value_dim), keys.element_size(), self.device_core_count
         )
         self._partial = (heads, value_dim)
         self.groups = RunningGroups(runner.req_to_token_pool, pool.page_size)
