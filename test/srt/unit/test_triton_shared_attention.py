@@ -637,6 +637,7 @@ for capability in (80, 90):
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(400)
 def test_the_kernels_compile_for_gpus_without_spilling_registers(tmp_path):
     """Triton's compiler and ptxas need no GPU. In a process of its own: the interpreter changes the language."""
     (tmp_path / "compile.py").write_text(COMPILE)  # the compiler reads the source of what it compiles from files
