@@ -1,38 +1,51 @@
-"""What one layer's decode attention takes on a CPU host: the engine's loop, the batch at once, shared prefixes once.
+"""What one layer's decode attention takes: the engine's, the batch at once, shared prefixes once.
 
-    python benchmark/decode_attention.py [--threads N] [--runs N]      the three sides, in turns
+    python benchmark/decode_attention.py [--threads N] [--runs N]      the three sides on a CPU host, in turns
     python benchmark/decode_attention.py --grouping                   what it costs to find out what is shared
     python benchmark/decode_attention.py --fit                        the constants of the cost model
+    python benchmark/decode_attention.py --triton                     on a GPU: the engine's triton backend and ours
+    python benchmark/decode_attention.py --triton-grouping            what ours has the scheduler do, on any host
 
 The real backends on the real pools; no model, no server. "Limit" is the time in which the step's distinct KV can be
-read once from memory, at the speed at which this machine sums 256 MiB.
+read once from memory, at the speed at which this machine sums 256 MiB (a GPU: 4 GiB). Neither side of --triton has
+run anywhere but in Triton's interpreter (--interpret), where times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import scipy.optimize
 import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.shared_prefix import triton_shared
+from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, Level
+from sglang.srt.layers.attention.shared_prefix.running_groups import RunningGroups
+from sglang.srt.layers.attention.shared_prefix.triton_plan import PARTS, levels_within, make_plan, make_tiling
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend
-from sglang_pd_radix.supplied.cpu_host.attention.backend import TorchBatchedAttnBackend
+from sglang_pd_radix.supplied.cpu_host.attention.backend import COSTS, TorchBatchedAttnBackend
 from sglang_pd_radix.supplied.cpu_host.attention.kernel import Workspace, decode_attention
-from sglang_pd_radix.supplied.cpu_host.attention.levels import COSTS, Level
 from sglang_pd_radix.supplied.cpu_host.attention.plan import Layout
 
-backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]  # without the engine's process groups
+# Without the engine's process groups.
+backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]
+triton_backend.get_attention_tp_size = lambda: 1
 
 
 @dataclass(frozen=True)
@@ -62,15 +75,28 @@ CASES = (
 )
 
 
+GPU_CASES = (
+    Case("GQA 32:8, bf16", 32, 4, 1024, 200, 32, 8, 128, dtype=torch.bfloat16),
+    Case("GQA 32:8, bf16", 128, 4, 8192, 500, 32, 8, 128, dtype=torch.bfloat16),
+    Case("GQA 32:8, bf16, page 1", 128, 4, 8192, 500, 32, 8, 128, page=1, dtype=torch.bfloat16),
+    Case("GQA 32:8, bf16", 256, 64, 2048, 500, 32, 8, 128, dtype=torch.bfloat16),
+    Case("16 heads, bf16", 64, 4, 4096, 500, 16, 16, 128, dtype=torch.bfloat16),
+    Case("GQA 32:8, float32", 32, 4, 1024, 200, 32, 8, 128),
+    Case("GQA 32:8, bf16, nothing shared", 128, 128, 0, 2048, 32, 8, 128, dtype=torch.bfloat16),
+)
+# Small enough for an interpreter.
+INTERPRETED_CASES = (Case("2 heads", 4, 2, 48, 40, 2, 1, 16),)
+
+
 class Batch:
     """A decode step that can be run by any backend: prefixes in runs of slots, what is a request's own page by page."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        self.case, self.device = case, device
         shared, own = case.shared // case.page * case.page, -(-(case.own + 1) // case.page) * case.page
         size = case.groups * shared + case.requests * own + case.page
         common = dict(
-            size=size, page_size=case.page, dtype=case.dtype, layer_num=1, device="cpu", enable_memory_saver=False
+            size=size, page_size=case.page, dtype=case.dtype, layer_num=1, device=device, enable_memory_saver=False
         )
         if case.kv_heads:
             self.kv = MHATokenToKVPool(head_num=case.kv_heads, head_dim=case.dim, **common)
@@ -82,9 +108,9 @@ class Batch:
             buffer.normal_()
         kv_heads = case.kv_heads or 1
         self.layer = RadixAttention(case.heads, case.dim, case.dim**-0.5, kv_heads, 0, v_head_dim=value_dim)
-        self.pool = ReqToTokenPool(case.requests, shared + own, "cpu", False)
+        self.pool = ReqToTokenPool(case.requests, shared + own, device, False)
         self.runner = SimpleNamespace(
-            device="cpu",
+            device=device,
             dtype=case.dtype,
             token_to_kv_pool=self.kv,
             req_to_token_pool=self.pool,
@@ -101,15 +127,51 @@ class Batch:
             slots = np.r_[first : first + shared, (mine[:, None] * case.page + np.arange(case.page)).reshape(-1)]
             self.rows.append(torch.from_numpy(slots.astype(np.int32)))
         torch.manual_seed(0)
-        self.query = torch.randn(case.requests, case.heads * case.dim).to(case.dtype)
+        self.query = torch.randn(case.requests, case.heads * case.dim).to(device, case.dtype)
         self.length = shared + case.own
         self.kv_bytes = sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
         self.distinct = case.groups * shared + case.requests * case.own
 
-    def backend(self, kind: type) -> TorchNativeAttnBackend:
-        made = kind(self.runner)
+    def fill_table(self) -> None:
         for row, slots in enumerate(self.rows):
             self.pool.write((row, slice(0, len(slots))), slots)
+
+    def backend(self, kind: type) -> TorchNativeAttnBackend:
+        made = kind(self.runner)
+        self.fill_table()
+        return made
+
+    def triton_backends(self) -> dict[str, Any]:
+        """The engine's triton backend, and the one that shares, on what both need of a model runner."""
+        case = self.case
+        self.runner.__dict__.update(
+            gpu_id=0,
+            model=torch.nn.ModuleList([self.layer]),
+            token_to_kv_pool_allocator=None,
+            sliding_window_size=None,
+            hybrid_gdn_config=None,
+            kimi_linear_config=None,
+            server_args=SimpleNamespace(
+                speculative_num_draft_tokens=None,
+                speculative_num_steps=None,
+                triton_attention_num_kv_splits=8,
+                triton_attention_split_tile_size=None,
+                disable_cuda_graph=True,
+                chunked_prefill_size=-1,
+                enable_deterministic_inference=False,
+            ),
+        )
+        self.runner.model_config.__dict__.update(
+            attention_arch=AttentionArch.MHA,
+            get_num_kv_heads=lambda size: case.kv_heads,
+            context_len=self.length,
+            is_encoder_decoder=False,
+        )
+        made = {
+            "engine": triton_backend.TritonAttnBackend(self.runner),
+            "shared": triton_shared.SharedPrefixTritonBackend(self.runner, [self.layer]),
+        }
+        self.fill_table()
         return made
 
     def step(self, length: int) -> ForwardBatch:
@@ -118,9 +180,9 @@ class Batch:
             forward_mode=ForwardMode.DECODE,
             batch_size=count,
             input_ids=torch.zeros(count, dtype=torch.int64),
-            req_pool_indices=torch.arange(count),
-            seq_lens=torch.full((count,), length),
-            out_cache_loc=torch.zeros(count, dtype=torch.int64),
+            req_pool_indices=torch.arange(count, device=self.device),
+            seq_lens=torch.full((count,), length, device=self.device),
+            out_cache_loc=torch.zeros(count, dtype=torch.int64, device=self.device),
             seq_lens_sum=count * length,
             req_to_token_pool=self.pool,
             token_to_kv_pool=self.kv,
@@ -146,16 +208,122 @@ def in_turns(sides: dict[str, Callable[[], float]], runs: int) -> dict[str, floa
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def memory_speed() -> float:
+def memory_speed(device: str = "cpu") -> float:
     """Bytes a second, read."""
-    data = torch.ones(64 << 20)
+    data = torch.ones((64 if device == "cpu" else 1024) << 20, device=device)
 
     def read() -> float:
+        if device != "cpu":
+            return gpu_seconds(data.sum)
         began = time.perf_counter()
         data.sum()
         return time.perf_counter() - began
 
     return data.numel() * data.element_size() / in_turns({"read": read}, 9)["read"]
+
+
+def gpu_seconds(run: Callable[[], object]) -> float:
+    """Seconds on the device, of 10 calls in a row so that it does not wait for the host."""
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began.record()
+    for _ in range(10):
+        run()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e4
+
+
+def compare_triton(runs: int, interpret: bool) -> None:
+    """The table of the two sides of a GPU. With ``interpret`` on this machine's CPU, to see that it runs."""
+    device = "cpu" if interpret else "cuda"
+    if interpret:  # what pays on a GPU is far longer
+        triton_shared.CALL = triton_shared.PIECE = 0.0
+    speed = memory_speed(device)
+    where = "Triton's interpreter: the times mean nothing" if interpret else torch.cuda.get_device_name()
+    print(f"{where}; memory is read at {speed / 1e9:.0f} GB/s. Milliseconds of one layer; metadata: of a step.\n")
+    print(
+        "| layer | requests | shared | own | engine | shared once | engine / shared | limit | greatest difference |",
+        end="",
+    )
+    print(" metadata, engine | shared |")
+    print("|" + "---|" * 11)
+    for case in INTERPRETED_CASES if interpret else GPU_CASES:
+        batch = Batch(case, device)
+        sides, took, made, outs = batch.triton_backends(), {}, {}, {}
+        groups = batch.runner.running_groups
+        step = batch.step(batch.length)
+        reqs = [SimpleNamespace(req_pool_idx=row) for row in range(case.requests)]
+        told = SimpleNamespace(
+            forward_mode=step.forward_mode, spec_info=None, seq_lens_cpu=step.seq_lens.cpu(), reqs=reqs
+        )
+
+        def prepare(side: Any, groups=groups, told=told, step=step) -> float:
+            if not interpret:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            groups.expect(told)
+            side.init_forward_metadata(step)
+            return time.perf_counter() - began
+
+        for name, side in sides.items():
+            # Rows come to the host 16 a step, and each step finds what has arrived.
+            made[name] = statistics.median([prepare(side) for _ in range(2 if interpret else case.requests // 16 + 20)])
+            run = partial(side.forward_decode, batch.query, None, None, batch.layer, step, save_kv_cache=False)
+            outs[name] = run().float()
+            took[name] = 0.0 if interpret else statistics.median([gpu_seconds(run) for _ in range(runs)])
+        if (sides["shared"]._launch is None) == bool(case.shared) and not interpret:
+            print(f"{case}: shared {'nothing' if case.shared else 'something'}")
+        cells = [
+            case.name,
+            f"{case.requests} in {case.groups}" if case.shared else f"{case.requests}",
+            f"{case.shared}",
+            f"{case.own}",
+            *(f"{1e3 * seconds:.3f}" for seconds in took.values()),
+            "–" if interpret else f"{took['engine'] / took['shared']:.2f}",
+            f"{1e3 * batch.distinct * batch.kv_bytes / speed:.3f}",
+            f"{float((outs['engine'] - outs['shared']).abs().max()):.0e}",
+            *(f"{1e3 * seconds:.3f}" for seconds in made.values()),
+        ]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def triton_grouping(runs: int) -> None:
+    """What the triton form has the scheduler do on the host for 256 requests, but for what it launches on a device."""
+    print("256 requests, one of which leaves and comes back before each step; GQA 32:8, bf16; milliseconds, median.\n")
+    print("| prefixes | shared | page | same batch | changed | tree | levels | plan | array | its size |")
+    print("|" + "---|" * 10)
+    for groups, shared, page in ((8, 1024, 1), (8, 1024, 16), (8, 8192, 16), (128, 1024, 16)):
+        pool = ReqToTokenPool(256, shared + 400, "cpu", False)
+        for row in range(256):
+            pool.req_to_token[row, :shared] = torch.arange(shared) + row % groups * shared
+            pool.req_to_token[row, shared:] = torch.arange(400) + 10**7 + 1000 * row
+        running = RunningGroups(pool, page)
+        costs = Costs(byte=1 / triton_shared.BANDWIDTH, product=0, score=0, piece=triton_shared.PIECE, query=4.1)
+        shape, tiling = LayerShape(32, 8, 256, 4096), make_tiling(4, 8, 128, 2, 132)
+        rows, most = list(range(256)), PARTS * 256
+        times: dict[str, list[float]] = {name: [] for name in ("same", "changed", "tree", "levels", "plan", "array")}
+        while running.follow(rows, [shared + 200] * 256):
+            pass
+        for turn in range(4 * runs):
+            lens = [shared + 201 + turn] * 256
+            at = [time.perf_counter()]
+            running.follow(rows, lens)
+            times["same"].append(time.perf_counter() - at[0])
+            pool.write((turn, slice(0, shared)), pool.req_to_token[turn, :shared].clone())
+            at = [time.perf_counter()]
+            running.follow(rows, lens)
+            at.append(time.perf_counter())
+            levels = levels_within(running.prefixes, shape, costs, triton_shared.CALL, most)
+            at.append(time.perf_counter())
+            plan = make_plan(levels, rows, tiling, most)
+            at.append(time.perf_counter())
+            packed = plan.packed(256)
+            at.append(time.perf_counter())
+            times["changed"].append(at[-1] - at[0])
+            for name, began, ended in zip(("tree", "levels", "plan", "array"), at, at[1:], strict=False):
+                times[name].append(ended - began)
+        cells = [str(groups), str(shared), str(page), *(f"{1e3 * statistics.median(t):.3f}" for t in times.values())]
+        print("| " + " | ".join(cells) + f" | {packed.nbytes / 1024:.0f} KiB |", flush=True)
 
 
 def compare(runs: int) -> None:
@@ -264,10 +432,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="of each side, in turns (default: 15)")
     parser.add_argument("--grouping", action="store_true", help="what the plan of a step costs")
     parser.add_argument("--fit", action="store_true", help="the constants of the cost model")
+    parser.add_argument("--triton", action="store_true", help="the triton backends, on a GPU")
+    parser.add_argument("--interpret", action="store_true", help="with --triton: small, in Triton's interpreter")
+    parser.add_argument("--triton-grouping", action="store_true", help="what the triton form does on the host")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    chosen = grouping if args.grouping else fit if args.fit else compare
+    if args.triton:
+        if args.interpret != (os.environ.get("TRITON_INTERPRET") == "1"):
+            parser.error("--interpret goes with TRITON_INTERPRET=1 in the environment, and neither without the other")
+        compare_triton(args.runs, args.interpret)
+        return
+    chosen = triton_grouping if args.triton_grouping else grouping if args.grouping else fit if args.fit else compare
     chosen(args.runs)
 
 

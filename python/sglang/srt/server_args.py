@@ -11,6 +11,7 @@ import logging
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.shared_prefix import option as shared_attention
 
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
@@ -130,10 +131,12 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
 
     def check_server_args(self) -> None:
-        """Adds checks when all defaults are settled: of pages, the secret, Mooncake, and that the cache is still on."""
+        """Adds checks when all defaults are settled: of pages, shared decode attention, the secret, Mooncake, and that
+        the cache is still on."""
         if self.page_size < 1:
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
+        shared_attention.check(self)
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,19 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, choose_levels
+from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend as batched
-from sglang_pd_radix.supplied.cpu_host.attention import levels, plan
-from sglang_pd_radix.supplied.cpu_host.attention.levels import Costs, LayerShape, choose_levels
-from sglang_pd_radix.supplied.cpu_host.attention.prefixes import RunningPrefixes
+from sglang_pd_radix.supplied.cpu_host.attention import plan
 
 MAX_LEN, ROWS, SLOTS = 4096, 24, 16384
 # So that every level of the small cases is read together; what the real ones choose has a test of its own.
-ANYTHING_PAYS = Costs(piece=0, query=0)
+ANYTHING_PAYS = replace(batched.COSTS, piece=0, query=0)
 SHAPES = {"mha": (4, 4, 32), "gqa": (8, 2, 32), "mqa": (4, 1, 16), "mla": (4, 1, 48)}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -253,11 +253,12 @@ def test_rows_that_part_within_a_page_share_the_pages_before_it():
 
 def test_a_level_has_to_pay():
     shape = LayerShape(heads=16, kv_heads=8, dims=128, kv_bytes=4096)
+    costs = Costs(byte=0.16, product=0.034, score=2.4, piece=20_000, query=30)
     for length, pays in ((2, False), (2048, True)):
         prefixes = RunningPrefixes(1)
         for row in range(8):
             prefixes.add(row, np.r_[:length, 10**6 + row].astype(np.int32))
-        assert [level.end for level in choose_levels(prefixes, shape, levels.COSTS)] == ([length] if pays else [])
+        assert [level.end for level in choose_levels(prefixes, shape, costs)] == ([length] if pays else [])
 
 
 def test_sharing_can_be_switched_off(monkeypatch):

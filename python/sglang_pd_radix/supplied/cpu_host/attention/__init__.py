@@ -1,10 +1,10 @@
 """Decode attention for CPU hosts: the requests of a step at once, and what they share read once.
 
-prefixes.py   which running requests share which KV slots
-levels.py     which of that is worth reading together
 plan.py       the pieces of KV of a step, in blocks, from batch to batch and from step to step
 kernel.py     the computation
 backend.py    the engine's interface
+
+Who shares what, and what of it pays, is in ``sglang/srt/layers/attention/shared_prefix``, which GPUs use as well.
 """
 
 from __future__ import annotations

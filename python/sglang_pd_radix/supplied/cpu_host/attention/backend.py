@@ -7,37 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, Level, choose_levels
+from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
+from sglang.srt.layers.attention.shared_prefix.written_rows import WrittenRows
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from .kernel import Plan, Workspace, decode_attention
-from .levels import COSTS, LayerShape, Level, choose_levels
 from .plan import Layout
-from .prefixes import RunningPrefixes
 
 #: 0: every request reads its whole KV.
 SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
-
-
-class WrittenRows:
-    """Rows of ``req_to_token`` that were written other than by appending a decode step's token.
-
-    What a row holds is set when its request is admitted, and again when the prefix cache takes the request's KV in and
-    gives it the slots it had already. Both go through the pool's ``write``, with a slice of positions.
-    """
-
-    def __init__(self, pool: Any) -> None:
-        self.rows: set[int] = set()
-        write = pool.write
-
-        def noted(indices: Any, values: Any) -> None:
-            if isinstance(indices[1], slice):
-                self.rows.add(int(indices[0]))
-            write(indices, values)
-
-        pool.write = noted
+#: On one thread, where a byte is gathered and then read again. Fitted by ``benchmark/decode_attention.py --fit`` to its
+#: times; two threads change all of it alike.
+COSTS = Costs(byte=0.16, product=0.034, score=2.4, piece=20_000, query=30)
 
 
 class TorchBatchedAttnBackend(TorchNativeAttnBackend):

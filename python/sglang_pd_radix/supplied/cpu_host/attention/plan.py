@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.layers.attention.shared_prefix.levels import Level
 
 from .kernel import Block, Plan
-from .levels import Level
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -10,22 +10,16 @@ from .prefixes import RunningPrefixes
 
 @dataclass(frozen=True)
 class Costs:
-    """What attention to a piece of KV takes, in nanoseconds on one thread.
+    """What attention to a piece of KV takes on some device, in nanoseconds."""
 
-    Fitted by ``benchmark/decode_attention.py --fit`` to its times; two threads change all of it alike.
-    """
-
-    #: To gather a byte of KV, and read it again.
-    byte: float = 0.16
+    #: To read a byte of KV.
+    byte: float
     #: A multiplication and addition of a head's query with a key or a value; and its score: maximum, exponential, sum.
-    product: float = 0.034
-    score: float = 2.4
+    product: float
+    score: float
     #: A piece, whatever its length, and each query of it: to be selected, and merged with the others of its request.
-    piece: float = 20_000
-    query: float = 30
-
-
-COSTS = Costs()
+    piece: float
+    query: float
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""Shared decode attention on GPUs: whether it is asked for, what it is refused with, where it does not apply."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+OPTION = "SGLANG_TRITON_SHARED_PREFIX_ATTENTION"
+#: Wider heads take more registers than a program has; which tiling they need can only be found on a GPU.
+WIDEST_HEAD = 256
+
+
+def wanted() -> bool:
+    """Whether the environment asks for it. Raises ValueError for a value that is neither 0 nor 1."""
+    value = os.environ.get(OPTION, "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{OPTION} is {value!r}: give 1 to read shared prefixes once, 0 or nothing to leave it off.")
+    return value == "1"
+
+
+def check(args: Any) -> None:
+    """Raise ValueError for the first server argument that the option does not go with. A prefill worker ignores it."""
+    if not wanted() or args.disaggregation_mode == "prefill":
+        return
+    _, backend = args.get_attention_backends()
+    if backend != "triton":
+        raise ValueError(
+            f"{OPTION}=1 is for the triton attention backend, but decode steps use {backend!r}. "
+            "Add --decode-attention-backend triton, or unset the variable."
+        )
+    unverified = {
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--enable-deterministic-inference, since sums depend on what is shared": args.enable_deterministic_inference,
+        "--enable-double-sparsity": args.enable_double_sparsity,
+        "--enable-two-batch-overlap": args.enable_two_batch_overlap,
+        "--enable-pdmux": args.enable_pdmux,
+        "--enable-dp-attention": args.enable_dp_attention,
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--pipeline-parallel-size above 1": args.pp_size > 1,
+    }
+    for name, used in unverified.items():
+        if used:
+            raise ValueError(f"{OPTION}=1 is not verified together with {name}. Leave one of the two out.")
+
+
+def is_windowed(layer: Any) -> bool:
+    """Whether a layer attends to a sliding window only, for which the engine keeps metadata of its own."""
+    return layer.sliding_window_size is not None and layer.sliding_window_size > -1
+
+
+def why_not(runner: Any, layers: Sequence[Any]) -> str | None:
+    """Why decode attention of this model is not shared; None if it is.
+
+    layers: the model's attention layers. Those with a sliding window stay with the engine beside others that are
+    shared; any other that cannot be shared leaves the whole model unshared, since one set of metadata serves them.
+    """
+    import torch
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if runner.model_config.attention_arch == AttentionArch.MLA:
+        return "MLA reads a latent for all heads of a request at once as it is, and its tiling needs a GPU to be found"
+    full = [layer for layer in layers if not is_windowed(layer)]
+    if not full:
+        return "every layer has a sliding window"
+    if any(layer.xai_temperature_len > 0 for layer in full):
+        return "the model scales scores by position (xai temperature)"
+    if any(layer.is_cross_attention for layer in full):
+        return "the model has cross attention"
+    shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in full}
+    if len(shapes) > 1:
+        return "its layers have heads of several shapes"
+    if max(full[0].qk_head_dim, full[0].v_head_dim) > WIDEST_HEAD:
+        return f"its heads are wider than {WIDEST_HEAD}"
+    pool = runner.token_to_kv_pool
+    types = {pool.get_key_buffer(full[0].layer_id).dtype, pool.get_value_buffer(full[0].layer_id).dtype}
+    if types != {runner.dtype} or runner.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its KV is kept in {', '.join(sorted(map(str, types)))} and computed with in {runner.dtype}"
+    return None

@@ -1,0 +1,156 @@
+"""The pieces of shared KV of a step, and whose queries attend to each, as one array for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from .levels import Costs, LayerShape, Level, choose_levels
+from .prefixes import RunningPrefixes
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+#: Partial results over shared pieces that a step may have, for each request, on average. It bounds their memory.
+PARTS = 4
+#: A shared piece is not cut shorter: a partial result takes as many bytes as several tokens.
+PIECE_TOKENS = 256
+
+# Where things lie in the array: three numbers, then what each request has of its own in an array of fixed size.
+HEADER = 4
+ITEM = 6
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut for a device: rows of a product, tokens of a step of the loop, programs to keep it busy."""
+
+    group: int
+    kv_heads: int
+    block_rows: int
+    block_tokens: int
+    programs: int
+
+    def most_items(self, parts: int) -> int:
+        """Items of a plan with so many partial results: a piece has two queries at least, and a last block each."""
+        return parts // 2 + parts * self.group // self.block_rows
+
+
+def make_tiling(group: int, kv_heads: int, dim: int, element_size: int, processors: int) -> Tiling:
+    """The tiling for heads of ``dim`` numbers: the largest that compiles without spilling registers (sm_80 and sm_90).
+
+    Two programs for each of the device's processors, since they do not all take the same time.
+    """
+    narrow, half = dim <= 128, element_size == 2
+    rows = 64 if narrow and half else 32 if narrow or half else 16
+    return Tiling(group, kv_heads, rows, 64 if narrow and half else 32, 2 * max(1, processors))
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """begins: where each request's own part begins. queries: whose each partial result is, by position in the batch.
+
+    sources: the partial results of each request, one request after another, ``ends`` where each stops. items, one for
+    each program and KV head: row, start, end of the piece, its first partial result, which block of its query rows, and
+    how many queries it has.
+    """
+
+    begins: Ints
+    queries: Ints
+    sources: Ints
+    ends: Ints
+    items: Ints
+
+    def packed(self, capacity: int) -> np.ndarray:
+        """One int32 array, with room for ``capacity`` requests where a graph has to find things in the same place.
+
+        [items, where queries begin, where items begin, 0], begins[capacity], starts of sources[capacity + 1], sources,
+        queries, items.
+        """
+        requests, parts = len(self.begins), len(self.queries)
+        starts = HEADER + capacity
+        sources = starts + capacity + 1
+        queries, items = sources + parts, sources + 2 * parts
+        out = np.zeros(items + self.items.size, np.int32)
+        out[:3] = len(self.items), queries, items
+        out[HEADER : HEADER + requests] = self.begins
+        out[starts + 1 : starts + 1 + requests] = self.ends
+        out[starts + 1 + requests : sources] = parts
+        out[sources:queries] = self.sources
+        out[queries:items] = self.queries
+        out[items:] = self.items.reshape(-1)
+        return out
+
+
+def nothing_shared() -> SharedPlan:
+    """The plan by which every request reads all of its KV itself."""
+    none = np.empty(0, np.int64)
+    return SharedPlan(none, none, none, none, np.empty((0, ITEM), np.int64))
+
+
+def levels_within(
+    prefixes: RunningPrefixes, shape: LayerShape, costs: Costs, least_gain: float, most_parts: int
+) -> list[Level]:
+    """The levels to read together, with at most ``most_parts`` partial results; none if they save too little.
+
+    least_gain: nanoseconds, what a step with shared pieces takes more than one without, for a layer.
+    """
+    levels = choose_levels(prefixes, shape, costs)
+    while sum(len(level.rows) for level in levels) > most_parts:
+        costs = replace(costs, query=4 * costs.query + 1)
+        levels = choose_levels(prefixes, shape, costs)
+    saved = sum((len(level.rows) - 1) * (level.end - level.start) for level in levels)
+    return levels if saved * shape.kv_bytes * costs.byte > least_gain else []
+
+
+def make_plan(levels: Sequence[Level], rows: Sequence[int], tiling: Tiling, most_parts: int) -> SharedPlan:
+    """Cut levels into pieces, so that there are programs enough and each has about as much to read."""
+    index = {row: i for i, row in enumerate(rows)}
+    members = np.fromiter(map(index.__getitem__, chain.from_iterable(level.rows for level in levels)), np.int64)
+    start = np.array([level.start for level in levels])
+    end = np.array([level.end for level in levels])
+    count = np.array([len(level.rows) for level in levels])
+    blocks = -(-count * tiling.group // tiling.block_rows)
+
+    begins = np.zeros(len(rows), np.int64)
+    np.maximum.at(begins, members, np.repeat(end, count))
+
+    work = int(((end - start) * blocks).sum()) * tiling.kv_heads
+    tokens = max(PIECE_TOKENS, _rounded_up(work // tiling.programs + 1, tiling.block_tokens))
+    while True:
+        pieces = -(-(end - start) // tokens)
+        parts = int((pieces * count).sum())
+        if parts <= most_parts or pieces.max() == 1:
+            break
+        tokens *= 2
+    # Of the pieces of a level, all but the last are of the same length, whole steps of the kernel's loop.
+    length = _rounded_up(-(-(end - start) // pieces), tiling.block_tokens)
+    pieces = -(-(end - start) // length)
+
+    level = np.repeat(np.arange(len(levels)), pieces)
+    piece_start = start[level] + _within(pieces) * length[level]
+    piece_end = np.minimum(piece_start + length[level], end[level])
+    width = count[level]
+    first = np.cumsum(width) - width
+    queries = members[np.repeat((np.cumsum(count) - count)[level], width) + _within(width)]
+
+    piece = np.repeat(np.arange(len(level)), blocks[level])
+    row = np.asarray(rows)[queries[first]]
+    items = np.stack(
+        [row[piece], piece_start[piece], piece_end[piece], first[piece], _within(blocks[level]), width[piece]], axis=1
+    )
+    sources = np.argsort(queries, kind="stable")
+    ends = np.cumsum(np.bincount(queries, minlength=len(rows)))
+    return SharedPlan(begins, queries, sources, ends, items)
+
+
+def _rounded_up(value: Any, to: int) -> Any:
+    return -(-value // to) * to
+
+
+def _within(counts: Ints) -> Ints:
+    """0 to n - 1 for each n."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

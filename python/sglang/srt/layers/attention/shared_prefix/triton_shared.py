@@ -1,0 +1,259 @@
+"""The engine's ``triton`` backend, with decode steps that read shared prefixes once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend, logit_capping_mod
+from sglang.srt.layers.attention.triton_ops import decode_attention as engine_kernels
+from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
+
+from . import triton_kernels
+from .levels import Costs, LayerShape
+from .option import is_windowed
+from .running_groups import RunningGroups
+from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared
+
+#: Bytes that a GPU reads in a nanosecond of attention; estimated from data sheets (A100 2.0, H100 3.4 at their peak).
+BANDWIDTH = 2000.0
+#: A piece that is read for itself: what one of a hundred processors needs to begin, 5 us, in time of all of them.
+#: Estimated. What multiplies and adds is the same with sharing as without, so the choice does not depend on it.
+PIECE = 50.0
+#: What a layer's step with shared pieces takes more, for the launch of one more kernel. Estimated.
+CALL = 10_000.0
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """The attention layers of a runner's model."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the layers of a step are called with: how many items at most, and memory for partial results."""
+
+    items: int
+    parts: torch.Tensor
+    weights: torch.Tensor
+
+
+class SharedPrefixTritonBackend(TritonAttnBackend):
+    """A decode step attends to shared pieces with all their queries at once, and to what each request has of its own
+    with the engine's kernel; one more kernel merges them. Everything else is the engine's.
+
+    The engine's metadata of a decode step (``kv_indptr``, ``kv_indices``, ``num_kv_splits``) is cut down to the own
+    parts. The plan of the shared ones is an array on the device, written anew when the batch or what it shares changes.
+    A CUDA graph is captured with both, at addresses that stay: the same graph serves every plan, and the empty one.
+    """
+
+    def __init__(self, runner: Any, layers: Sequence[Any]) -> None:
+        super().__init__(runner)
+        layer = next(layer for layer in layers if not is_windowed(layer))
+        pool = runner.token_to_kv_pool
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
+        key_dim, value_dim = keys.shape[-1], values.shape[-1]
+        token_bytes = kv_heads * (key_dim + value_dim) * keys.element_size()
+        self._shape = LayerShape(heads=heads, kv_heads=kv_heads, dims=key_dim + value_dim, kv_bytes=token_bytes)
+        # A partial result is written and read again.
+        query = 2 * heads * (value_dim + 1) * 4 / BANDWIDTH
+        self._costs = Costs(byte=1 / BANDWIDTH, product=0, score=0, piece=PIECE, query=query)
+        self._tiling = make_tiling(
+            heads // kv_heads, kv_heads, max(key_dim, value_dim), keys.element_size(), self.device_core_count
+        )
+        self._partial = (heads, value_dim)
+        self.groups = RunningGroups(runner.req_to_token_pool, pool.page_size)
+        # Where ForwardBatch.init_new finds them.
+        runner.running_groups = self.groups
+
+        self._capacity = runner.req_to_token_pool.size
+        most = PARTS * self._capacity
+        self._array = torch.zeros(
+            HEADER + 2 * self._capacity + 1 + 2 * most + 6 * self._tiling.most_items(most),
+            dtype=torch.int32,
+            device=self.device,
+        )
+        self._begins = self._array[HEADER : HEADER + self._capacity]
+        self._nothing = nothing_shared()
+        self._plan = self._on_device = self._nothing
+        self._memory = self._new_memory(0)
+        # Of the captured graphs; theirs stays where it is.
+        self._graph_memory: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._launch: Launch | None = None
+
+    def _new_memory(self, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads, value_dim = self._partial
+        shape = {"dtype": torch.float32, "device": self.device}
+        return torch.empty((parts, heads, value_dim), **shape), torch.empty((parts, heads), **shape)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """The engine's, and for a decode step with something to share the plan of it."""
+        super().init_forward_metadata(forward_batch)
+        self._launch = None
+        batch = self.groups.take()
+        if batch is None or not forward_batch.forward_mode.is_decode() or len(batch[0]) != forward_batch.batch_size:
+            return
+        plan = self._next_plan(*batch)
+        if plan is self._nothing:
+            return
+        self._put(plan)
+        metadata = self.forward_metadata
+        self._read_own_parts(
+            forward_batch.batch_size,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            metadata.kv_indices,
+            metadata.num_kv_splits,
+        )
+        parts = len(plan.queries)
+        if len(self._memory[0]) < parts:
+            self._memory = self._new_memory(parts)
+        self._launch = Launch(len(plan.items), *self._memory)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """The engine's, and memory for as many partial results as a batch of this size may have."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
+        self._graph_memory = self._new_memory(PARTS * max_bs)
+
+    def init_forward_metadata_capture_cuda_graph(self, bs: int, *args: Any, **kwargs: Any) -> None:
+        """The engine's; the graph takes the plan that is on the device at its replay. One request shares nothing."""
+        super().init_forward_metadata_capture_cuda_graph(bs, *args, **kwargs)
+        self._launch = None
+        if bs > 1 and self._graph_memory is not None:
+            self._put(self._nothing)
+            self._launch = Launch(self._tiling.most_items(PARTS * bs), *self._graph_memory)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, bs: int, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """The engine's, and the plan of the batch. What the engine fills the batch up with shares nothing."""
+        super().init_forward_metadata_replay_cuda_graph(bs, req_pool_indices, seq_lens, *args, **kwargs)
+        batch = self.groups.take()
+        plan = self._nothing if batch is None or bs == 1 else self._next_plan(*batch)
+        self._put(plan)
+        if plan is not self._nothing:
+            self._read_own_parts(
+                bs, req_pool_indices, seq_lens, self.cuda_graph_kv_indices, self.cuda_graph_num_kv_splits[:bs]
+            )
+
+    def _next_plan(self, rows: list[int], lens: list[int]) -> SharedPlan:
+        if self.groups.follow(rows, lens):
+            most = PARTS * len(rows)
+            levels = levels_within(self.groups.prefixes, self._shape, self._costs, CALL, most)
+            self._plan = make_plan(levels, rows, self._tiling, most) if levels else self._nothing
+        return self._plan
+
+    def _put(self, plan: SharedPlan) -> None:
+        """Have a plan on the device, in the order of the stream; its copy is waited for by nobody."""
+        if plan is self._on_device:
+            return
+        packed = torch.from_numpy(plan.packed(self._capacity))
+        if self._array.is_cuda:
+            # torch keeps pinned memory until the copies out of it have ended.
+            packed = packed.pin_memory()
+        self._array[: len(packed)].copy_(packed, non_blocking=True)
+        self._on_device = plan
+
+    def _read_own_parts(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kv_indices: torch.Tensor,
+        num_kv_splits: torch.Tensor,
+    ) -> None:
+        """Cut the engine's metadata down to what no shared piece holds, on the device."""
+        begins = self._begins[:bs]
+        lens = seq_lens[:bs] - begins
+        self.kv_indptr[1 : bs + 1] = torch.cumsum(lens, dim=0)
+        create_flashinfer_kv_indices_triton[(bs,)](
+            self.req_to_token,
+            req_pool_indices,
+            lens,
+            self.kv_indptr,
+            begins,
+            kv_indices,
+            self.req_to_token.stride(0),
+        )
+        self.get_num_kv_splits(num_kv_splits, lens)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of own and shared parts where the step has a plan, else the engine's."""
+        launch = self._launch
+        if launch is None or is_windowed(layer):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        pool = forward_batch.token_to_kv_pool
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = query.new_empty((len(query), layer.tp_q_head_num, layer.v_head_dim))
+        self._attend(launch, query, pool, layer, sinks, out)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    @torch.compiler.disable
+    def _attend(
+        self, launch: Launch, query: torch.Tensor, pool: Any, layer: Any, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        scaled = layer.k_scale is not None and layer.v_scale is not None
+        scale = layer.scaling * (layer.k_scale_float if scaled else 1.0)
+        logit_cap = logit_capping_mod(layer.logit_capping_method, layer.logit_cap)
+        metadata = self.forward_metadata
+        triton_kernels.attend_to_pieces(
+            query,
+            keys,
+            values,
+            self.req_to_token,
+            self._array,
+            launch.items,
+            launch.parts,
+            launch.weights,
+            scale,
+            logit_cap,
+            self._tiling.block_rows,
+            self._tiling.block_tokens,
+        )
+        # The engine's two forms of its first kernel, chosen as it does.
+        alone = layer.tp_q_head_num == values.shape[1]
+        attend = engine_kernels._decode_att_m_fwd if alone else engine_kernels._decode_grouped_att_m_fwd
+        attend(
+            query,
+            keys,
+            values,
+            metadata.attn_logits,
+            metadata.attn_lse,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.num_kv_splits,
+            self.max_kv_splits,
+            scale,
+            logit_cap,
+        )
+        triton_kernels.merge(
+            metadata.attn_logits,
+            metadata.attn_lse,
+            metadata.kv_indptr,
+            metadata.num_kv_splits,
+            engine_kernels._MIN_BLOCK_KV,
+            self._array,
+            self._capacity,
+            launch.parts,
+            launch.weights,
+            sinks,
+            layer.v_scale_float if scaled else 1.0,
+            out,
+        )
