@@ -9,9 +9,10 @@ slowest, is not simulated.
     python benchmark/dp_ranks.py --workloads chat --ranks 4 --methods longest_prefix --weights 0,0.1,0.5,2
 
 Methods: ``room`` (bootstrap_room modulo the ranks), ``turns`` (round robin), ``total_tokens`` (the emptiest rank),
-``longest_prefix``. Reused: tokens of prompts that the rank held. Best: all that any rank was ever asked or answered
-before. Even: the tokens that the fullest rank has to hold over the mean of all, both as means over time. Believed:
-what the choice took the chosen ranks to hold, over what they held.
+``longest_prefix``; and ``one``, the best possible with that memory: one rank with the pools of all. Reused: tokens of
+prompts that the rank held. Best: all that any rank was ever asked or answered before, with memory without end. Even:
+the tokens that the fullest rank has to hold over the mean of all, both as means over time. Believed: what the choice
+took the chosen ranks to hold, over what they held.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sim.scale import Many, Trace  # noqa: E402
 from sim.workload import Request, Workload  # noqa: E402
 from simulate import MODES  # noqa: E402
 
-METHODS = ("room", "turns", "total_tokens", "longest_prefix")
+METHODS = ("room", "turns", "total_tokens", "longest_prefix", "one")
 
 
 def to_hold(decode: SimulatedDecode) -> int:
@@ -82,7 +83,7 @@ class Ranks(Deployment):
         ranks, now = len(self.decodes), self.clock.now
         if self.method == "room":
             return self._rooms.randrange(2**63) % ranks
-        if self.method == "turns":
+        if self.method in ("turns", "one"):
             return next(self._turn)
         # The tokens of one slot are all the same, and nobody shares a part of a slot.
         scale = self.workload.scale
@@ -131,9 +132,21 @@ def trace(ranks: int, args: argparse.Namespace) -> Workload:
     return Trace(file=args.trace or "", decodes=ranks, limit=args.limit).make()
 
 
+def together(workload: Workload) -> None:
+    """Make one rank of all: with their memory, and as fast as they are together."""
+    ranks, workload.decodes = workload.decodes, 1
+    workload.pool *= ranks
+    workload.max_running *= ranks
+    workload.times.step_request /= ranks
+    workload.times.step_token /= ranks
+    workload.times.bandwidth *= ranks
+
+
 def measure(name: str, ranks: int, method: str, weight: float, args: argparse.Namespace) -> dict[str, Any]:
     """Run one workload with one method; returns the figures."""
     workload = {"chat": chat, "trace": trace}[name](ranks, args)
+    if method == "one":
+        together(workload)
     deployment = Ranks(workload, method, weight)
     began = time.process_time()
     figures = deployment.run()

@@ -49,14 +49,37 @@ from sim.workload import SPAN, Request, Workload  # noqa: E402
 
 from sglang_pd_radix.tools.cluster import free_ports  # noqa: E402
 
-POLICIES = ("random", "round_robin", "power_of_two", "cache_aware", "manual")
-# Options of the router, after a colon in --policies.
-TUNED = {
+POLICIES = (
+    "random",
+    "round_robin",
+    "power_of_two",
+    "cache_aware",
+    "cache_aware:plain",
+    "prefix_hash",
+    "consistent_hashing",
+    "manual",
+)
+# Options of the router, after a colon in --policies. plain: the router knows no prefill, and takes decode workers for
+# ordinary ones.
+TUNED: dict[str, list[str]] = {
+    "plain": [],
     "patient": ["--balance-abs-threshold", "1024", "--balance-rel-threshold", "4"],
     "strict": ["--balance-abs-threshold", "16", "--balance-rel-threshold", "1.1"],
     "any": ["--cache-threshold", "0.05"],
     "half": ["--cache-threshold", "0.5"],
+    "min_load": ["--assignment-mode", "min_load"],
 }
+# The router of the command line, whose options leave out two of its policies.
+LAUNCH = """
+import sys
+from sglang_router.launch_router import launch_router, parse_router_args
+args = parse_router_args(sys.argv[2:])
+if args.pd_disaggregation:
+    args.prefill_policy, args.decode_policy = "round_robin", sys.argv[1]
+else:
+    args.policy = sys.argv[1]
+launch_router(args)
+"""
 CHARS = 8
 # Of the router's tree by default, for 4 characters a token.
 TREE = (1 << 26) * CHARS // (4 * SLOT)
@@ -232,7 +255,8 @@ class Run:
         said = range(answer, answer + (sent.request.answer // SLOT if answer else 0))
         if said:
             self.least.answered(slots, said)
-        self.held[sent.worker].end(sent, [*slots, *said])
+        # Its last token has no KV, and so its last slot is not full.
+        self.held[sent.worker].end(sent, [*slots, *said[:-1]])
         self._running[sent.worker] -= 1
 
     def figures(self) -> dict[str, float]:
@@ -269,13 +293,16 @@ async def measure(name: str, workers: int, policy: str, args: argparse.Namespace
     ports = free_ports(workers + 3)
     await run.servers.start(ports[: workers + 1])
     base, _, tuned = policy.partition(":")
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--log-level", "error"]
-    command += ["--host", "127.0.0.1", "--port", str(ports[-2]), "--prometheus-port", str(ports[-1])]
-    command += ["--prefill", f"http://127.0.0.1:{ports[0]}", "8998", "--prefill-policy", "round_robin"]
-    for port in ports[1 : workers + 1]:
-        command += ["--decode", f"http://127.0.0.1:{port}"]
-    command += ["--decode-policy", base, "--max-tree-size", str(TREE), "--eviction-interval-secs", "1"]
-    command += TUNED[tuned] if tuned else []
+    command = [sys.executable, "-c", LAUNCH, base, "--log-level", "error", "--host", "127.0.0.1"]
+    command += ["--port", str(ports[-2]), "--prometheus-port", str(ports[-1])]
+    command += ["--max-tree-size", str(TREE), "--eviction-interval-secs", "1"]
+    decodes = [f"http://127.0.0.1:{port}" for port in ports[1 : workers + 1]]
+    if tuned == "plain":
+        command += ["--worker-urls", *decodes]
+    else:
+        command += ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{ports[0]}", "8998"]
+        command += [item for url in decodes for item in ("--decode", url)]
+        command += TUNED[tuned] if tuned else []
     with open(args.log, "ab") as log:
         router = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "SGLANG_PD_RADIX": "0"})
     try:

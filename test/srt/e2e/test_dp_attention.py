@@ -141,6 +141,10 @@ def wait_busy(url: str) -> None:
 
 
 def test_two_ranks_of_two(clusters, model, truth):
-    """Decode with two DP ranks of two TP ranks each: these two agree, and not with the other two."""
-    sizes = {"prefill_args": [[*TP2, *DP2]], "decode_args": [[FLAG, "--tp-size", "4", *DP2, *BY_PREFIX]]}
+    """Decode with two DP ranks of two TP ranks each: these two agree, and not with the other two.
+
+    They ask prefill which of its ranks has a request, since its room does not say so.
+    """
+    turns = [*TP2, *DP2, "--load-balance-method", "round_robin"]
+    sizes = {"prefill_args": [turns], "decode_args": [[FLAG, "--tp-size", "4", *DP2, *BY_PREFIX]]}
     check_ranks(Ranked(clusters.get(model, **sizes, common_args=COMMON, backend="nixl")), truth)

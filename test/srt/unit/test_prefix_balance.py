@@ -191,8 +191,9 @@ def rank_of(dispatch, req) -> int:
     return next(rank for rank, worker in enumerate(dispatch.workers) if worker.sent and worker.sent[-1] is req)
 
 
-def report(dispatch, rank: int, tokens: int) -> None:
-    load = GetLoadReqOutput(dp_rank=rank, num_reqs=1, num_waiting_reqs=0, num_tokens=tokens, ts_tic=time.perf_counter())
+def report(dispatch, rank: int, tokens: int, clock: float = 0.0) -> None:
+    at = time.perf_counter() + clock
+    load = GetLoadReqOutput(dp_rank=rank, num_reqs=1, num_waiting_reqs=0, num_tokens=tokens, ts_tic=at)
     dispatch._request_dispatcher(WatchLoadUpdateReq(loads=[load]))
 
 
@@ -213,6 +214,14 @@ def test_the_controller_keeps_to_a_prefix_until_its_rank_is_full_or_flushed(disp
     assert any(len(held) for held in dispatch.balance.held)
     dispatch._request_dispatcher(FlushCacheReqInput())
     assert not any(len(held) for held in dispatch.balance.held)
+
+
+@pytest.mark.parametrize("clock", [-1e6, 1e6])
+def test_a_report_by_another_clock_is_taken_as_of_now(dispatch, clock):
+    rank_of(dispatch, request(prompt("p", 10), routed=0))
+    report(dispatch, 0, 7, clock)
+    rank_of(dispatch, request(prompt("q", 1), routed=0))
+    assert dispatch.balance.loads() == [7 + BLOCK_TOKENS, 0]
 
 
 def test_warm_ups_go_by_turns_and_are_not_remembered(dispatch):

@@ -22,6 +22,8 @@ from sglang.srt.managers.prefix_balance import PrefixBalance
 __all__ = ["DataParallelController", "LoadBalanceMethod"]
 
 LONGEST_PREFIX = "longest_prefix"
+# Seconds that a rank's report may take to come.
+REPORT_S = 5.0
 # What makes ranks drop their trees.
 FLUSHES = (
     FlushCacheReqInput,
@@ -84,8 +86,11 @@ class DataParallelController(engine.DataParallelController):
         """Adds that the choice by prefix is told."""
         super().handle_load_update_req(obj)
         if self.balance is not None:
+            now = time.perf_counter()
             for load in obj.loads:
-                self.balance.report(load.dp_rank, load.num_tokens, load.ts_tic)
+                # Of a rank on another host, the clock says nothing here.
+                at = load.ts_tic if 0 <= now - load.ts_tic < REPORT_S else now
+                self.balance.report(load.dp_rank, load.num_tokens, at)
 
     def send_control_message(self, obj) -> None:
         """Adds that after a flush no rank is taken to hold anything."""
