@@ -55,9 +55,9 @@ POLICIES = (
     "power_of_two",
     "cache_aware",
     "cache_aware:plain",
-    "prefix_hash",
     "consistent_hashing",
     "manual",
+    "manual:min_load",
 )
 # Options of the router, after a colon in --policies. plain: the router knows no prefill, and takes decode workers for
 # ordinary ones.
@@ -69,7 +69,7 @@ TUNED: dict[str, list[str]] = {
     "half": ["--cache-threshold", "0.5"],
     "min_load": ["--assignment-mode", "min_load"],
 }
-# The router of the command line, whose options leave out two of its policies.
+# The router of the command line, whose options leave out two of its policies. (prefix_hash answers 503 in PD mode.)
 LAUNCH = """
 import sys
 from sglang_router.launch_router import launch_router, parse_router_args
