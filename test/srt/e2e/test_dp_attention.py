@@ -148,3 +148,9 @@ def test_two_ranks_of_two(clusters, model, truth):
     turns = [*TP2, *DP2, "--load-balance-method", "round_robin"]
     sizes = {"prefill_args": [turns], "decode_args": [[FLAG, "--tp-size", "4", *DP2, *BY_PREFIX]]}
     check_ranks(Ranked(clusters.get(model, **sizes, common_args=COMMON, backend="nixl")), truth)
+
+
+def test_ranks_without_dp_attention(clusters, model, truth):
+    """``--dp-size`` alone: engines of their own behind one controller."""
+    sizes = {"decode_args": [[FLAG, "--dp-size", "2", *BY_PREFIX]]}
+    check_ranks(Ranked(clusters.get(model, **sizes, common_args=COMMON, backend="nixl")), truth)
