@@ -22,6 +22,8 @@ __all__ = ["ServerArgs"]
 FLAG = "--disaggregation-decode-enable-radix-cache"
 # How often a request may be overtaken before it goes first.
 DEFAULT_MAX_OVERTAKEN = 32
+# The load balance method that is added to the engine's.
+LONGEST_PREFIX = "longest_prefix"
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 
@@ -47,6 +49,11 @@ class ServerArgs(engine.ServerArgs):
             help="Keep a radix cache on a PD decode worker, so that prefill sends only the KV decode does not hold.",
         )
 
+        for action in parser._actions:
+            if action.dest == "load_balance_method":
+                action.choices = [*(action.choices or ()), LONGEST_PREFIX]
+                action.help = f"{action.help} {LONGEST_PREFIX}, on a decode worker with a radix cache: the rank that "
+                action.help += "holds most of the prompt, unless it is so full that sending the KV again costs less."
         parser.add_argument(
             "--disaggregation-decode-admission",
             choices=("prefix", "fcfs"),
@@ -69,6 +76,15 @@ class ServerArgs(engine.ServerArgs):
             help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
             "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
         )
+
+    def _handle_load_balance_method(self) -> None:
+        """Adds the check of the method that is not the engine's."""
+        super()._handle_load_balance_method()
+        if self.load_balance_method == LONGEST_PREFIX and not self.disaggregation_decode_enable_radix_cache:
+            raise ValueError(
+                f"--load-balance-method {LONGEST_PREFIX} is for decode workers with {FLAG}, which this one has not. "
+                "Add it, or use round_robin."
+            )
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
@@ -109,7 +125,6 @@ class ServerArgs(engine.ServerArgs):
             "--enable-lmcache": self.enable_lmcache,
             "--enable-streaming-session": self.enable_streaming_session,
             "--enable-lora": bool(self.enable_lora or self.lora_paths),
-            "--enable-dp-attention": self.enable_dp_attention,
             "--speculative-algorithm": self.speculative_algorithm is not None,
             "--pipeline-parallel-size above 1": self.pp_size > 1,
             "--attention-context-parallel-size above 1": self.attn_cp_size > 1,

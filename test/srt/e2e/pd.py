@@ -59,10 +59,14 @@ class Pair:
         more = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room, **more}
         return generate_body(ids, max_new, **more)
 
+    def decode_body(self, body: dict) -> dict:
+        """What decode is sent, where prefill is sent ``body``."""
+        return body
+
     def __call__(self, ids: list[int], max_new: int = 16, **more) -> dict:
         body = self.body(ids, max_new, **more)
         first = self._workers.submit(requests.post, self.prefill_url + "/generate", json=body, timeout=120)
-        reply = requests.post(self.decode_url + "/generate", json=body, timeout=120)
+        reply = requests.post(self.decode_url + "/generate", json=self.decode_body(body), timeout=120)
         first.result().raise_for_status()
         reply.raise_for_status()
         return reply.json()

@@ -369,6 +369,12 @@ def test_groups_are_made_without_nccl():
         def __init__(self, ranks, use_pynccl, use_custom_allreduce, name=None):
             self.got = (ranks, use_pynccl, use_custom_allreduce, name)
 
+        def _all_gather_into_tensor(self, output, input):
+            return "gathered"
+
+        def _reduce_scatter_tensor(self, output, input):
+            return "scattered"
+
     module = SimpleNamespace(GroupCoordinator=GroupCoordinator)
     cpu_host.parallel._patch_parallel_state(module)
     assert module.GroupCoordinator([0, 1], True, use_custom_allreduce=True, name="tp").got == (
@@ -377,17 +383,43 @@ def test_groups_are_made_without_nccl():
         False,
         "tp",
     )
+    # Not by way of the ops that exist for CUDA only.
+    group = module.GroupCoordinator([0], True, True)
+    assert group.all_gather_into_tensor(None, None) == "gathered"
+    assert group.reduce_scatter_tensor(None, None) == "scattered"
 
 
+@pytest.mark.parametrize("offset, rows", [(0, 3), (2, 3), (4, 0), (5, 1)])
+def test_rows_are_copied_to_and_from_all_ranks_rows(offset, rows):
+    """What the engine's Triton kernel does; the tensor of one rank may be longer than what there is to copy."""
+    everybody, own = torch.arange(18.0).view(6, 3), -torch.ones(4, 3)
+    got = own.clone()
+    cpu_host.dp_attention.copy_rows(got, everybody, 0, torch.tensor(offset), torch.tensor(rows), True)
+    assert torch.equal(got, torch.cat([everybody[offset : offset + rows], own[rows:]]))
+    put = everybody.clone()
+    cpu_host.dp_attention.copy_rows(put, own, 0, torch.tensor(offset), torch.tensor(rows), False)
+    assert torch.equal(put, torch.cat([everybody[:offset], own[:rows], everybody[offset + rows :]]))
+
+
+def test_pinned_memory_is_not_asked_for():
+    module = SimpleNamespace(torch=torch)
+    cpu_host.dp_attention._patch_forward_batch(module)
+    assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
+    assert module.torch.cat is torch.cat and module.torch.int64 is torch.int64
+
+
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(
     "pending, waits", [({}, False), ({"waiting_queue": [1]}, True), ({"disagg_prefill_inflight_queue": [1]}, True)]
 )
-def test_an_idle_scheduler_rests_until_a_message_or_a_peer(pending, waits):
+def test_an_idle_scheduler_rests_until_a_message_or_a_peer(pending, waits, in_step):
+    """Not for long where other DP ranks wait for it."""
     polled = []
 
     class SchedulerRuntimeCheckerMixin:
         recv_from_tokenizer = SimpleNamespace(poll=polled.append)
         waiting_queue: list = []
+        require_mlp_sync = in_step
 
         def self_check_during_idle(self):
             self.checked = True
@@ -398,7 +430,8 @@ def test_an_idle_scheduler_rests_until_a_message_or_a_peer(pending, waits):
     vars(scheduler).update(pending)
     scheduler.self_check_during_idle()
     assert scheduler.checked
-    assert polled == ([] if waits else [cpu_host.idle.IDLE_POLL_MS])
+    rest = cpu_host.idle.DP_IDLE_POLL_MS if in_step else cpu_host.idle.IDLE_POLL_MS
+    assert polled == ([] if waits else [rest])
     scheduler.recv_from_tokenizer = None  # every rank but the first
     scheduler.self_check_during_idle()
 

@@ -95,8 +95,11 @@ class Worker:
     def slots(self, row: int) -> torch.Tensor:
         return self.pool.req_to_token[row, : self.lens[row]].long()
 
-    def step(self, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode one token of each request with both backends: [requests, heads * value dim] each."""
+    def step(self, rows: list[int] | None = None, padded: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode one token of each request with both backends: [requests, heads * value dim] each.
+
+        padded: rows that the engine adds to a batch with DP attention, to the size of another rank's.
+        """
         rows = rows or list(self.lens)
         last = []
         for row in rows:
@@ -120,20 +123,29 @@ class Worker:
             req_to_token_pool=self.pool,
             token_to_kv_pool=self.kv,
         )
+        if padded:
+            batch._original_batch_size, batch.batch_size = len(rows), len(rows) + padded
+            batch.req_pool_indices = torch.cat([index, index.new_zeros(padded)])
+            batch.out_cache_loc = torch.cat([where, where.new_zeros(padded)])
+            batch.seq_lens = torch.cat(
+                [lens, lens.new_full((padded,), self.native.get_cuda_graph_seq_len_fill_value())]
+            )
         heads, kv_heads, dim = SHAPES[self.kind]
-        q = torch.randn(len(rows), heads * dim).to(self.dtype)
-        k = torch.randn(len(rows), kv_heads, dim).to(self.dtype)
+        q = torch.randn(len(rows) + padded, heads * dim).to(self.dtype)
+        k = torch.randn(len(rows) + padded, kv_heads, dim).to(self.dtype)
         v = k[..., : self.layer.v_head_dim]
         if self.kind != "mla":
-            v = torch.randn(len(rows), kv_heads, dim).to(self.dtype)
+            v = torch.randn(len(rows) + padded, kv_heads, dim).to(self.dtype)
         found = []
         for one in (self.native, self.batched):
             one.init_forward_metadata(batch)
-            found.append(one.forward(q, k, v, self.layer, batch).float())
+            out = one.forward(q, k, v, self.layer, batch).float()
+            assert len(out) == len(q)
+            found.append(out[: len(rows)])
         return found[0], found[1]
 
-    def check_step(self, rows: list[int] | None = None) -> None:
-        expected, found = self.step(rows)
+    def check_step(self, rows: list[int] | None = None, padded: int = 0) -> None:
+        expected, found = self.step(rows, padded)
         assert (expected - found).abs().max() < TOLERANCE[self.dtype]
 
 
@@ -174,6 +186,20 @@ def test_levels_of_sharing_equal_the_engines_loop(kind, page, dtype):
     worker.leave(0, len(system) + len(documents[0]))
     worker.check_step()
     worker.check_step([7])
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_rows_that_only_fill_a_batch_up_change_nothing(kind):
+    """They name row 0, which another request may have; here one of the batch itself, and then one that is not."""
+    worker = Worker(kind, 16)
+    system = worker.new_pages(64)
+    for row in range(3):
+        worker.enter(row, system, own=5 + row)
+    for padded in (2, 0, 1, 1, 3):
+        worker.check_step(padded=padded)
+        assert read_together(worker) == 2 * len(system)
+    for padded in (1, 2, 0):
+        worker.check_step([1, 2], padded=padded)
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -601,8 +601,8 @@ class LateReceiver(Receiver):
 class Rank:
     """One rank's world and the decisions it took, step by step."""
 
-    def __init__(self, rank: int, size: int = 128) -> None:
-        self.rank, self.world, self.decisions = rank, World(size=size, group=dist.group.WORLD), []
+    def __init__(self, rank: int, size: int = 128, group: Any = None) -> None:
+        self.rank, self.world, self.decisions = rank, World(size=size, group=group or dist.group.WORLD), []
 
     def arrive(self, prompt: list[int], **options: Any) -> DecodeRequest:
         decode_req = self.world.arrive(prompt, **options)
@@ -711,6 +711,38 @@ def fails_on_one(rank: int, phase: str) -> list[tuple]:
     assert aborted(one.req) and not me.world.transfer.quarantine
     assert two.req in me.world.running
     return decisions
+
+
+def dp_ranks(rank: int, neighbour: str) -> list[tuple]:
+    """Two attention-DP ranks of one TP rank each. Rank 0 serves two requests, rank 1 none, or loses one."""
+    own = [dist.new_group([each]) for each in range(2)][rank]
+    me = Rank(rank, group=own)
+    plan: dict[int, list] = {}
+    if rank == 0:
+        one, two = me.arrive(tokens(1, 22)), me.arrive(tokens(1, 22) + tokens(2, 9))
+        plan = {
+            1: [lambda: me.world.handshake(one), lambda: me.world.handshake(two)],
+            4: [lambda: me.world.complete(one)],
+            7: [lambda: me.world.complete(two)],
+        }
+    elif neighbour != "nothing":
+        lost = me.arrive(tokens(3, 30))
+        plan = {9: [lambda: setattr(lost.kv_receiver, "quiet", True)], 3: [lost.kv_receiver.abort]}
+        if neighbour != "handshake":
+            plan[1] = [lambda: me.world.handshake(lost)]
+        if neighbour == "raises":
+            plan[3] = [lambda: setattr(lost.kv_receiver, "poll", lambda: 1 // 0)]
+    for n in range(12):
+        for act in plan.get(n, []):
+            act()
+        me.step()
+        # What the engine has all ranks do once in each turn of its loop, whether they have requests or not.
+        turns = torch.tensor([n, -n])
+        dist.all_reduce(turns, op=dist.ReduceOp.MIN)
+        assert turns.tolist() == [n, -n], "the ranks are in different turns"
+    assert not me.world.queue.queue and not me.world.transfer.queue and not me.world.transfer.quarantine
+    assert neighbour == "nothing" or rank == 0 or aborted(lost.req)
+    return me.decisions
 
 
 def raises_on_one(rank: int, method: str) -> list[tuple]:
@@ -889,6 +921,18 @@ def test_ranks_follow_alike(pair, lost):
 def test_trap_16_a_request_that_one_rank_loses_is_lost_on_all(pair, phase):
     """What one rank alone knows makes the queues differ for good if the others do not act upon it."""
     assert_same(pair.run(fails_on_one, phase))
+
+
+@pytest.mark.parametrize("neighbour", ["handshake", "transfer", "raises"])
+def test_what_a_dp_rank_loses_costs_the_other_nothing(pair, neighbour):
+    """Nor does a rank without requests have to answer for anything but its turns."""
+    alone, _ = pair.run(dp_ranks, "nothing")
+    decisions, _ = pair.run(dp_ranks, neighbour)
+    assert decisions == alone
+    admitted = [taken for step in alone for taken in step[0]]
+    # The second waited for the first's commit, and took from it.
+    assert [prefix for _, prefix in admitted] == [0, 20]
+    assert sum(len(step[1]) for step in alone) == 2
 
 
 @pytest.mark.parametrize("method", ["poll", "send_metadata", "write"])

@@ -223,7 +223,7 @@ class Scheduler(engine.Scheduler):
             return
         if self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
             self._fail_on_decode(room, reason)
-        elif self.disaggregation_mode == engine.DisaggregationMode.DECODE and self.tp_rank == 0 and host:
+        elif self.disaggregation_mode == engine.DisaggregationMode.DECODE and self.attn_tp_rank == 0 and host:
             tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)
 
     def _fail_on_decode(self, room: int, reason: str) -> None:

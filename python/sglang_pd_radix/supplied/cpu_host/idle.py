@@ -8,6 +8,8 @@ from typing import Any
 TRANSFER_POLL_S = 0.0005
 # A request ends the wait at once, so this only bounds how late an idle worker sees anything else.
 IDLE_POLL_MS = 100
+# With DP attention a rank takes part in every step of the others, which stand still for as long as it rests.
+DP_IDLE_POLL_MS = 2
 
 
 def _waits_for_peer(scheduler: Any) -> bool:
@@ -33,7 +35,7 @@ def _patch_idle(module: Any) -> None:
         if _waits_for_peer(instance):
             time.sleep(TRANSFER_POLL_S)
         elif instance.recv_from_tokenizer is not None:  # only the first rank has it; the others wait for that one
-            instance.recv_from_tokenizer.poll(IDLE_POLL_MS)
+            instance.recv_from_tokenizer.poll(DP_IDLE_POLL_MS if instance.require_mlp_sync else IDLE_POLL_MS)
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {

@@ -27,6 +27,10 @@ def _patch_parallel_state(module: Any) -> None:
         bound.arguments.update(use_pynccl=False, use_custom_allreduce=False)
         wrapped(*bound.args[1:], **bound.kwargs)
 
+    # Both are ops of torch that exist for CUDA only, around these.
+    module.GroupCoordinator.all_gather_into_tensor = module.GroupCoordinator._all_gather_into_tensor
+    module.GroupCoordinator.reduce_scatter_tensor = module.GroupCoordinator._reduce_scatter_tensor
+
 
 def threads_bind(tp_size: int, cpus: Sequence[int]) -> str:
     """Value of ``SGLANG_CPU_OMP_THREADS_BIND`` that shares ``cpus`` out among ``tp_size`` ranks, e.g. ``0,1|2,3``."""

@@ -59,8 +59,10 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
 
     def _next_plan(self, forward_batch: Any) -> Plan:
         table = forward_batch.req_to_token_pool.req_to_token.numpy()
-        rows = forward_batch.req_pool_indices.numpy()
-        lens = forward_batch.seq_lens.numpy()
+        # Without what the engine fills a batch up with, to the size of another DP rank's.
+        count = getattr(forward_batch, "_original_batch_size", forward_batch.batch_size)
+        rows = forward_batch.req_pool_indices.numpy()[:count]
+        lens = forward_batch.seq_lens.numpy()[:count]
         layout = self._layout
         same = layout is not None and np.array_equal(rows, layout.rows) and self._written.rows.isdisjoint(rows.tolist())
         if layout is None or not same or not layout.advance(lens):
@@ -96,8 +98,10 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
         pool = forward_batch.token_to_kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        planned = len(self._plan.inverse)
         out = decode_attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            queries[:planned],
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
             self._plan,
@@ -105,6 +109,8 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
             layer.scaling,
             self._workspace,
         )
+        if planned < len(queries):
+            out = torch.cat([out, out.new_zeros(len(queries) - planned, *out.shape[1:])])
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 

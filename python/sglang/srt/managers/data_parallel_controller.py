@@ -1,0 +1,101 @@
+"""Choosing the DP rank of a decode worker by the prefix that it holds.
+
+Upstream: not in 0.5.10.post1, where a rank is chosen by turns, by room or by load.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers import data_parallel_controller as engine
+from sglang.srt.managers.io_struct import (
+    FlushCacheReqInput,
+    ReleaseMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.prefix_balance import PrefixBalance
+
+__all__ = ["DataParallelController", "LoadBalanceMethod"]
+
+LONGEST_PREFIX = "longest_prefix"
+# Seconds that a rank's report may take to come.
+REPORT_S = 5.0
+# What makes ranks drop their trees.
+FLUSHES = (
+    FlushCacheReqInput,
+    ReleaseMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+
+class LoadBalanceMethod(Enum):
+    """The engine's methods, and another name of ROUND_ROBIN: what the one by prefix falls back to."""
+
+    ROUND_ROBIN = engine.LoadBalanceMethod.ROUND_ROBIN.value
+    FOLLOW_BOOTSTRAP_ROOM = engine.LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM.value
+    TOTAL_REQUESTS = engine.LoadBalanceMethod.TOTAL_REQUESTS.value
+    TOTAL_TOKENS = engine.LoadBalanceMethod.TOTAL_TOKENS.value
+    LONGEST_PREFIX = ROUND_ROBIN
+
+    @classmethod
+    def from_str(cls, method: str) -> LoadBalanceMethod:
+        """As the engine's."""
+        try:
+            return cls[method.upper()]
+        except KeyError:
+            raise ValueError(f"Invalid load balance method: {method}") from None
+
+
+class DataParallelController(engine.DataParallelController):
+    """Sends each request to the rank that `prefix_balance` says, with ``--load-balance-method longest_prefix``."""
+
+    balance: PrefixBalance | None = None
+
+    def __init__(self, server_args, port_args, run_scheduler_process_func) -> None:
+        """Adds the method, once the ranks have told the size of their pools."""
+        super().__init__(server_args, port_args, run_scheduler_process_func)
+        if server_args.load_balance_method == LONGEST_PREFIX:
+            self.balance = PrefixBalance(len(self.workers), self.max_total_num_tokens, server_args.page_size)
+            self.dispatching = self.longest_prefix_scheduler
+
+    def longest_prefix_scheduler(self, req) -> None:
+        """Send a request to the rank with the longest prefix that is not too full.
+
+        What has nothing to do with KV goes by turns: a warm-up must reach each rank, and leaves nothing in a tree.
+        """
+        assert self.balance is not None
+        token_ids = getattr(req, "input_ids", None)
+        if not token_ids or getattr(req, "bootstrap_host", None) == FAKE_BOOTSTRAP_HOST:
+            self.round_robin_scheduler(req)
+            return
+        # The clock of the ranks' reports.
+        key, now = (getattr(req, "extra_key", None), getattr(req, "lora_id", None)), time.perf_counter()
+        if self.maybe_external_dp_rank_routing(req):
+            self.balance.given(req.routed_dp_rank, token_ids, key, now)
+            return
+        usable = self.status if any(self.status) else [True] * len(self.workers)
+        self.workers[self.balance.choose(token_ids, key, usable, now)].send_pyobj(req)
+
+    def handle_load_update_req(self, obj) -> None:
+        """Adds that the choice by prefix is told."""
+        super().handle_load_update_req(obj)
+        if self.balance is not None:
+            now = time.perf_counter()
+            for load in obj.loads:
+                # Of a rank on another host, the clock says nothing here.
+                at = load.ts_tic if 0 <= now - load.ts_tic < REPORT_S else now
+                self.balance.report(load.dp_rank, load.num_tokens, at)
+
+    def send_control_message(self, obj) -> None:
+        """Adds that after a flush no rank is taken to hold anything."""
+        super().send_control_message(obj)
+        if self.balance is not None and isinstance(obj, FLUSHES):
+            self.balance.forget()

@@ -1,0 +1,59 @@
+"""benchmark/dp_ranks.py and router_policies.py: what comes out is possible, and says what it should."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+import pytest
+from dp_ranks import measure as simulate
+from router_policies import Held, Sent, measure, text_of
+from sim.scale import SLOT, Many
+from sim.workload import Request
+
+ARGS = argparse.Namespace(requests=60, limit=0, trace=None, log=os.devnull)
+
+
+def test_by_prefix_more_is_reused_than_by_turns_and_no_more_than_there_is():
+    """Real ranks, trees and choice; two ranks of half the pool each against one of all."""
+    turns, prefix, one = (simulate("chat", 2, method, 0.5, ARGS) for method in ("turns", "longest_prefix", "one"))
+    assert turns["requests"] == prefix["requests"] == one["requests"] == 120
+    assert turns["reused"] + 0.03 < prefix["reused"] <= one["reused"] + 1e-9 <= prefix["best"] + 1e-9
+    # Answers are not known to it, and nothing else is forgotten here.
+    assert 0.8 < prefix["believed"] <= 1
+    assert turns["believed"] == 0 and 1 <= prefix["even"] < 2
+
+
+def test_what_a_worker_would_have_held():
+    workload = Many(requests=1, pool=10 * SLOT).make()
+    held = Held(workload)
+    first, second, long = (Request(((1, 2 * SLOT), (n, k * SLOT)), 64) for n, k in ((2, 2), (3, 1), (4, 7)))
+    slots = {id(r): r.slots(SLOT, iter(range(1, 99))) for r in (first, second, long)}
+    a, b = Sent(first, 0, 0.0), Sent(second, 0, 0.0)
+    held.begin(a, slots[id(first)])
+    held.begin(b, slots[id(second)])
+    assert held.reused == 2 * SLOT
+    held.end(a, [*slots[id(first)], 77])
+    assert held.allocator.available_size() == 10 - 2 - 2 - 1 - 1
+    # What runs is kept, the rest makes room.
+    held.begin(c := Sent(long, 0, 0.0), slots[id(long)])
+    assert held.reused == 4 * SLOT
+    held.end(b, slots[id(second)])
+    held.end(c, slots[id(long)])
+    assert held.tree.audit([]) == [] and held.tree.evictable_size() == 9 + 1
+
+
+def test_equal_prompts_have_equal_text_but_for_the_end():
+    a, b = text_of([1, 2, -3], 1), text_of([1, 2, -3], 2)
+    assert a[:24] == b[:24] and a[24:] != b[24:] and text_of([5, 2], 1)[8:16] == a[8:16]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_real_router():
+    """Not told of prefill, it keeps conversations together; and by a key in any case."""
+    reused = {p: asyncio.run(measure("chat", 2, p, ARGS)) for p in ("round_robin", "cache_aware:plain", "manual")}
+    assert all(f["requests"] == 120 and f["reused"] <= f["best"] for f in reused.values())
+    assert reused["cache_aware:plain"]["reused"] > reused["round_robin"]["reused"] + 0.05
+    assert reused["manual"]["reused"] > reused["round_robin"]["reused"] + 0.05
