@@ -149,7 +149,7 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
 
     def check_server_args(self) -> None:
-        """Adds checks when all defaults are settled: of pages, the secret, Mooncake, PegaFlow, and that the cache is on."""
+        """Adds checks when all defaults are settled: of pages, the secret, Mooncake, PegaFlow; that the cache is on."""
         if self.page_size < 1:
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()

@@ -1,4 +1,7 @@
-"""A real pegaflow-server on a machine without a GPU: only the CUDA driver under it is a stand-in (cuda_on_host.c)."""
+"""A real pegaflow-server on a machine without a GPU: only the CUDA driver under it is a stand-in (cuda_on_host.c).
+
+As a program, with the options of the server, it becomes that server.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,6 +45,31 @@ def engine_env() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def build(directory: Path) -> Path:
+    """The stand-in under all names by which the server asks for the driver; where they are."""
+    libraries = directory / "cuda"
+    libraries.mkdir(exist_ok=True)
+    first = libraries / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(first), str(HERE / "cuda_on_host.c")]
+    subprocess.run(command, check=True, timeout=60)
+    for name in ("libcuda.so", "libcudart.so", "libcudart.so.12"):
+        shutil.copy(first, libraries / name)
+    return libraries
+
+
+def binary() -> str:
+    return str(Path(importlib.util.find_spec("pegaflow").origin).parent / "pegaflow-server-py")
+
+
+def server_env(libraries: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": os.pathsep.join([str(libraries), sysconfig.get_config_var("LIBDIR")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "server"), str(HERE)]),
+        "PYTHONHOME": sys.base_prefix,
+    }
+
+
 class HostServer:
     """One server; ``start`` after ``kill`` brings it back, empty, where it was."""
 
@@ -50,28 +79,12 @@ class HostServer:
         self.endpoint, self.http = f"{HOST}:{port}", f"{HOST}:{http_port}"
         self.log = directory / "pegaflow.log"
         self.process: subprocess.Popen | None = None
-        self._build()
-
-    def _build(self) -> None:
-        self.libraries = self.directory / "cuda"
-        self.libraries.mkdir(exist_ok=True)
-        first = self.libraries / "libcuda.so.1"
-        command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(first), str(HERE / "cuda_on_host.c")]
-        subprocess.run(command, check=True, timeout=60)
-        for name in ("libcuda.so", "libcudart.so", "libcudart.so.12"):
-            shutil.copy(first, self.libraries / name)
+        self.libraries = build(directory)
 
     def start(self) -> HostServer:
-        binary = Path(importlib.util.find_spec("pegaflow").origin).parent / "pegaflow-server-py"
-        command = [str(binary), "--addr", self.endpoint, "--http-addr", self.http, "--devices", "0"]
+        command = [binary(), "--addr", self.endpoint, "--http-addr", self.http, "--devices", "0"]
         command += ["--pool-size", self.pool, "--enable-prometheus"]
-        env = {
-            **os.environ,
-            "LD_LIBRARY_PATH": os.pathsep.join([str(self.libraries), sysconfig.get_config_var("LIBDIR")]),
-            "PYTHONPATH": os.pathsep.join([str(HERE / "server"), str(HERE)]),
-            "PYTHONHOME": sys.base_prefix,
-            "CUDA_ON_HOST_COPY_US": str(self.copy_us),
-        }
+        env = {**server_env(self.libraries), "CUDA_ON_HOST_COPY_US": str(self.copy_us)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         end = time.monotonic() + START_S
@@ -109,3 +122,9 @@ class HostServer:
     def forget(self) -> None:
         """Have it let all pages go that no lease holds."""
         requests.post(f"http://{self.http}/cache/memory/cleanup", timeout=30).raise_for_status()
+
+
+if __name__ == "__main__":
+    # Its files go with the machine's temporary ones: a program that has become another cannot tidy up.
+    made = build(Path(tempfile.mkdtemp(prefix="pegaflow-host-")))
+    os.execve(binary(), [binary(), *sys.argv[1:]], server_env(made))

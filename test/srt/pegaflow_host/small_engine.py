@@ -9,7 +9,6 @@ import itertools
 import pickle
 import time
 import zlib
-from unittest import mock
 
 import shared_kv
 import torch
@@ -22,6 +21,8 @@ from sglang.srt.mem_cache.pegaflow_memory import kv_layout
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+pegaflow_memory.wrapper_bytes = lambda tensor: pickle.dumps(shared_kv.SharedTensor(tensor))
+
 LAYERS = 2
 _numbers = itertools.count()
 
@@ -29,6 +30,10 @@ _numbers = itertools.count()
 def kv_of(token_ids: list[int], weights: int = 0) -> int:
     """What a model with these weights would put into the slot of the last of these tokens; exact in float32."""
     return zlib.crc32(repr(token_ids).encode(), weights) & 0xFFFFFF
+
+
+class NoRoom(Exception):
+    """The pool is held by what is being saved or loaded: the request would not be admitted now."""
 
 
 class SmallEngine:
@@ -60,11 +65,7 @@ class SmallEngine:
     def connect(self):
         layout = kv_layout(self.kv, self.page)
         instance = f"small-{next(_numbers)}"
-        with mock.patch.object(
-            pegaflow_memory, "wrapper_bytes", lambda tensor: pickle.dumps(shared_kv.SharedTensor(tensor))
-        ):
-            session = pegaflow_session.PegaFlowSession(self.server.endpoint, instance, self.namespace, layout, "cpu")
-        return session
+        return pegaflow_session.PegaFlowSession(self.server.endpoint, instance, self.namespace, layout, "cpu")
 
     def close(self):
         assert self.tree.drain()
@@ -97,7 +98,9 @@ class SmallEngine:
         if short > 0:
             tree.evict(EvictParams(num_tokens=short))
         new = self.allocator.alloc(need)
-        assert new is not None, "no room"
+        if new is None:
+            tree.dec_lock_ref(found.last_device_node)
+            raise NoRoom
         for i in range(held, len(tokens)):
             for k, buffer in enumerate(self.buffers):
                 buffer[new[i - held]] = kv_of(tokens[: i + 1], self.weights + k)

@@ -315,7 +315,8 @@ class Scheduler(engine.Scheduler):
         self.kv_used_peak = 0
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._end_step_of_none()
-        if isinstance(self.tree_cache, PegaFlowTree):
+        if isinstance(self.tree_cache, PegaFlowTree) and super().is_fully_idle():
+            # The answers have been told, but not all of their pages saved.
             self.tree_cache.drain()
         if not self._has_quarantine():
             return super().flush_cache()

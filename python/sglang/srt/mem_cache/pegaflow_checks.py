@@ -25,6 +25,9 @@ def check(args: ServerArgs) -> None:
     Before the model is loaded, and with all defaults settled.
     """
     unverified = {
+        "--disaggregation-mode decode without --disaggregation-decode-enable-radix-cache": (
+            args.disaggregation_mode == "decode" and not args.disaggregation_decode_enable_radix_cache
+        ),
         "--disable-radix-cache": args.disable_radix_cache,
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--hicache-storage-backend": args.hicache_storage_backend is not None,
@@ -43,9 +46,6 @@ def check(args: ServerArgs) -> None:
         "--enable-memory-saver": args.enable_memory_saver,
         "--is-embedding": args.is_embedding,
         "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
-        "--disaggregation-mode decode without --disaggregation-decode-enable-radix-cache": (
-            args.disaggregation_mode == "decode" and not args.disaggregation_decode_enable_radix_cache
-        ),
     }
     for name, used in unverified.items():
         if used:

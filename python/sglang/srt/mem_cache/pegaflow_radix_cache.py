@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.pegaflow_session import Load, Lookup, PegaFlowSession,
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    pass
 
 __all__ = ["PegaFlowDecodeRadixCache", "PegaFlowRadixCache", "PegaFlowTree"]
 
@@ -29,8 +29,8 @@ TIMEOUT_S = 5.0
 # Part of the pool that may be held for saving, and part that may be loaded for requests not looked at since.
 SAVING_PART = 1 / 8
 LOADING_PART = 1 / 2
-# Prefetches that one step decides on, the oldest first: the width of what TP ranks reduce.
-AGREED_PREFETCHES = 64
+# Saves, and prefetches, that one step decides on, the oldest first: the width of what TP ranks reduce.
+AGREED = 64
 # A flush waits for what is under way: this often, this long each time.
 DRAIN_ROUNDS, DRAIN_PAUSE_S = 500, 0.01
 
@@ -93,7 +93,8 @@ class PegaFlowTree(RadixCache):
     one reduction over the ranks, so that their trees stay the same.
     """
 
-    session: PegaFlowSession | None = None
+    session: PegaFlowSession
+    attached = False
     tp_group: Any = None
     seconds = 0.0
     _timing = False
@@ -104,7 +105,7 @@ class PegaFlowTree(RadixCache):
 
         tp_group: the CPU group of the TP ranks, None for one rank. saves: False where another rank saves for this one.
         """
-        self.session, self.tp_group, self.saves = session, tp_group, saves
+        self.attached, self.session, self.tp_group, self.saves = True, session, tp_group, saves
         size = self.token_to_kv_pool_allocator.size
         self._saving_limit, self._loading_limit = int(size * SAVING_PART), int(size * LOADING_PART)
         self._saves: list[tuple[Save, TreeNode]] = []
@@ -118,7 +119,7 @@ class PegaFlowTree(RadixCache):
     @property
     def busy(self) -> bool:
         """Whether pages are being saved or loaded, or the server has been asked."""
-        return self.session is not None and bool(self._saves or self._open)
+        return self.attached and bool(self._saves or self._open)
 
     def leave(self) -> None:
         """Stop using the server, as soon as nothing is under way: nothing new begins."""
@@ -127,21 +128,20 @@ class PegaFlowTree(RadixCache):
     def reset(self) -> None:
         assert not self.busy, "the tree is reset while the server reads or writes pages of it"
         super().reset()
-        if self.session is not None:
+        if self.attached:
             self._ready.clear()
 
     def protected_size(self) -> int:
         """Adds the pages that are being loaded, which nobody else can be given."""
-        return super().protected_size() + (self._loading_tokens if self.session is not None else 0)
+        return super().protected_size() + (self._loading_tokens if self.attached else 0)
 
     def pegaflow_state(self) -> dict[str, Any]:
-        session = self.session
-        if session is None:
+        if not self.attached:
             return {"attached": False}
         return {
             "attached": True,
-            "up": session.up,
-            **asdict(session.counters),
+            "up": self.session.up,
+            **asdict(self.session.counters),
             "saving_tokens": self._saving_tokens,
             "loading_tokens": self._loading_tokens,
             "prefetches": len(self._open),
@@ -153,7 +153,7 @@ class PegaFlowTree(RadixCache):
     def _record_store_event(self, node: TreeNode) -> None:
         """Adds to what is done with each new leaf that its pages get their hashes, and are saved."""
         super()._record_store_event(node)
-        if self.session is not None:
+        if self.attached:
             self._take_in(node)
 
     @_timed
@@ -168,13 +168,13 @@ class PegaFlowTree(RadixCache):
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
         """Adds that a node which could not be saved is saved when it is met again."""
         super()._inc_hit_count(node, chunked)
-        if self.session is not None and not getattr(node, "saved", True):
+        if self.attached and not getattr(node, "saved", True):
             self._save(node)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Adds that the hashes are divided. A lock on ``child`` holds the upper part too."""
         upper = super()._split_node(key, child, split_len)
-        if self.session is not None:
+        if self.attached:
             pages = split_len // self.page_size
             upper.page_hashes, child.page_hashes = child.page_hashes[:pages], child.page_hashes[pages:]
             upper.saved = child.saved
@@ -199,20 +199,19 @@ class PegaFlowTree(RadixCache):
         else:
             save.done = save.saved = True
 
-    def _end_saves(self, count: int) -> None:
-        """Unlock what the first ``count`` saves held."""
-        for save, node in self._saves[:count]:
-            self._saving_tokens -= len(save.slots)
-            node.saved = save.saved
-            self.dec_lock_ref(node)
-        del self._saves[:count]
+    def _end_save(self, save: Save, node: TreeNode, saved: bool) -> None:
+        """Unlock what a save held. saved: on all ranks; else it is saved again when it is met again."""
+        self._saves.remove((save, node))
+        self._saving_tokens -= len(save.slots)
+        node.saved = saved
+        self.dec_lock_ref(node)
 
     # ---- loading ----
 
     @_timed
     def prefetch(self, rid: str, token_ids: Sequence[int], extra_key: str | None, priority: int = 0) -> None:
         """Ask the server for what the tree lacks of ``token_ids``, whole pages, for the request ``rid``."""
-        if self.session is None or self.disable or rid in self._by_rid:
+        if not self.attached or self.disable or rid in self._by_rid:
             return
         tokens = list(token_ids[: len(token_ids) // self.page_size * self.page_size])
         start, _, before = self._held(tokens, extra_key)
@@ -269,16 +268,21 @@ class PegaFlowTree(RadixCache):
         if not self.busy:
             return
         now = time.monotonic()
-        saved = next((i for i, (save, _) in enumerate(self._saves) if not save.done), len(self._saves))
-        watched = self._open[:AGREED_PREFETCHES]
-        facts = [saved, *(self._fact(found, now) for found in watched)]
+        saves, watched = self._saves[:AGREED], self._open[:AGREED]
+        facts = [save.done + save.saved if save.done else 0 for save, _ in saves]
+        facts += [self._fact(found, now) for found in watched]
         if self.tp_group is not None:
             reduced = torch.tensor(facts, dtype=torch.int64)
             torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MIN, group=self.tp_group)
             facts = reduced.tolist()
-        self._end_saves(facts[0])
-        for found, fact in zip(watched, facts[1:], strict=True):
+        for (save, node), fact in zip(saves, facts, strict=False):
+            if fact:
+                self._end_save(save, node, fact == 2)
+        facts = facts[len(saves) :]
+        for found, fact in zip(watched, facts, strict=True):
             self._decide(found, fact)
+        for found in self._open:
+            found.asked_for = False
 
     # Facts of a load; the least over the ranks is what counts. Of a question: -1, or how many pages were found.
     _UNDER_WAY, _LATE, _FAILED, _LOADED = range(4)
@@ -293,6 +297,7 @@ class PegaFlowTree(RadixCache):
             return -1 if found.lookup.hits is None else found.lookup.hits
         if found.stage is Stage.LOADING:
             load = found.load
+            assert load is not None
             if load.final:
                 return self._FAILED if load.failed else self._LOADED
             if late and not load.failed and not found.given_up:
@@ -321,7 +326,7 @@ class PegaFlowTree(RadixCache):
     def _has_room(self, found: Prefetch) -> bool:
         """Whether its pages may be loaded now: else those loaded earlier would go before they are used.
 
-        The first that is asked for may always, alone, so that none waits for ever.
+        The first that the scheduler has come to since the last step may, alone, so that none waits for ever.
         """
         tokens = self._loading_tokens + sum(self._ready.values()) + found.pages * self.page_size
         return tokens <= self._loading_limit or (found.asked_for and not self._loading_tokens)
@@ -362,6 +367,7 @@ class PegaFlowTree(RadixCache):
             del self._by_rid[found.rid]
 
     def _end_load(self, found: Prefetch, loaded: bool) -> None:
+        assert found.load is not None
         slots = found.load.slots
         self._loading_tokens -= len(slots)
         if not loaded or found.given_up:
@@ -411,7 +417,7 @@ class PegaFlowTree(RadixCache):
 class PegaFlowRadixCache(PegaFlowTree):
     """The cache of an aggregated server, and of a prefill worker."""
 
-    take_over = classmethod(DecodeRadixCache.take_over.__func__)
+    take_over: Any = classmethod(DecodeRadixCache.take_over.__func__)  # type: ignore[attr-defined]
 
 
 class PegaFlowDecodeRadixCache(PegaFlowTree, DecodeRadixCache):

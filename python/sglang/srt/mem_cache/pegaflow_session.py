@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,13 +20,13 @@ import torch
 from sglang.srt.mem_cache import pegaflow_memory
 from sglang.srt.mem_cache.pegaflow_memory import KVLayout
 
+from sglang_pd_radix.supplied import pegaflow_host
+from sglang_pd_radix.supplied.pegaflow_host import VERSION
+
 logger = logging.getLogger(__name__)
 
-__all__ = ["VERSION", "Load", "Lookup", "PegaFlowSession", "Save", "check_server", "is_loopback", "server_url"]
+__all__ = ["Load", "Lookup", "PegaFlowSession", "Save", "check_server", "is_loopback", "server_url"]
 
-# Client and server must have the same; this is what everything here was tried with.
-VERSION = "0.25.1"
-DISTRIBUTION = "pegaflow-llm"
 # How often an idle connection is looked at, and a lost one tried again.
 PROBE_S = 2.0
 # While a load runs; and the least between two looks that misses give rise to.
@@ -59,23 +58,13 @@ def is_loopback(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def installed_version() -> str | None:
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_server(endpoint: str) -> None:
     """Raise ValueError unless the client is installed and a server of its version listens at ``endpoint``."""
     url = server_url(endpoint)
-    version = installed_version()
+    version = pegaflow_host.installed_version()
     if version != VERSION:
-        raise ValueError(
-            f"--enable-pegaflow needs {DISTRIBUTION}=={VERSION}, "
-            + (f"but {version} is installed" if version else "which is not installed")
-            + ": pip install 'sglang-pd-radix[pegaflow]'."
-        )
+        found = f"{version} is installed" if version else "it is not installed"
+        raise ValueError(f"--enable-pegaflow needs pegaflow-llm=={VERSION}, and {found}: {pegaflow_host.INSTALL}.")
     from pegaflow import EngineRpcClient
 
     start = f"Start one with `pegaflow-server --addr {urlsplit(url).netloc} --http-addr 127.0.0.1:9091`."
@@ -92,7 +81,7 @@ def check_server(endpoint: str) -> None:
     except Exception as error:
         raise ValueError(
             f"--enable-pegaflow: the PegaFlow server at {url} does not take this client ({error}). "
-            f"Both must be {VERSION}: install {DISTRIBUTION}=={VERSION} and start its pegaflow-server."
+            f"Both must be {VERSION}: install pegaflow-llm=={VERSION} and start its pegaflow-server."
         ) from error
 
 
@@ -181,6 +170,7 @@ class PegaFlowSession:
         self._questions = 0
         self._registrations = 0
         self._last_probe = 0.0
+        self._told = ""
         self._register()
         self.up = True
         for name, run in (("pegaflow-save", self._run_saves), ("pegaflow-load", self._run_calls)):
@@ -278,6 +268,12 @@ class PegaFlowSession:
                 PROBE_S,
             )
 
+    def _not_back(self, reason: object) -> None:
+        """A server may be there and not take the pool, for good: that is told once."""
+        level = logging.DEBUG if str(reason) == self._told else logging.INFO
+        self._told = str(reason)
+        logger.log(level, "PegaFlow at %s does not take the KV pool yet: %s", self.url, reason)
+
     def _probe(self) -> bool:
         """Whether the server is there and has the pool mapped; registers anew where it has not."""
         with self._registering:
@@ -295,7 +291,7 @@ class PegaFlowSession:
                 try:
                     self._register()
                 except Exception as error:
-                    logger.debug("PegaFlow at %s: %s", self.url, error)
+                    self._not_back(error)
                     return False
             if not self.up and not self.stopped:
                 self.up = True
@@ -320,8 +316,6 @@ class PegaFlowSession:
             save.done = True
 
     def _save(self, save: Save) -> bool:
-        if not self.up:
-            return False
         if self.device.type == "cuda":
             # The step that writes these pages may be under way.
             torch.cuda.synchronize(self.device)
@@ -354,7 +348,7 @@ class PegaFlowSession:
                 self._client.health()
                 self._register()
             except Exception as reason:
-                logger.debug("PegaFlow at %s: %s", self.url, reason)
+                self._not_back(reason)
                 return False
             if not self.stopped:
                 self.up = True
