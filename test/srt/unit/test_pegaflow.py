@@ -337,6 +337,23 @@ def test_slots_are_held_while_they_are_saved(server, engine):
     assert small.serve(first) == (288, 288)
 
 
+def test_more_to_save_than_may_be_held(shared, engine):
+    """An eighth of the pool at a time; the rest in its turn, also of nodes that are split meanwhile."""
+    small = engine(shared, size=2048)
+    stem = prompt(200)
+    prompts = [stem + prompt(150, seed) for seed in range(6)]
+    for tokens in prompts:
+        small.run(tokens)
+    small.run(stem[:100] + prompt(100, 9))
+    assert small.tree.protected_size() <= 336 and small.tree._unsaved
+    assert small.tree.drain() and not small.tree._unsaved
+    small.flush()
+    for tokens in prompts:
+        assert small.serve(tokens)[1] == 336
+
+
+@pytest.mark.thorough  # It imports the engine once more.
+@pytest.mark.timeout(300)
 def test_an_engine_that_crashes_leaves_nothing(server, tmp_path):
     """Session: the server sees its process end, without a word."""
     import subprocess

@@ -110,6 +110,8 @@ class PegaFlowTree(RadixCache):
         self._saving_limit, self._loading_limit = int(size * SAVING_PART), int(size * LOADING_PART)
         self._saves: list[tuple[Save, TreeNode]] = []
         self._saving_tokens = 0
+        # Nodes that are to be saved when there is room for it; a set in order.
+        self._unsaved: dict[TreeNode, None] = {}
         self._open: list[Prefetch] = []
         self._by_rid: dict[str, Prefetch] = {}
         # Tokens loaded for a request that has not been looked at since.
@@ -130,6 +132,7 @@ class PegaFlowTree(RadixCache):
         super().reset()
         if self.attached:
             self._ready.clear()
+            self._unsaved.clear()
 
     def protected_size(self) -> int:
         """Adds the pages that are being loaded, which nobody else can be given."""
@@ -178,16 +181,26 @@ class PegaFlowTree(RadixCache):
             pages = split_len // self.page_size
             upper.page_hashes, child.page_hashes = child.page_hashes[:pages], child.page_hashes[pages:]
             upper.saved = child.saved
+            if child in self._unsaved:
+                self._unsaved[upper] = None
         return upper
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        """Adds that a node which is gone is saved no more."""
+        super()._delete_leaf(node)
+        if self.attached:
+            self._unsaved.pop(node, None)
 
     # ---- saving ----
 
     @_timed
     def _save(self, node: TreeNode) -> None:
-        """Have ``node`` saved, locked meanwhile, unless that and others would hold too much of the pool."""
+        """Have ``node`` saved, locked meanwhile; later, if that and others would hold too much of the pool."""
         tokens = len(node.key)
         if self._saving_tokens and self._saving_tokens + tokens > self._saving_limit:
+            self._unsaved[node] = None
             return
+        self._unsaved.pop(node, None)
         # Its slots are copied on every split, so these stay what they are.
         save = Save(node.value, node.page_hashes)
         node.saved = True
@@ -278,6 +291,11 @@ class PegaFlowTree(RadixCache):
         for (save, node), fact in zip(saves, facts, strict=False):
             if fact:
                 self._end_save(save, node, fact == 2)
+        while self._unsaved:
+            node = next(iter(self._unsaved))
+            self._save(node)
+            if node in self._unsaved:
+                break
         facts = facts[len(saves) :]
         for found, fact in zip(watched, facts, strict=True):
             self._decide(found, fact)

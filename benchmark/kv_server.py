@@ -1,6 +1,6 @@
 """The workload of the engine's PegaFlow proposal (PR #17221), scaled to a machine without a GPU.
 
-    python benchmark/pegaflow.py --model DIR --requests 100 --prompt 1024 --answer 32
+    python benchmark/kv_server.py --model DIR --requests 100 --prompt 1024 --answer 32
 
 One aggregated engine after the other: no radix cache, the radix cache alone, with PegaFlow cold and, after the device
 cache has been flushed, warm; at last two engines that share one server. On a machine without a GPU the real server runs
