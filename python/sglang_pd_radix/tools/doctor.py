@@ -282,14 +282,14 @@ def _mooncake(answer: dict[str, Any]) -> Check:
 
 
 def _pegaflow() -> Check:
-    what = pegaflow_host.trouble()
-    if what is None:
-        return Check("pegaflow", "ok", f"pegaflow-llm {pegaflow_host.VERSION}; a server can be started here")
-    if pegaflow_host.installed_version() is None:
+    version, what = pegaflow_host.installed_version(), pegaflow_host.trouble()
+    if version is None:
         return Check("pegaflow", "ok", f"not installed (optional: {pegaflow_host.INSTALL})")
-    if _cpu_host_active():
-        return Check("pegaflow", "ok", f"optional, and not for this host: {what}")
-    return Check("pegaflow", "warn", what, "docs/pegaflow.md says what it needs")
+    if version != pegaflow_host.VERSION:
+        return Check("pegaflow", "warn", f"{version} is installed", f"{what}, or leave --enable-pegaflow out")
+    if what is not None:
+        return Check("pegaflow", "ok", f"{version}, but no server can be started here (optional): {what}")
+    return Check("pegaflow", "ok", f"pegaflow-llm {version}; a server can be started here")
 
 
 def _router(answer: dict[str, Any]) -> Check:
