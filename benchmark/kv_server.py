@@ -1,6 +1,7 @@
 """The workload of the engine's PegaFlow proposal (PR #17221), scaled to a machine without a GPU.
 
     python benchmark/kv_server.py --model DIR --requests 100 --prompt 1024 --answer 32
+    python benchmark/kv_server.py --adapter            # its cost to the scheduler thread alone, without an engine
 
 One aggregated engine after the other: no radix cache, the radix cache alone, with PegaFlow cold and, after the device
 cache has been flushed, warm; at last two engines that share one server. On a machine without a GPU the real server runs
@@ -72,9 +73,56 @@ def flush(url: str) -> None:
         time.sleep(0.2)
 
 
+def adapter_cost(prompt: int, rounds: int = 20) -> None:
+    """What a miss, saving and loading of ``prompt`` tokens take of the scheduler thread, by page size."""
+    import host_server
+
+    with tempfile.TemporaryDirectory() as directory:
+        server = host_server.HostServer(Path(directory), pool="2gb").start()
+        try:
+            for page in (1, 16, 64):
+                spent, counters = _adapter_cost(server, prompt, page, rounds)
+                per = {what: round(1000 * seconds / rounds, 3) for what, seconds in spent.items()}
+                print(json.dumps({"prompt": prompt, "page": page, "ms_per_request": per, **counters}), flush=True)
+        finally:
+            server.kill()
+
+
+def _adapter_cost(server, prompt: int, page: int, rounds: int) -> tuple[dict[str, float], dict]:
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from small_engine import SmallEngine  # isort: skip
+
+    torch.set_num_threads(1)
+    rnd = random.Random(1)
+    small = SmallEngine(server, size=prompt * 2, page=page, namespace=f"cost-{page}")
+    tree, spent = small.tree, {"miss": 0.0, "save": 0.0, "load": 0.0}
+
+    def since(before: float, what: str) -> None:
+        assert tree.drain()
+        spent[what] += tree.seconds - before
+        small.flush()
+
+    for n in range(rounds):
+        tokens = rnd.choices(range(50000), k=prompt)
+        for what in ("miss", "save", "load"):
+            before = tree.seconds
+            if what == "save":
+                tree.insert(InsertParams(key=RadixKey(tokens, None), value=small.allocator.alloc(prompt)))
+            else:
+                small.ask(f"{what}{n}", [*tokens, 0])
+                small.wait(f"{what}{n}")
+            since(before, what)
+    counters = tree.pegaflow_state()
+    small.close()
+    return spent, {name: counters[name] for name in ("saved", "saves_failed", "loaded", "loads_failed", "lost")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", help="a model directory, for all but --adapter")
+    parser.add_argument("--adapter", action="store_true", help="only the scheduler thread's time, for 4096 tokens")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens of each answer")
@@ -87,6 +135,11 @@ def main() -> None:
     sys.path.insert(0, str(HOST_DIR))
     import host_server
 
+    if args.adapter:
+        adapter_cost(4096)
+        return
+    if not args.model:
+        parser.error("--model is needed")
     rnd = random.Random(1)
     prompts = [rnd.choices(range(400, 1900), k=args.prompt) for _ in range(args.requests)]
     common = ["--page-size", str(args.page_size), "--max-total-tokens", str(args.device_tokens)]
