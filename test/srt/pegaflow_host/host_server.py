@@ -40,6 +40,12 @@ def _libpython() -> Path:
     return Path(sysconfig.get_config_var("LIBDIR")) / f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
 
 
+def package_path() -> list[str]:
+    """Where the client and server are, for a PYTHONPATH; nothing if that is where all packages are."""
+    where = str(Path(importlib.util.find_spec("pegaflow").origin).parents[1])
+    return [where] if "site-packages" not in where else []
+
+
 def engine_env() -> dict[str, str]:
     """For engines that are to use it."""
     return {"PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -65,7 +65,7 @@ class SmallEngine:
     def connect(self):
         layout = kv_layout(self.kv, self.page)
         instance = f"small-{next(_numbers)}"
-        return pegaflow_session.PegaFlowSession(self.server.endpoint, instance, self.namespace, layout, "cpu")
+        return pegaflow_session.PegaFlowSession(self.server.endpoint, instance, self.namespace, layout)
 
     def close(self):
         assert self.tree.drain()

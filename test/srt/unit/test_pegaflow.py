@@ -352,6 +352,25 @@ def test_more_to_save_than_may_be_held(shared, engine):
         assert small.serve(tokens)[1] == 336
 
 
+def test_a_weight_update_ends_it(shared, engine, caplog):
+    """What is under way ends; nothing of other weights is saved, and nothing of these is loaded."""
+    small = engine(shared, size=8192)
+    tokens, more = prompt(300), prompt(300, seed=2)
+    small.serve(tokens)
+    small.run(more)
+    small.ask("r", tokens[:200] + more)
+    small.tree.leave()
+    small.wait("r")
+    small.flush()
+    saved = small.session.counters.saved
+    assert small.serve(tokens) == (0, 0)
+    small.serve(prompt(300, seed=3))
+    time.sleep(0.5)
+    assert small.tree.drain() and not small.session.up
+    assert small.session.counters.saved == saved == 36
+    assert warnings_in(caplog) == []
+
+
 def test_ranks_agree(shared, engine, monkeypatch):
     """Ranks that hold different parts of a prompt in the server, and whose saves end at different times.
 

@@ -42,7 +42,7 @@ def world(server):
             self.kv.v_buffer = [shared_kv.share(b.shape, b.dtype) for b in self.kv.v_buffer]
             layout = kv_layout(self.kv, self.page_size)
             instance = f"world-{next(small_engine._numbers)}"
-            self.session = pegaflow_session.PegaFlowSession(server.endpoint, instance, namespace, layout, "cpu")
+            self.session = pegaflow_session.PegaFlowSession(server.endpoint, instance, namespace, layout)
             self.tree.attach(self.session)
 
         def arrive(self, prompt, **options):

@@ -76,7 +76,6 @@ class Scheduler(engine.Scheduler):
             f"sglang-{uuid.uuid4().hex}-{self.tp_rank}",
             rank_namespace(model_namespace(args), layout.describe(), rank, self.tp_size),
             layout,
-            self.device,
         )
         # Of what all ranks hold alike, one saves all.
         saves = not layout.shared or self.tp_rank == 0

@@ -82,10 +82,10 @@ def wrapper_bytes(tensor: torch.Tensor) -> bytes:
     return pickle.dumps(CudaIPCWrapper(tensor))
 
 
-def device_id(device: str) -> int:
-    """Number of this worker's GPU on the machine, which CUDA_VISIBLE_DEVICES may have renumbered."""
-    if not torch.cuda.is_available() or device.split(":")[0] != "cuda":
+def device_id(device: torch.device) -> int:
+    """Number of the GPU ``device`` on the machine, which CUDA_VISIBLE_DEVICES may have renumbered; 0 for none."""
+    if device.type != "cuda":
         return 0
-    local = torch.cuda.current_device()
+    local = device.index if device.index is not None else torch.cuda.current_device()
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return int(visible[local]) if local < len(visible) and visible[local].isdigit() else local

@@ -150,13 +150,13 @@ class PegaFlowSession:
     the server is lost; whatever is handed over then has failed at once.
     """
 
-    def __init__(self, endpoint: str, instance_id: str, namespace: str, layout: KVLayout, device: str) -> None:
+    def __init__(self, endpoint: str, instance_id: str, namespace: str, layout: KVLayout) -> None:
         from pegaflow import EngineRpcClient, PyLoadState
 
         self.url = server_url(endpoint)
         self.instance_id, self.namespace, self.layout = instance_id, namespace, layout
-        self.device = torch.device(device)
-        self.device_id = pegaflow_memory.device_id(device)
+        self.device = next(iter(layout.buffers.values())).device
+        self.device_id = pegaflow_memory.device_id(self.device)
         self.counters = Counters()
         self.up = self.stopped = False
         self._load_state = PyLoadState
@@ -316,9 +316,6 @@ class PegaFlowSession:
             save.done = True
 
     def _save(self, save: Save) -> bool:
-        if self.device.type == "cuda":
-            # The step that writes these pages may be under way.
-            torch.cuda.synchronize(self.device)
         pages = self._pages(save.slots)
         for attempt in range(2):
             try:
@@ -356,6 +353,13 @@ class PegaFlowSession:
             return self.up
 
     def _pages(self, slots: torch.Tensor) -> list[int]:
+        """Pages that the server may now read or write: when no step that has been launched uses them any more.
+
+        What is saved may be what such a step writes. What is loaded to may be a page of a request that ended while the
+        step after its last was under way, which still writes one slot of it.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         page = self.layout.page_size
         return (slots[::page] // page).tolist()
 
