@@ -346,7 +346,7 @@ class Scheduler(engine.Scheduler):
         """Has PegaFlow asked for the prompt, where the engine asks its hierarchical cache."""
         if not isinstance(self.tree_cache, PegaFlowTree):
             super()._prefetch_kvcache(req)
-        elif req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+        else:
             # As in a match: one token must be left to compute.
             end = len(req.origin_input_ids) + len(req.output_ids) - 1
             if req.return_logprob and req.logprob_start_len >= 0:
