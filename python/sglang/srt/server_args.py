@@ -1,4 +1,4 @@
-"""The decode radix cache flag.
+"""The decode radix cache flag, and those of PegaFlow.
 
 Upstream: the flag has this name in later releases; not in 0.5.10.post1.
 """
@@ -26,20 +26,25 @@ DEFAULT_MAX_OVERTAKEN = 32
 LONGEST_PREFIX = "longest_prefix"
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
+DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
 
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with the decode radix cache flag and the combinations it is verified for."""
+    """Server arguments with the flags of the decode radix cache and PegaFlow, and what they are verified for."""
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
+    enable_pegaflow: bool = False
+    pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
+    pegaflow_namespace: str = ""
+    pegaflow_allow_non_loopback: bool = False
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds the flag, and its name in the incremental-transfer proposal, to the engine's options."""
+        """Adds the flags, one also by its name in the incremental-transfer proposal, to the engine's options."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             FLAG,
@@ -75,6 +80,29 @@ class ServerArgs(engine.ServerArgs):
             action="store_true",
             help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
             "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
+        )
+        parser.add_argument(
+            "--enable-pegaflow",
+            action="store_true",
+            help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
+        )
+        parser.add_argument(
+            "--pegaflow-endpoint",
+            default=DEFAULT_PEGAFLOW_ENDPOINT,
+            metavar="HOST:PORT",
+            help=f"Where that server listens. Default: {DEFAULT_PEGAFLOW_ENDPOINT}.",
+        )
+        parser.add_argument(
+            "--pegaflow-namespace",
+            default="",
+            metavar="NAME",
+            help="Share only with engines that have the same name here. Model, weights, number formats, page size and "
+            "tensor parallelism always separate.",
+        )
+        parser.add_argument(
+            "--pegaflow-allow-non-loopback",
+            action="store_true",
+            help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
         )
 
     def _handle_load_balance_method(self) -> None:
@@ -146,8 +174,8 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
 
     def check_server_args(self) -> None:
-        """Adds checks when all defaults are settled: of pages, shared decode attention, the secret, Mooncake, and that
-        the cache is still on."""
+        """Adds checks when all defaults are settled: of pages, shared decode attention, the secret, Mooncake, PegaFlow;
+        and that the cache is still on."""
         if self.page_size < 1:
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
@@ -158,6 +186,11 @@ class ServerArgs(engine.ServerArgs):
             secret()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
+        if self.enable_pegaflow:
+            # Not at the top: it needs the engine's modules, which need this one.
+            from sglang.srt.mem_cache import pegaflow_checks
+
+            pegaflow_checks.check(self)
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

@@ -384,6 +384,7 @@ class Cluster:
         commands: Mapping[str, Sequence[str]] | None = None,
         routers: Mapping[str, tuple[Sequence[int], Sequence[str]]] | None = None,
         hosts: Mapping[str, Host] | None = None,
+        pegaflow: Sequence[str] | None = None,
     ) -> None:
         if prefill < 1 or decode < 1:
             raise PdRadixError(f"{prefill} prefill and {decode} decode workers: at least one of each is needed")
@@ -409,6 +410,7 @@ class Cluster:
         self._commands = commands or {}
         self._routers = dict(routers or {})
         self._hosts = dict(hosts or {})
+        self._pegaflow = None if pegaflow is None else list(pegaflow)
         for name, (indices, _) in self._routers.items():
             if not indices or not all(0 <= index < decode for index in indices):
                 raise PdRadixError(
@@ -482,9 +484,10 @@ class Cluster:
         """Lay out every process: ports, devices, commands. Nothing runs yet."""
         cpu = cpu_host.active()
         workers = 1 if self.aggregated else self._prefill + self._decode
-        # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router.
+        # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router and
+        # for PegaFlow.
         routers = 0 if self.aggregated else max(1, len(self._routers))
-        ports = iter(free_ports(2 * workers + 2 * routers + (0 if self.aggregated else self._prefill)))
+        ports = iter(free_ports(2 * workers + 2 * routers + (0 if self.aggregated else self._prefill) + 2))
         env = cpu_env(workers, self.backend) if cpu else {}
         env = {name: value for name, value in env.items() if name not in self._env}
         roles: list[tuple[str, int, list[str], Mapping[str, str]]]
@@ -493,12 +496,17 @@ class Cluster:
         else:
             roles = [("prefill", i, args, self._prefill_env[i]) for i, args in enumerate(self._prefill_args)]
             roles += [("decode", i, args, self._decode_env[i]) for i, args in enumerate(self._decode_args)]
-        arguments = [[*self._common, *args] for _, _, args, _ in roles]
+        processes = []
+        common = self._common
+        if self._pegaflow is not None:
+            server, endpoint = self._pegaflow_server(next(ports), next(ports))
+            processes.append(server)
+            common = [*common, "--enable-pegaflow", "--pegaflow-endpoint", endpoint]
+        arguments = [[*common, *args] for _, _, args, _ in roles]
         if cpu:
             placement = [(cpu_options(args), 0) for args in arguments]
         else:
             placement = gpu_placement(arguments, gpu_count())
-        processes = []
         for (role, index, _, own_env), args, (extra, wave) in zip(roles, arguments, placement, strict=True):
             if role == "engine":
                 port = self._port or next(ports)
@@ -513,7 +521,7 @@ class Cluster:
             process = self._engine(role, index, port, args, extra, {**env, **own_env})
             process.bootstrap_port, process.wave = bootstrap, wave
             processes.append(process)
-        workers_of = list(processes)
+        workers_of = [process for process in processes if process.role != "pegaflow"]
         if not self.aggregated and not self._routers:
             processes.append(self._router("router", workers_of, (), self._port or next(ports), next(ports)))
         for i, (name, (indices, more)) in enumerate(() if self.aggregated else self._routers.items()):
@@ -522,6 +530,16 @@ class Cluster:
             port = self._port if self._port and i == 0 else next(ports)
             processes.append(self._router(f"router-{name}", behind, more, port, next(ports)))
         return processes
+
+    def _pegaflow_server(self, port: int, http_port: int) -> tuple[Process, str]:
+        """A PegaFlow server, which the workers look for when they start, and where it listens: on loopback only."""
+        assert self._pegaflow is not None
+        _refuse_owned(self._pegaflow, ("--addr", "--http-addr"), "options of the PegaFlow server")
+        command = [self._executable, *self._commands.get("pegaflow", ("-m", "pegaflow._server"))]
+        endpoint = f"{HOST}:{port}"
+        command += ["--addr", endpoint, "--http-addr", f"{HOST}:{http_port}", *self._pegaflow]
+        url, log = f"http://{HOST}:{http_port}", self.log_dir / "pegaflow.log"
+        return Process("pegaflow", "pegaflow", url, log, command, dict(self._env), wave=-1), endpoint
 
     def _router(
         self, name: str, workers: Sequence[Process], more: Sequence[str], port: int, metrics_port: int
@@ -714,7 +732,7 @@ class Cluster:
         for url in self.router_urls.values() or [self.router_url]:
             self._wait_served_by(url)
         for worker in self.processes:
-            if worker.role != "router":
+            if worker.role not in ("router", "pegaflow"):
                 http(worker.url + "/flush_cache", {}, timeout=10)
         self._report(None, "serving")
 
@@ -800,10 +818,10 @@ def _connectable(host: str) -> str:
     return HOST if host in ("0.0.0.0", "") else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
 
 
-def _refuse_owned(args: Sequence[str]) -> None:
-    for option in OWNED_OPTIONS:
+def _refuse_owned(args: Sequence[str], owned: Sequence[str] = OWNED_OPTIONS, where: str = "engine options") -> None:
+    for option in owned:
         if has_option(args, option):
-            raise PdRadixError(f"{option} is set by the cluster itself: remove it from the engine options")
+            raise PdRadixError(f"{option} is set by the cluster itself: remove it from the {where}")
 
 
 def _per_worker_env(env: RoleEnv, count: int, what: str) -> list[dict[str, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.patching import loader, registry
+from sglang_pd_radix.supplied import pegaflow_host
 
 # Libraries with native parts are asked in processes of their own: one may hang, crash or print. All start at once.
 TIMEOUT = 20.0
@@ -117,6 +118,7 @@ def diagnose(timeout: float = TIMEOUT) -> list[Check]:
         _device(answers["cuda"]),
         _nixl(answers["nixl"]),
         _mooncake(answers["mooncake"]),
+        _pegaflow(),
         Check("mori", "ok", "not supported by this patch set (the engine itself needs ROCm for it)"),
         _router(answers["router"]),
     ]
@@ -277,6 +279,17 @@ def _mooncake(answer: dict[str, Any]) -> Check:
             return Check("mooncake", "warn", f"installed, but {what}", way_out)
         return Check("mooncake", "ok", f"not installed (optional: {way_out})")
     return Check("mooncake", "ok", "loads; transfers over {}; to change that: {}".format(*answer["transport"]))
+
+
+def _pegaflow() -> Check:
+    version, what = pegaflow_host.installed_version(), pegaflow_host.trouble()
+    if version is None:
+        return Check("pegaflow", "ok", f"not installed (optional: {pegaflow_host.INSTALL})")
+    if version != pegaflow_host.VERSION:
+        return Check("pegaflow", "warn", f"{version} is installed", f"{what}, or leave --enable-pegaflow out")
+    if what is not None:
+        return Check("pegaflow", "ok", f"{version}, but no server can be started here (optional): {what}")
+    return Check("pegaflow", "ok", f"pegaflow-llm {version}; a server can be started here")
 
 
 def _router(answer: dict[str, Any]) -> Check:

@@ -17,13 +17,14 @@ from types import FrameType
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.supplied import pegaflow_host
 
 from .cluster import HOST, RADIX_FLAG, Cluster, Progress, has_option
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
 _POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
-_ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args")
+_ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
 
 _EPILOG = """
 Engine options for all workers follow after --, for example:
@@ -59,6 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="start decode workers with the prefix cache (default: yes)",
+    )
+    parser.add_argument(
+        "--pegaflow",
+        action="store_true",
+        help="start a PegaFlow server too, and keep the KV of all workers in it (docs/pegaflow.md)",
+    )
+    parser.add_argument(
+        "--pegaflow-args", default="", metavar="ARGS", help='options for that server, such as "--pool-size 100gb"'
     )
     parser.add_argument("--host", default=HOST, help=f"address the router listens on (default: {HOST})")
     parser.add_argument("--port", type=int, help="port of the router (default: a free one)")
@@ -129,6 +138,13 @@ def check_model(path: str) -> str:
     return path
 
 
+def check_pegaflow() -> None:
+    """Raise PdRadixError if no PegaFlow server of the version that the workers want can be started here."""
+    what = pegaflow_host.trouble()
+    if what is not None:
+        raise PdRadixError(f"--pegaflow: {what}")
+
+
 def check_json(path: Path | None) -> None:
     """Raise PdRadixError if ``path``, where a result is to be written, has no directory."""
     if path and not path.absolute().parent.is_dir():
@@ -155,6 +171,12 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     if args.timeout <= 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
     check_json(args.json)
+    pegaflow = split_options(getattr(args, "pegaflow_args", ""), "--pegaflow-args")
+    if pegaflow and not args.pegaflow:
+        raise PdRadixError("--pegaflow-args is for the server that --pegaflow starts: add --pegaflow")
+    if getattr(args, "pegaflow", False):
+        check_pegaflow()
+        more["pegaflow"] = pegaflow
     return Cluster(
         check_model(args.model_path),
         prefill=args.prefill,

@@ -30,6 +30,10 @@ from sglang_pd_radix.tools.cluster import (
     per_worker,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+
+import host_server  # noqa: E402
+
 PACKAGE_ROOT = str(Path(up.__file__).resolve().parents[2])
 
 # Answers like a server of any role, and has a child of its own, as the engine has. FAKE_<ROLE> says how it misbehaves.
@@ -168,6 +172,7 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "m/x", "--json", "/no/such/dir/f.json"], "no directory"),
         (["--model-path", "m/x", "--timeout", "0"], "above 0"),
         (["--model-path", "m/x", "--", "--port", "1"], "--port is set by"),
+        (["--model-path", "m/x", "--pegaflow-args", "--pool-size 1gb"], "add --pegaflow"),
         (["--model-path", "m/x", "--prefill-args", "--disaggregation-mode=decode"], "--disaggregation-mode is set by"),
     ],
 )
@@ -315,6 +320,34 @@ def test_cluster_serves_and_leaves_nothing(fake, tmp_path):
     phases = [(p.process.name if p.process else None, p.phase) for p in seen]
     assert phases[-1] == (None, "serving") and ("prefill-1", "starting") in phases
     cluster.stop()
+
+
+@pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
+def test_a_pegaflow_server_comes_before_the_workers_and_goes_with_them(fake, tmp_path, monkeypatch):
+    """The real server, on a stand-in for the CUDA driver."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PACKAGE_ROOT, *host_server.package_path()]))
+    commands = {**fake, "pegaflow": (host_server.__file__,)}
+    options = ["--devices", "0", "--pool-size", "16mb"]
+    with Cluster("m", commands=commands, pegaflow=options, log_dir=tmp_path, timeout_s=60) as cluster:
+        assert [p.role for p in cluster.processes] == ["pegaflow", "prefill", "decode", "router"]
+        server = cluster.processes[0]
+        assert server.ready_s < min(p.ready_s for p in cluster.processes[1:])
+        endpoint = option_value(server.command, "--addr")
+        for url in (*cluster.prefill_urls, *cluster.decode_urls):
+            args = json.loads(http(url + "/generate", {})[1])["args"]
+            assert "--enable-pegaflow" in args and option_value(args, "--pegaflow-endpoint") == endpoint
+        assert json.loads(http(server.url + "/instances")[1]) == {"instances": []}
+    assert server.returncode() is not None
+    with pytest.raises(PdRadixError, match="--addr is set by"):
+        Cluster("m", pegaflow=["--addr", "0.0.0.0:1"])._plan()
+
+
+@pytest.mark.parametrize("version, message", [(None, "not installed"), ("0.24.6", "0.24.6 is installed, not 0.25.1")])
+def test_a_pegaflow_server_that_cannot_be_started_is_refused(monkeypatch, version, message):
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    monkeypatch.setattr(up.pegaflow_host, "installed_version", lambda: version)
+    with pytest.raises(PdRadixError, match=f"--pegaflow: .*{message}"):
+        up.cluster_from(parse("--model-path", "m/x", "--pegaflow"))
 
 
 def test_aggregated_is_one_engine_without_router(fake, tmp_path):

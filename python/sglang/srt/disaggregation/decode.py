@@ -32,6 +32,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
+from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -117,6 +118,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Adds the cache's bookkeeping to the engine's queue."""
         super().__init__(*args, **kwargs)
         self.has_radix = isinstance(self.tree_cache, DecodeRadixCache)
+        # The same tree, where it loads from a PegaFlow server.
+        self.pegaflow = self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
         self.num_ranks = dist.get_world_size(self.gloo_group)
         self.counters = KvTransferCounters.get(self.scheduler.server_args)
         if self.has_radix:
@@ -193,6 +196,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             # From here on the tree knows what is waited for.
             self._place(self.queue[-1])
             self._unannounced.append(self.queue[-1])
+            if self.pegaflow is not None and not is_warmup(req):
+                try:
+                    self.pegaflow.prefetch(req.rid, req.origin_input_ids, req.extra_key, req.priority or 0)
+                except Exception as e:
+                    # On all ranks: they hash the same.
+                    self.queue[-1].lose(e)
 
     def announce(self) -> None:
         """Tell prefills of the requests that wait here; for the end of a step. Not of those admitted in their first.
@@ -355,6 +364,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _forget(self, decode_reqs: Sequence[engine.DecodeRequest]) -> None:
         gone = {id(dr) for dr in decode_reqs}
+        if self.pegaflow is not None:
+            for decode_req in decode_reqs:
+                self.pegaflow.release_aborted_request(decode_req.req.rid)
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
         # Or the handshake of one that has failed would still be made.
         self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
@@ -372,7 +384,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return [], []
         places = [getattr(dr, "place", None) or self._place(dr) for dr in window]
-        polls = [dr.poll() for dr in window]
+        polls = [self._poll(dr) for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
             ready = [window[i] for i in self._order(window, places)]
@@ -401,6 +413,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         same = dict(zip(picked, told.same, strict=True))
         going = [i for i in (*order, *late) if window[i].waiting_for_input]
         return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going]
+
+    def _poll(self, decode_req: engine.DecodeRequest) -> int:
+        """What its receiver says, but a request whose prefix is being loaded has not shaken hands yet."""
+        poll = decode_req.poll()
+        if self.pegaflow is None or decode_req.waiting_for_input or poll != KVPoll.WaitingForInput:
+            return poll
+        loaded = self.pegaflow.check_prefetch_progress(decode_req.req.rid)
+        return poll if loaded else int(KVPoll.Bootstrapping)
 
     def _order(self, window: list[engine.DecodeRequest], places: list[Place]) -> list[int]:
         """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""

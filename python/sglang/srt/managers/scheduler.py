@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable
 from functools import cached_property
 from http import HTTPStatus
@@ -21,6 +22,10 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.pegaflow_memory import kv_layout
+from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
+from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowDecodeRadixCache, PegaFlowRadixCache, PegaFlowTree
+from sglang.srt.mem_cache.pegaflow_session import PegaFlowSession
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.utils import TypeBasedDispatcher
@@ -43,6 +48,9 @@ class Scheduler(engine.Scheduler):
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
         super().init_cache_with_memory_pool()
+        if self.server_args.enable_pegaflow:
+            self._init_pegaflow()
+            return
         if not self.server_args.disaggregation_decode_enable_radix_cache:
             return
         if type(self.tree_cache) is not RadixCache:
@@ -53,9 +61,36 @@ class Scheduler(engine.Scheduler):
             )
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
 
+    def _init_pegaflow(self) -> None:
+        """Put a tree in place that saves to the PegaFlow server and loads from it."""
+        args = self.server_args
+        if type(self.tree_cache) is not RadixCache:
+            raise ValueError(
+                "--enable-pegaflow is not verified for this model: the engine chose "
+                f"{type(self.tree_cache).__name__} for it, and only full-attention models (RadixCache) are. "
+                "Leave the flag out."
+            )
+        layout = kv_layout(self.token_to_kv_pool_allocator.get_kvcache(), self.page_size)
+        tree = PegaFlowDecodeRadixCache if args.disaggregation_decode_enable_radix_cache else PegaFlowRadixCache
+        self.tree_cache = tree.take_over(self.tree_cache)
+        rank = None if layout.shared else self.tp_rank
+        session = PegaFlowSession(
+            args.pegaflow_endpoint,
+            f"sglang-{uuid.uuid4().hex}-{self.tp_rank}",
+            rank_namespace(model_namespace(args), layout.describe(), rank, self.tp_size),
+            layout,
+        )
+        # Of what all ranks hold alike, one saves all.
+        saves = not layout.shared or self.tp_rank == 0
+        self.tree_cache.attach(session, self.tp_cpu_group if self.tp_size > 1 else None, saves)
+        # The engine's own hooks for prefixes that come from elsewhere: asked of the tree at each of their turns.
+        self.enable_hicache_storage = True
+
     def get_internal_state(self, recv_req):
         """Adds the pool figures of invariant I1 under ``kv_pool``, all in tokens."""
         output = super().get_internal_state(recv_req)
+        if isinstance(self.tree_cache, PegaFlowTree):
+            output.internal_state = {**output.internal_state, "pegaflow": self.tree_cache.pegaflow_state()}
         if not self._has_plain_pool():
             return output
         output.internal_state = {**output.internal_state, "kv_pool": self._kv_pool_state()}
@@ -63,7 +98,9 @@ class Scheduler(engine.Scheduler):
 
     def _has_plain_pool(self) -> bool:
         """Whether one pool has all KV, so that its figures say what requests hold."""
-        return type(self.tree_cache) in (DecodeRadixCache, RadixCache, ChunkCache)
+        return type(self.tree_cache) in (RadixCache, ChunkCache) or isinstance(
+            self.tree_cache, (DecodeRadixCache, PegaFlowTree)
+        )
 
     def process_decode_queue(self) -> None:
         """Adds four things.
@@ -160,7 +197,7 @@ class Scheduler(engine.Scheduler):
         The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
         not be shared.
         """
-        if isinstance(self.tree_cache, DecodeRadixCache):
+        if isinstance(self.tree_cache, (DecodeRadixCache, PegaFlowTree)):
             Req.incoming_extra_key = recv_req.extra_key
         try:
             if recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor:
@@ -299,6 +336,9 @@ class Scheduler(engine.Scheduler):
         self.kv_used_peak = 0
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._end_step_of_none()
+        if isinstance(self.tree_cache, PegaFlowTree) and super().is_fully_idle():
+            # The answers have been told, but not all of their pages saved.
+            self.tree_cache.drain()
         if not self._has_quarantine():
             return super().flush_cache()
         return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
@@ -314,19 +354,19 @@ class Scheduler(engine.Scheduler):
     # ---- weight updates: they flush, and the engine ends where a flush is refused ----
 
     def update_weights_from_disk(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
         return self._update_when_idle(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
         return self._update_when_idle(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
         return self._update_when_idle(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`."""
+        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
         return self._update_when_idle(super().update_weights_from_ipc, recv_req)
 
     def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
@@ -339,9 +379,9 @@ class Scheduler(engine.Scheduler):
         gone in the same step.
         """
         if self.disaggregation_mode == engine.DisaggregationMode.NULL or not recv_req.flush_cache:
-            return update(recv_req)
+            return self._update(update, recv_req)
         if not self.postponed_updates and self._can_flush():
-            return update(recv_req)
+            return self._update(update, recv_req)
         logger.info("A weight update waits for the last request")
         self.postponed_updates = (*self.postponed_updates, (update, recv_req))
         return None
@@ -352,8 +392,10 @@ class Scheduler(engine.Scheduler):
         return self.is_fully_idle()
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds the weight updates that have waited for the last request."""
+        """Adds, once per turn of every event loop, what PegaFlow has done, and weight updates that have waited."""
         super().process_input_requests(recv_reqs)
+        if isinstance(self.tree_cache, PegaFlowTree):
+            self.tree_cache.advance()
         self._update_if_idle()
 
     def _update_if_idle(self) -> None:
@@ -361,9 +403,51 @@ class Scheduler(engine.Scheduler):
         while self.postponed_updates and self._can_flush():
             (update, recv_req), *rest = self.postponed_updates
             self.postponed_updates = tuple(rest)
-            self.send_to_tokenizer.send_output(update(recv_req), recv_req)
+            self.send_to_tokenizer.send_output(self._update(update, recv_req), recv_req)
+
+    def _update(self, update: Callable[[Any], Any], recv_req):
+        self._leave_pegaflow()
+        return update(recv_req)
 
     def self_check_during_idle(self) -> None:
         """Puts the leak check off while pages are in quarantine, which it would report as lost."""
         if not self._has_quarantine():
             super().self_check_during_idle()
+
+    # ---- PegaFlow ----
+
+    def _prefetch_kvcache(self, req) -> None:
+        """Has PegaFlow asked for the prompt, where the engine asks its hierarchical cache."""
+        if not isinstance(self.tree_cache, PegaFlowTree):
+            super()._prefetch_kvcache(req)
+        else:
+            # As in a match: one token must be left to compute.
+            end = len(req.origin_input_ids) + len(req.output_ids) - 1
+            if req.return_logprob and req.logprob_start_len >= 0:
+                end = min(end, req.logprob_start_len)
+            tokens = (req.origin_input_ids + req.output_ids)[: max(end, 0)]
+            self.tree_cache.prefetch(req.rid, tokens, req.extra_key, req.priority or 0)
+
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        """Adds that a worker whose pages are being saved or loaded is not idle."""
+        idle = super().is_fully_idle(for_health_check)
+        if for_health_check or not isinstance(self.tree_cache, PegaFlowTree):
+            return idle
+        return idle and not self.tree_cache.busy
+
+    def maybe_sleep_on_idle(self) -> None:
+        """Adds that it does not sleep while requests wait for PegaFlow."""
+        if not (isinstance(self.tree_cache, PegaFlowTree) and self.tree_cache.busy):
+            super().maybe_sleep_on_idle()
+
+    def _get_storage_backend_type(self) -> str:
+        """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
+        return "pegaflow" if isinstance(self.tree_cache, PegaFlowTree) else super()._get_storage_backend_type()
+
+    def _leave_pegaflow(self) -> None:
+        """Stop using the server: what it holds is of other weights than this worker has now."""
+        tree = self.tree_cache
+        if not isinstance(tree, PegaFlowTree) or tree.session.stopped:
+            return
+        logger.warning("The weights have been changed: this worker uses PegaFlow no more. Start it anew to use it.")
+        tree.leave()

@@ -1,0 +1,192 @@
+"""Engines with a PegaFlow server: what they say is what they say without, and nothing is left in the server."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+from pd import FLAG, Pair, ask, conversations, log_of, pools, wait_idle, words
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+
+import host_server  # noqa: E402
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing())),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = host_server.HostServer(tmp_path_factory.mktemp("pegaflow")).start()
+    yield server
+    server.kill()
+
+
+def options(server):
+    return ["--page-size", "16", "--enable-pegaflow", "--pegaflow-endpoint", server.endpoint]
+
+
+def state(url):
+    """What each rank says of PegaFlow."""
+    states = requests.get(url + "/get_server_info", timeout=30).json()["internal_states"]
+    return [one["pegaflow"] for one in states]
+
+
+def flush(url):
+    wait_idle(url)
+    requests.post(url + "/flush_cache", timeout=30).raise_for_status()
+
+
+def check_at_rest(url):
+    for pool in wait_idle(url):
+        assert pool["available"] + pool["evictable"] == pool["size"] and pool["protected"] == 0, pool
+        assert pool.get("audit", []) == [], pool
+    for rank in state(url):
+        assert (rank["saving_tokens"], rank["loading_tokens"], rank["prefetches"]) == (0, 0, 0), rank
+
+
+def check_nothing_left(server):
+    """The engines are gone: so are their registrations and mappings, and no lease keeps a page."""
+    end = time.monotonic() + 10
+    while server.instances() or server.mappings():
+        assert time.monotonic() < end, (server.instances(), server.mappings())
+        time.sleep(0.1)
+    server.forget()
+    assert server.metric("pegaflow_pool_used_bytes") == 0
+
+
+def prompts(seed, count=4, length=300):
+    rnd = random.Random(seed)
+    return [words(rnd, length) for _ in range(count)]
+
+
+def answers(send, asked, max_new=16):
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [reply["output_ids"] for reply in pool.map(lambda ids: send(ids, max_new), asked)]
+
+
+@pytest.mark.parametrize("shape", ["mha", "mla"])
+def test_aggregated(clusters, server, request, shape):
+    model = request.getfixturevalue("model" if shape == "mha" else "mla_model")
+    truth = request.getfixturevalue("truth" if shape == "mha" else "mla_truth")
+    cluster = clusters.get(model, aggregated=True, common_args=options(server), env=host_server.engine_env())
+    url, send = cluster.router_url, ask(cluster.router_url)
+    assert conversations(send) == truth["conversations"]
+    asked = prompts(3)
+    first = answers(send, asked)
+    flush(url)
+    assert conversations(send) == truth["conversations"]
+    assert answers(send, asked) == first
+    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == 288 for ids in asked)
+    (rank,) = state(url)
+    assert rank["loaded"] >= 4 * 18 and rank["loads_failed"] == rank["lost"] == 0
+    check_at_rest(url)
+
+    # Aborted while they are asked for and loaded.
+    flush(url)
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(send, ids + [500 + i], 64) for i in range(2) for ids in asked]
+        for _ in range(20):
+            requests.post(url + "/abort_request", json={"abort_all": True}, timeout=30)
+            time.sleep(0.01)
+        for one in waiting:
+            one.result()
+    check_at_rest(url)
+
+    # Another salt is another prompt.
+    flush(url)
+    assert send(asked[0], 4, extra_key="salt")["meta_info"]["cached_tokens"] == 0
+
+    # Without a server it goes on, and finds it again.
+    server.kill()
+    assert answers(send, asked) == first
+    server.start()
+    end = time.monotonic() + 20
+    while not state(url)[0]["up"]:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    answers(send, prompts(4))
+    flush(url)
+    answers(send, prompts(4))
+    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == 288
+    check_at_rest(url)
+    assert log_of(cluster, url).count("is lost") == 1
+    clusters.stop()
+    check_nothing_left(server)
+
+
+def test_two_ranks(clusters, server, model, truth):
+    """Each has its own part of every page; what they load they agree on."""
+    cluster = clusters.get(
+        model, aggregated=True, common_args=[*options(server), "--tp-size", "2"], env=host_server.engine_env()
+    )
+    url, send = cluster.router_url, ask(cluster.router_url)
+    assert len(server.instances()) == 2
+    assert conversations(send) == truth["conversations"]
+    flush(url)
+    assert conversations(send) == truth["conversations"]
+    assert state(url)[0]["loaded"] > 0
+    check_at_rest(url)
+    clusters.stop()
+    check_nothing_left(server)
+
+
+@pytest.mark.parametrize("where", ["prefill", "both"])
+def test_pair(clusters, server, model, truth, where):
+    """A prefill worker alone, and with it a decode worker whose tree is kept in the server as well."""
+    args = options(server)
+    cluster = clusters.get(
+        model,
+        prefill_args=args,
+        decode_args=[FLAG, *(args if where == "both" else args[:2])],
+        env=host_server.engine_env(),
+    )
+    pair = Pair(cluster)
+    assert conversations(pair) == truth["conversations"]
+    asked = prompts(5)
+    first = answers(pair, asked)
+    wait_idle(pair.prefill_url)
+    pair.flush()
+    assert conversations(pair) == truth["conversations"]
+    assert answers(pair, asked) == first
+    assert state(pair.prefill_url)[0]["loaded"] > 0
+    if where == "both":
+        # What decode has from the server is not sent.
+        pair.flush()
+        loaded = state(pair.decode_url)[0]["loaded"]
+        details = pair(asked[0], 4)["meta_info"]["cached_tokens_details"]
+        assert state(pair.decode_url)[0]["loaded"] > loaded
+        assert details["decode_prefix"] == 288 and details["transferred"] == 12, details
+    for url in (pair.prefill_url, pair.decode_url):
+        wait_idle(url)
+    pair.check_idle()
+    clusters.stop()
+    check_nothing_left(server)
+
+
+def test_two_engines_share(clusters, server, model):
+    """Two decode workers: what one has received, the other loads."""
+    args = options(server)
+    cluster = clusters.get(
+        model, decode=2, prefill_args=args[:2], decode_args=[FLAG, *args], env=host_server.engine_env()
+    )
+    one, two = Pair(cluster), Pair(cluster, 0, 1)
+    asked = prompts(6, 1)[0]
+    first = one(asked, 24)
+    wait_idle(one.decode_url)
+    again = two(asked, 24)
+    assert again["output_ids"] == first["output_ids"]
+    assert again["meta_info"]["cached_tokens_details"]["decode_prefix"] == 288
+    for url in (one.decode_url, two.decode_url):
+        check_at_rest(url)
+        assert pools(url)
+    clusters.stop()
+    check_nothing_left(server)

@@ -1,0 +1,592 @@
+"""Trees that save to a real PegaFlow server and load from it; only the CUDA driver under the server is a stand-in."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+
+import host_server  # noqa: E402
+
+pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    server = host_server.HostServer(tmp_path_factory.mktemp("pegaflow")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """One that the test may kill."""
+    server = host_server.HostServer(tmp_path).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Makes engines, and looks at each of them at the end."""
+    import small_engine
+    from sglang.srt.mem_cache import pegaflow_radix_cache, pegaflow_session
+
+    monkeypatch.setattr(pegaflow_session, "PROBE_S", 0.2)
+    monkeypatch.setattr(pegaflow_radix_cache, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(pegaflow_radix_cache, "DRAIN_ROUNDS", 3000)
+    engines = []
+
+    def make(*args, namespace=None, **options):
+        namespace = namespace or f"test-{random.random()}"
+        engines.append(small_engine.SmallEngine(*args, namespace=namespace, **options))
+        return engines[-1]
+
+    yield make
+    for made in engines:
+        made.audit()
+        made.close()
+
+
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_saved_evicted_loaded(shared, engine, page, mla):
+    small = engine(shared, page=page, mla=mla)
+    tokens = prompt(300)
+    assert small.serve(tokens) == (0, 0)
+    small.flush()
+    held = 299 // page * page
+    assert small.serve(tokens) == (held, held)
+    # On the device now.
+    assert small.serve(tokens) == (0, held)
+
+
+def test_two_engines_share_one_pool(shared, engine):
+    one, two = engine(shared, namespace="both"), engine(shared, namespace="both")
+    other = engine(shared, namespace="other")
+    tokens = prompt(200)
+    one.serve(tokens)
+    assert one.tree.drain()
+    assert two.serve(tokens) == (192, 192)
+    assert other.serve(tokens) == (0, 0)
+
+
+def test_keys_are_kept_apart(shared, engine):
+    small = engine(shared)
+    tokens = prompt(200)
+    small.serve(tokens, "salt")
+    small.flush()
+    assert small.serve(tokens) == (0, 0)
+    assert small.serve(tokens, "other salt") == (0, 0)
+    assert small.serve(tokens, "salt")[0] == 192
+
+
+def test_only_what_the_tree_lacks_is_loaded(shared, engine):
+    """Of a prompt that is on the device up to a point; the answer before that point is not asked for again."""
+    one, two = engine(shared, namespace="parts"), engine(shared, namespace="parts")
+    tokens = prompt(320)
+    one.serve(tokens)
+    assert one.tree.drain()
+    two.serve(tokens[:100])
+    assert two.serve(tokens) == (304 - 96, 304)
+    # What follows the end of a node, and what follows its middle.
+    branch = tokens[:64] + prompt(200, seed=2)
+    one.serve(branch)
+    assert one.tree.drain()
+    assert two.serve(branch) == (256 - 64, 256)
+
+
+def test_pages_computed_meanwhile_are_freed(shared, engine):
+    """Another request computes what is being loaded: one copy stays."""
+    small = engine(shared)
+    tokens = prompt(300)
+    small.serve(tokens)
+    small.flush()
+    small.ask("slow", tokens)
+    wait_for(lambda: small.tree.advance() or small.tree._loading_tokens)
+    small.run(tokens)
+    small.wait("slow")
+    assert small.run(tokens) == 288
+
+
+def test_pool_pressure(shared, engine):
+    """Three times as many prefixes as fit, in turns; each is right, and none is recomputed while the server has it."""
+    small = engine(shared, size=1024)
+    prompts = [prompt(500, seed) for seed in range(6)]
+    for tokens in prompts:
+        small.serve(tokens)
+        assert small.tree.drain()
+    for _ in range(2):
+        for tokens in prompts:
+            assert small.serve(tokens)[1] == 496
+
+
+def test_more_waits_than_fits(shared, engine):
+    """Many requests at once: what has been loaded for one is not thrown out for the next, and none waits for ever."""
+    from small_engine import NoRoom
+
+    small = engine(shared, size=1024)
+    prompts = {f"r{seed}": prompt(400, seed) for seed in range(8)}
+    for tokens in prompts.values():
+        small.serve(tokens)
+        assert small.tree.drain()
+    small.flush()
+    for rid, tokens in prompts.items():
+        small.ask(rid, tokens)
+    waiting, loaded = dict(prompts), 0
+    end = time.monotonic() + 20
+    while waiting and time.monotonic() < end:
+        small.tree.advance()
+        for rid in list(waiting):
+            # The engine's turn through its queue.
+            if small.tree.check_prefetch_progress(rid):
+                loaded += small.tree.pop_prefetch_loaded_tokens(rid) > 0
+                try:
+                    small.run(waiting[rid])
+                except NoRoom:
+                    break
+                del waiting[rid]
+                break
+    assert not waiting and loaded == 8
+
+
+def test_a_prompt_larger_than_the_room(shared, engine):
+    """What cannot be given pages is a miss."""
+    big, small = engine(shared, size=2048, namespace="room"), engine(shared, size=256, namespace="room")
+    tokens = prompt(1500)
+    big.serve(tokens)
+    assert big.tree.drain()
+    small.ask("r", tokens)
+    assert small.wait("r") == 0
+
+
+def leases(server):
+    """Whether the server still holds pages that it was told to forget: those of leases."""
+    server.forget()
+    return server.metric("pegaflow_pool_used_bytes")
+
+
+def test_abort(server, engine):
+    """Before the answer, between answer and load, during the load: no lease and no page is kept."""
+    small = engine(server)
+    tokens = prompt(300)
+    small.serve(tokens)
+    for steps in (0, 1, 2):
+        small.flush()
+        small.ask("gone", tokens)
+        for _ in range(steps):
+            time.sleep(0.05)
+            small.tree.advance()
+        small.tree.release_aborted_request("gone")
+        assert small.tree.check_prefetch_progress("gone")
+        assert small.tree.drain()
+        small.audit()
+    time.sleep(0.2)
+    assert server.metric("pegaflow_pool_used_bytes") > 0
+    assert leases(server) == 0
+
+
+def test_a_lease_is_seen(server, engine):
+    """That `leases` would see one."""
+    small = engine(server)
+    tokens = prompt(300)
+    small.serve(tokens)
+    small.flush()
+    small.tree._has_room = lambda found: False
+    small.ask("held", tokens)
+    wait_for(lambda: small.tree.advance() or small.tree._open[0].stage.value == "found")
+    held = leases(server)
+    assert held > 0
+    small.tree.release_aborted_request("held")
+    assert small.tree.drain()
+    time.sleep(0.2)
+    assert leases(server) == 0
+
+
+def warnings_in(caplog):
+    return [
+        record.message for record in caplog.records if record.levelname == "WARNING" and "PegaFlow" in record.message
+    ]
+
+
+def test_server_killed_between_and_back(server, engine, caplog):
+    small = engine(server)
+    tokens = prompt(300)
+    small.serve(tokens)
+    small.flush()
+    server.kill()
+    assert small.serve(tokens) == (0, 0)
+    assert small.serve(prompt(300, seed=2)) == (0, 0)
+    assert small.tree.drain()
+    assert len(warnings_in(caplog)) == 1 and not small.session.up
+    server.start()
+    wait_for(lambda: small.session.up)
+    assert server.instances() == [small.session.instance_id]
+    # What could not be saved is saved when it is met again.
+    small.serve(tokens)
+    assert small.tree.drain()
+    small.flush()
+    assert small.serve(tokens) == (288, 288)
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_server_restarted_unnoticed(server, engine, caplog, monkeypatch):
+    """Gone and back between two looks: the next call finds itself unknown, and registers."""
+    from sglang.srt.mem_cache import pegaflow_session
+
+    monkeypatch.setattr(pegaflow_session, "PROBE_S", 1000.0)
+    small = engine(server)
+    server.kill()
+    server.start()
+    tokens = prompt(300)
+    small.run(tokens)
+    assert small.tree.drain()
+    small.flush()
+    assert small.serve(tokens) == (288, 288)
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("end", ["killed", "killed and back", "stopped"])
+def test_server_ends_during_a_load(server, engine, caplog, end):
+    """The request becomes a miss; its pages are given to nobody until the server cannot write to them."""
+    # So that saving takes a second or more, and so does loading.
+    server.kill()
+    server.copy_us = 50_000
+    server.start()
+    small = engine(server)
+    tokens = prompt(300)
+    small.run(tokens)
+    assert small.tree.drain()
+    small.flush()
+    small.ask("r", tokens)
+    wait_for(lambda: small.tree.advance() or small.tree._loading_tokens)
+    time.sleep(0.1)
+    if end == "stopped":
+        server.signal(signal.SIGSTOP)
+    else:
+        server.kill()
+        if end == "killed and back":
+            server.start()
+    start = time.monotonic()
+    assert small.wait("r", 5) == 0
+    assert small.tree._loading_tokens == 288 and small.tree.protected_size() == 288
+    assert small.run(tokens) == 0
+    assert len(warnings_in(caplog)) == 1
+    if end == "stopped":
+        assert time.monotonic() - start > 0.5
+        time.sleep(0.5)
+        small.tree.advance()
+        assert small.tree._loading_tokens == 288
+        server.signal(signal.SIGCONT)
+    assert small.tree.drain()
+    assert small.tree._loading_tokens == 0
+    small.flush()
+
+
+def test_server_killed_during_a_save(server, engine, caplog):
+    server.kill()
+    server.copy_us = 50_000
+    server.start()
+    small = engine(server)
+    tokens = prompt(300)
+    small.run(tokens)
+    time.sleep(0.2)
+    assert small.tree.busy and small.tree.protected_size() == 288
+    small.tree.advance()
+    assert small.tree.protected_size() == 288, "held until the server is done, or gone"
+    server.kill()
+    assert small.tree.drain()
+    assert small.tree.protected_size() == 0
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_slots_are_held_while_they_are_saved(server, engine):
+    """What is saved is what was computed, however soon its slots are wanted for something else."""
+    server.kill()
+    server.copy_us = 5_000
+    server.start()
+    small = engine(server, size=512)
+    first = prompt(300)
+    small.run(first)
+    # Nothing of it can go while it is saved; when it is saved, all of it does.
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    small.tree.evict(EvictParams(num_tokens=512))
+    assert small.tree.protected_size() == 288
+    assert small.tree.drain()
+    small.run(prompt(500, seed=2))
+    assert small.tree.drain()
+    small.flush()
+    assert small.serve(first) == (288, 288)
+
+
+def test_more_to_save_than_may_be_held(shared, engine):
+    """An eighth of the pool at a time; the rest in its turn, also of nodes that are split meanwhile."""
+    small = engine(shared, size=2048)
+    stem = prompt(200)
+    prompts = [stem + prompt(150, seed) for seed in range(6)]
+    for tokens in prompts:
+        small.run(tokens)
+    small.run(stem[:100] + prompt(100, 9))
+    assert small.tree.protected_size() <= 336 and small.tree._unsaved
+    assert small.tree.drain() and not small.tree._unsaved
+    small.flush()
+    for tokens in prompts:
+        assert small.serve(tokens)[1] == 336
+
+
+def test_a_weight_update_ends_it(shared, engine, caplog):
+    """What is under way ends; nothing of other weights is saved, and nothing of these is loaded."""
+    small = engine(shared, size=8192)
+    tokens, more = prompt(300), prompt(300, seed=2)
+    small.serve(tokens)
+    small.run(more)
+    small.ask("r", tokens[:200] + more)
+    small.tree.leave()
+    small.wait("r")
+    small.flush()
+    saved = small.session.counters.saved
+    assert small.serve(tokens) == (0, 0)
+    small.serve(prompt(300, seed=3))
+    time.sleep(0.5)
+    assert small.tree.drain() and not small.session.up
+    assert small.session.counters.saved == saved == 36
+    assert warnings_in(caplog) == []
+
+
+def test_ranks_agree(shared, engine, monkeypatch):
+    """Ranks that hold different parts of a prompt in the server, and whose saves end at different times.
+
+    Two threads, each with a rank's tree; the reduction between them is the only thing here that is not the real one.
+    """
+    import threading
+
+    import torch
+
+    name = f"ranks-{random.random()}"
+    tokens, more = prompt(300), prompt(200, seed=2)
+    # Rank 1 has lost the end of it.
+    engine(shared, namespace=f"{name}-0").run(tokens)
+    engine(shared, namespace=f"{name}-1", rank=10).run(tokens[:160])
+    ranks = [engine(shared, namespace=f"{name}-{rank}", rank=10 * rank, size=512) for rank in (0, 1)]
+    meet, told = threading.Barrier(2), {}
+
+    def all_reduce(tensor, op, group):
+        told[group] = tensor.clone()
+        meet.wait(10)
+        assert len(told["rank 0"]) == len(told["rank 1"])
+        low = torch.minimum(told["rank 0"], told["rank 1"])
+        meet.wait(10)
+        tensor.copy_(low)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    late = ranks[1].session.save
+    ranks[1].session.save = lambda save: threading.Timer(0.2, late, [save]).start()
+    histories = [[], []]
+
+    def serve(number, tokens):
+        small, history = ranks[number], histories[number]
+        rid = f"r{len(tokens)}"
+        small.ask(rid, tokens)
+        history.append(("loaded", small.wait(rid)))
+        history.append(("held", small.run(tokens)))
+        while small.tree.busy:
+            small.tree.advance()
+            history.append((small.tree.evictable_size(), small.allocator.available_size(), len(small.tree._open)))
+            time.sleep(0.002)
+
+    def run(number):
+        small = ranks[number]
+        small.tree.tp_group = f"rank {number}"
+        try:
+            for asked in (tokens, more, tokens, more[:100] + tokens[:100]):
+                serve(number, asked)
+        except BaseException:
+            meet.abort()
+            raise
+        finally:
+            small.tree.tp_group = None
+
+    threads = [threading.Thread(target=run, args=[number]) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert histories[0] == histories[1]
+    assert histories[0][:2] == [("loaded", 160), ("held", 160)]
+
+
+@pytest.mark.thorough  # It imports the engine once more.
+@pytest.mark.timeout(300)
+def test_an_engine_that_crashes_leaves_nothing(server, tmp_path):
+    """Session: the server sees its process end, without a word."""
+    import subprocess
+
+    code = f"""
+import sys, os, time
+sys.path.insert(0, {str(Path(host_server.__file__).parent)!r})
+import small_engine
+class Server: endpoint = {server.endpoint!r}
+small = small_engine.SmallEngine(Server)
+small.serve(list(range(300)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready\n"
+    assert len(server.instances()) == 1 and server.mappings() == 4
+    child.kill()
+    child.wait()
+    wait_for(lambda: not server.instances() and not server.mappings())
+    assert leases(server) == 0
+
+
+# ---- options ----
+
+FLAG = "--enable-pegaflow"
+PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
+DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
+DECODE_RADIX = [*DECODE, "--disaggregation-decode-enable-radix-cache"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from sglang_pd_radix.tools.make_model import make_model
+
+    return str(make_model(tmp_path_factory.mktemp("model") / "m"))
+
+
+@pytest.fixture
+def check(model, monkeypatch):
+    """Check options as a server does when it starts, on a host whose memory the server can map."""
+    from sglang.srt.mem_cache import pegaflow_memory
+    from sglang.srt.server_args import prepare_server_args
+
+    monkeypatch.setattr(pegaflow_memory, "check_device", lambda device: None)
+
+    def check(*options, model=model):
+        args = prepare_server_args(["--model-path", model, "--device", "cpu", FLAG, *options])
+        args.check_server_args()
+        return args
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--disable-radix-cache"], "--disable-radix-cache"),
+        (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+        (["--enable-lmcache"], "--enable-lmcache"),
+        (["--enable-streaming-session"], "--enable-streaming-session"),
+        (["--enable-memory-saver"], "--enable-memory-saver"),
+        (["--dp-size", "2"], "--data-parallel-size"),
+        (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--enable-dp-attention"),
+        (["--pp-size", "2"], "--pipeline-parallel-size"),
+        (["--is-embedding"], "--is-embedding"),
+        (DECODE, "without --disaggregation-decode-enable-radix-cache"),
+        (["--pegaflow-endpoint", "10.0.0.1:50055"], "--pegaflow-allow-non-loopback"),
+        (["--pegaflow-endpoint", "0.0.0.0:50055"], "--pegaflow-allow-non-loopback"),
+        (["--pegaflow-endpoint", "here"], "HOST:PORT"),
+        (["--pegaflow-endpoint", "127.0.0.1:1"], "no PegaFlow server answers at http://127.0.0.1:1"),
+        (["--pegaflow-endpoint", "127.0.0.1:1", *DECODE_RADIX], "no PegaFlow server answers"),
+    ],
+)
+def test_refused_before_the_model_is_loaded(check, options, named):
+    with pytest.raises(ValueError) as refused:
+        check(*options)
+    assert "pegaflow" in str(refused.value).lower() and named in str(refused.value)
+
+
+def test_an_environment_switch_is_refused_too(check, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+    with pytest.raises(ValueError, match="SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"):
+        check()
+
+
+def test_a_host_whose_memory_cannot_be_mapped_is_refused(check, monkeypatch):
+    from sglang.srt.mem_cache import pegaflow_memory
+
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="--device cuda"):
+        pegaflow_memory.check_device("cpu")
+
+
+@pytest.mark.parametrize("role", [[], PREFILL, DECODE_RADIX], ids=["aggregated", "prefill", "decode"])
+def test_a_server_of_the_right_version_is_taken(check, shared, role):
+    args = check("--pegaflow-endpoint", shared.endpoint, *role)
+    assert args.enable_pegaflow and not args.disable_radix_cache
+
+
+def test_other_versions_are_refused(check, shared, monkeypatch):
+    from sglang.srt.mem_cache import pegaflow_session
+
+    monkeypatch.setattr(pegaflow_session.pegaflow_host, "installed_version", lambda: "0.24.6")
+    with pytest.raises(ValueError, match="needs pegaflow-llm==0.25.1, and 0.24.6 is installed"):
+        check("--pegaflow-endpoint", shared.endpoint)
+    monkeypatch.undo()
+
+
+def test_a_server_of_another_version_is_refused(shared, monkeypatch):
+    """It turns every registration down, with this message (seen with a client 0.24.6)."""
+    import pegaflow
+    from sglang.srt.mem_cache import pegaflow_session
+
+    class OtherClient:
+        def __init__(self, url):
+            pass
+
+        def health(self):
+            return True, ""
+
+        def register_context_batch(self, *args):
+            raise pegaflow.PegaFlowError("PegaFlow version mismatch: client=0.25.1 server=0.26.0")
+
+    monkeypatch.setattr(pegaflow, "EngineRpcClient", OtherClient, raising=False)
+    with pytest.raises(ValueError, match="server=0.26.0.*Both must be 0.25.1"):
+        pegaflow_session.check_server(shared.endpoint)
+
+
+def test_what_has_a_namespace_of_its_own(check, shared, model, tmp_path):
+    import shutil
+
+    from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
+
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "model.safetensors").touch()
+    endpoint = ["--pegaflow-endpoint", shared.endpoint]
+    options = [[], ["--page-size", "16"], ["--dtype", "float32"], ["--kv-cache-dtype", "fp8_e5m2"], ["--tp-size", "2"]]
+    options += [["--pegaflow-namespace", "mine"], ["--json-model-override-args", '{"rope_theta": 5}']]
+    names = [model_namespace(check(*endpoint, *more)) for more in options]
+    names.append(model_namespace(check(*endpoint, model=str(other))))
+    assert len(set(names)) == len(names)
+    assert names[0] == model_namespace(check(*endpoint, *PREFILL))
+    layout = [("k0", 1024, "torch.float32")]
+    ranks = {rank_namespace(names[0], layout, rank, 2) for rank in (0, 1, None)}
+    assert len(ranks) == 3 and rank_namespace(names[0], [("k0", 512, "torch.float32")], 0, 2) not in ranks
+
+
+def test_an_engine_without_the_flag_has_nothing_of_it(model):
+    from sglang.srt.server_args import prepare_server_args
+
+    args = prepare_server_args(["--model-path", model, "--device", "cpu"])
+    args.check_server_args()
+    assert not args.enable_pegaflow
