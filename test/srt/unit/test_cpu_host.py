@@ -297,6 +297,68 @@ def test_kv_of_a_retracted_request_comes_back(pool, monkeypatch):
     assert all(torch.equal(buffer[new], before) for buffer, before in zip(buffers, held, strict=True))
 
 
+@pytest.mark.parametrize("pool", ["MHATokenToKVPool", "MLATokenToKVPool"])
+def test_a_hierarchical_cache_copies_both_ways(pool, monkeypatch):
+    from sglang.srt.mem_cache import memory_pool, memory_pool_host
+
+    # Put back afterwards.
+    monkeypatch.setattr(memory_pool_host, "ALLOC_MEMORY_FUNCS", memory_pool_host.ALLOC_MEMORY_FUNCS.copy())
+    monkeypatch.setattr(memory_pool_host, "transfer_kv_direct", memory_pool_host.transfer_kv_direct)
+    cpu_host.hicache._patch_host_pool(memory_pool_host)
+    shape = {"head_num": 2, "head_dim": 4} if pool.startswith("MHA") else {"kv_lora_rank": 4, "qk_rope_head_dim": 2}
+    kv = getattr(memory_pool, pool)(
+        size=16, page_size=4, dtype=torch.float32, layer_num=2, device="cpu", enable_memory_saver=False, **shape
+    )
+    host = getattr(memory_pool_host, pool + "Host")(kv, 2.0, 0, 4, "layer_first")
+    buffers = [*getattr(kv, "k_buffer", []), *getattr(kv, "v_buffer", []), *getattr(kv, "kv_buffer", [])]
+    for buffer in buffers:
+        buffer.normal_()
+    old, new, kept = torch.arange(4, 12), torch.tensor([12, 13, 14, 15, 4, 5, 6, 7]), host.alloc(8)
+    before = [buffer[old].clone() for buffer in buffers]
+    host.backup_from_device_all_layer(kv, kept, old, "direct")
+    for buffer in buffers:
+        buffer.zero_()
+    for layer in range(2):
+        host.load_to_device_per_layer(kv, kept, new, layer, "direct")
+    assert all(torch.equal(buffer[new], was) for buffer, was in zip(buffers, before, strict=True))
+
+
+def test_lora_of_a_batch_is_each_requests_own(monkeypatch):
+    from sglang.srt.lora.backend import torch_backend
+
+    wrapped = torch_backend.TorchNativeLoRABackend.__dict__["prepare_lora_batch"]
+    monkeypatch.setattr(torch_backend.TorchNativeLoRABackend, "prepare_lora_batch", wrapped)  # put back afterwards
+    cpu_host.lora._patch_torch_backend(torch_backend)
+    backend = torch_backend.TorchNativeLoRABackend(3, torch.device("cpu"))
+    torch.manual_seed(1)
+    lora_a, lora_b = torch.randn(3, 4, 6), torch.randn(3, 5, 4)
+    # Slot 0 is the base model's; the adapter in slot 2 has a smaller rank than there is room for.
+    ranks, scalings, slots = [0, 4, 2], [0.0, 0.5, 2.0], [1, 1, 0, 2, 1]
+    lora_a[2, 2:], lora_b[2, :, 2:] = 0, 0
+    for decode in (True, False):
+        lengths = [1] * 5 if decode else [3, 1, 2, 4, 2]
+        mode = SimpleNamespace(
+            is_decode=lambda decode=decode: decode, is_target_verify=lambda: False, is_extend=lambda: True
+        )
+        batch = SimpleNamespace(
+            batch_size=5,
+            forward_mode=mode,
+            extend_seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            extend_seq_lens_cpu=lengths,
+        )
+        backend.prepare_lora_batch(batch, slots, ranks, scalings, False)
+        x, base = torch.randn(sum(lengths), 6), torch.randn(sum(lengths), 5)
+        got = backend.run_lora_b_sgemm(backend.run_lora_a_sgemm(x, lora_a), lora_b, base.clone())
+        of_token = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+        want = torch.stack(
+            [
+                base[i] + scalings[slot] * (lora_b[slot] @ (lora_a[slot] @ x[i])) * (ranks[slot] > 0)
+                for i, slot in enumerate(of_token)
+            ]
+        )
+        torch.testing.assert_close(got, want)
+
+
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 

@@ -5,19 +5,33 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sglang.srt.managers import io_struct as engine
+from sglang.srt.managers.samples import Word
 
 __all__ = ["GenerateReqInput"]
 
 
 @dataclass
 class GenerateReqInput(engine.GenerateReqInput):
-    """A request whose ``extra_key`` may be a list, as its type says."""
+    """A request whose ``extra_key`` may be a list, as its type says, and whose samples may have rooms of their own."""
+
+    # Samples of each prompt, when each has become a prompt of its own (`give_rooms`); else 0.
+    samples: ClassVar[int] = 0
+    # Then the rooms of the prompts, and on decode whether prefill has been told.
+    request_rooms: ClassVar[Sequence[int]] = ()
+    announced: ClassVar[bool] = False
+    # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
+    word: ClassVar[Word | None] = None
 
     def normalize_batch_and_arguments(self) -> None:
         """Adds that what cannot be taken apart is the client's error, and the key of each prompt of a batch."""
+        if self.samples:
+            # It has been, with n as it came.
+            return
         try:
             super().normalize_batch_and_arguments()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
@@ -32,6 +46,8 @@ class GenerateReqInput(engine.GenerateReqInput):
             item = super().__getitem__(i)
         except (IndexError, KeyError, TypeError) as e:
             raise ValueError(f"The request has no entry {i} in one of its lists: {e}") from e
+        if self.word is not None:
+            item.word = self.word
         if isinstance(self.extra_key, list):
             # As the other lists with n samples of each prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]
