@@ -18,7 +18,9 @@ PROMPTS = [words(random.Random(seed), length) for seed, length in ((1, 150), (2,
 
 @pytest.fixture(scope="module")
 def pair(clusters, model):
-    pair = Pair(clusters.get(model, decode_args=[FLAG], common_args=["--page-size", str(PAGE)]))
+    # The options of test_kits.py, so that one pair serves both.
+    options = ["--page-size", str(PAGE), "--constrained-json-disable-any-whitespace"]
+    pair = Pair(clusters.get(model, decode_args=[FLAG], common_args=options))
     yield pair
     pair.check_idle()
 

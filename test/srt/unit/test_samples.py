@@ -496,6 +496,23 @@ def test_aborts():
     run(test())
 
 
+def test_a_rid_in_use_costs_its_request_nothing():
+    async def test():
+        prefill = Manager(*MODES[0])
+        prefill.samples.hear([11])
+        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
+        prefill.samples.hear([12])
+        with pytest.raises(ValueError, match="Duplicate"):
+            await answers(prefill, body(prompts=[[1, 2]], rid="r", bootstrap_room=[12]))
+        assert prefill.send_to_scheduler.aborts == [] and list(prefill.rids_of_samples) == ["r"]
+        for message in prefill.send_to_scheduler.requests:
+            prefill.answer(message)
+        assert len(await task) == 3
+
+    run(test())
+
+
 def test_announcements_that_cannot_be_meant(server):
     samples.listen(samples.SampleRooms())
     url = f"http://127.0.0.1:{server}{samples.SAMPLE_ROUTE}"

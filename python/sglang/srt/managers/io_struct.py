@@ -5,12 +5,9 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from sglang.srt.managers import io_struct as engine
-from sglang.srt.managers.samples import Word
 
 __all__ = ["GenerateReqInput"]
 
@@ -19,13 +16,12 @@ __all__ = ["GenerateReqInput"]
 class GenerateReqInput(engine.GenerateReqInput):
     """A request whose ``extra_key`` may be a list, as its type says, and whose samples may have rooms of their own."""
 
+    # Without annotations: these are not fields, of which the client sets any.
     # Samples of each prompt, when each has become a prompt of its own (`give_rooms`); else 0.
-    samples: ClassVar[int] = 0
+    samples = 0
     # Then the rooms of the prompts, and on decode whether prefill has been told.
-    request_rooms: ClassVar[Sequence[int]] = ()
-    announced: ClassVar[bool] = False
-    # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
-    word: ClassVar[Word | None] = None
+    request_rooms = ()
+    announced = False
 
     def normalize_batch_and_arguments(self) -> None:
         """Adds that what cannot be taken apart is the client's error, and the key of each prompt of a batch."""
@@ -46,8 +42,10 @@ class GenerateReqInput(engine.GenerateReqInput):
             item = super().__getitem__(i)
         except (IndexError, KeyError, TypeError) as e:
             raise ValueError(f"The request has no entry {i} in one of its lists: {e}") from e
-        if self.word is not None:
-            item.word = self.word
+        # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
+        word = getattr(self, "word", None)
+        if word is not None:
+            item.word = word
         if isinstance(self.extra_key, list):
             # As the other lists with n samples of each prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]

@@ -78,8 +78,10 @@ class TokenizerManager(engine.TokenizerManager):
             raise
         called = [] if as_sent.rid is None else as_sent.rid if isinstance(as_sent.rid, list) else [as_sent.rid]
         count = len(obj.rid) // (len(called) or 1)
-        for i, rid in enumerate(called):
-            self.rids_of_samples[rid] = obj.rid[i * count : (i + 1) * count]
+        # A rid in use is the other request's; this one is refused.
+        own = {rid: obj.rid[i * count : (i + 1) * count] for i, rid in enumerate(called)}
+        own = {rid: rids for rid, rids in own.items() if rid not in self.rids_of_samples}
+        self.rids_of_samples |= own
         try:
             served = False
             if prefill:
@@ -89,14 +91,9 @@ class TokenizerManager(engine.TokenizerManager):
             if not served:
                 async for out in self._serve(obj, request):
                     yield out
-        except (ValueError, HTTPException):
-            # One failure is the answer to all.
-            for rid in obj.rid:
-                self.abort_request(rid)
-            raise
         finally:
-            for rid in called:
-                self.rids_of_samples.pop(rid, None)
+            for rid in own:
+                del self.rids_of_samples[rid]
 
     async def _until_told(self, obj, rooms: list, request):
         """On prefill: serve a request with samples as the engine does, until decode has announced these.
@@ -129,11 +126,13 @@ class TokenizerManager(engine.TokenizerManager):
                     if getattr(obj, "needs_top_logprobs", False):
                         item["meta_info"].setdefault("input_top_logprobs", [])
                 yield out
-        except ValueError as e:
-            if not states or not all(state.sent for state in states.values()):
-                for rid, state in states.items():
-                    if state.sent:
-                        self.abort_request(rid)
+        except (ValueError, HTTPException) as e:
+            refused = isinstance(e, ValueError) and not (states and all(state.sent for state in states.values()))
+            # The failure of one sample is the answer to all.
+            for rid, state in states.items() if refused or getattr(obj, "samples", 0) else ():
+                if state.sent and self.rid_to_state.get(rid) is state:
+                    self.abort_request(rid)
+            if refused:
                 self._tell_peer(obj, str(e), states)
             raise
         finally:
