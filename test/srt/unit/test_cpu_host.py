@@ -274,27 +274,42 @@ def test_the_engines_allocator_extends_and_decodes(paged_allocator, page_size):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("pool", ["MHATokenToKVPool", "MLATokenToKVPool"])
-def test_kv_of_a_retracted_request_comes_back(pool, monkeypatch):
+def test_kv_of_a_retracted_request_comes_back(pool, dtype, monkeypatch):
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache import memory_pool
 
-    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)  # put back afterwards
+    kind = getattr(memory_pool, pool)
+    # Put back afterwards.
+    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)
+    for name in ("get_key_buffer", "get_value_buffer"):
+        monkeypatch.setattr(kind, name, kind.__dict__[name])
     cpu_host.memory_pool._patch_memory_pool(memory_pool)
     shape = {"head_num": 2, "head_dim": 4} if pool.startswith("MHA") else {"kv_lora_rank": 4, "qk_rope_head_dim": 2}
-    kv = getattr(memory_pool, pool)(
-        size=16, page_size=4, dtype=torch.float32, layer_num=2, device="cpu", enable_memory_saver=False, **shape
-    )
+    kv = kind(size=16, page_size=4, dtype=dtype, layer_num=2, device="cpu", enable_memory_saver=False, **shape)
     buffers = [*getattr(kv, "k_buffer", []), *getattr(kv, "v_buffer", []), *getattr(kv, "kv_buffer", [])]
     for buffer in buffers:
-        buffer.normal_()
+        # As attention would write it: numbers of the pool's type.
+        buffer.view(dtype)[:] = torch.randn(buffer.shape).to(dtype)
+    # A page in the pool, in a transfer and in the counters: as many bytes as its numbers have.
+    numbers = 4 * (2 * 4 if pool.startswith("MHA") else 6)
+    assert set(kv.get_contiguous_buf_infos()[2]) == {numbers * dtype.itemsize}
     old, new = torch.tensor([4, 5, 6, 7, 8]), torch.tensor([12, 13, 14, 15, 16])
     held = [buffer[old].clone() for buffer in buffers]
+    read = kv.get_key_buffer(1)[old].clone()
     copy = kv.get_cpu_copy(old)
     for buffer in buffers:
-        buffer[old] = 0.0  # the slots go to another request
+        buffer.zero_()  # the slots go to another request
+    # Without the first three tokens, which the tree has kept.
+    tail = Req.restore_kv_cache.__globals__["_tail"]
+    kv.load_cpu_copy([tail(layer, 3, kv.cpu_offloading_chunk_size) for layer in copy], new[3:])
+    assert not any(buffer[new[:3]].any() for buffer in buffers)
     kv.load_cpu_copy(copy, new)
     assert len(buffers) in (2, 4)
     assert all(torch.equal(buffer[new], before) for buffer, before in zip(buffers, held, strict=True))
+    # Attention can compute with what it reads.
+    assert read.dtype == torch.float32 and torch.equal(kv.get_key_buffer(1)[new], read)
 
 
 @pytest.mark.parametrize("pool", ["MHATokenToKVPool", "MLATokenToKVPool"])
