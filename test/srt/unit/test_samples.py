@@ -128,6 +128,21 @@ def test_rooms_that_are_none_stay_what_they_are():
         assert expanded(text="a", sampling_params={"n": 2}, bootstrap_room=[room]).bootstrap_room == [room] * 2
 
 
+def test_what_cannot_be_a_room_or_a_name():
+    """The checks of requests, which come after, refuse it; nothing fails before."""
+    obj = expanded(
+        text=["a", "b", "c"],
+        sampling_params={"n": 2},
+        bootstrap_room=[5, [5], None],
+        bootstrap_host=["h", ["h"], None],
+    )
+    assert list(obj.request_rooms) == [5, None, None]
+    assert obj.bootstrap_room[2:] == [[5], [5], None, None]
+    for rid in ([5], [["x"]], ["", "x", "y"]):
+        with pytest.raises(ValueError, match="rid must be a string|cannot be read"):
+            expanded(text=["a", "b", "c"][: len(rid)], sampling_params={"n": 2}, rid=rid)
+
+
 def test_lists_that_are_too_short():
     with pytest.raises(ValueError, match="no entry 1.*decode_tp_size"):
         expanded(text=["a", "b"], sampling_params={"n": 2}, decode_tp_size=[1])

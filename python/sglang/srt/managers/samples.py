@@ -116,13 +116,15 @@ def samples_asked(obj: Any) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and 1 < n <= MAX_SAMPLES
 
 
-def give_rooms(obj: GenerateReqInput, rid: str | Sequence[str] | None) -> None:
+def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
     """Make a batch with a prompt for each sample of ``obj``, which has been normalised: prompt by prompt, as answered.
 
     rid: what the client has called it. A prompt's samples are called by it and their number, in as many digits as the
     greatest needs, since a worker aborts all whose name begins with the one it is given.
-    Raises ValueError where a list is too short.
+    Raises ValueError where a list is too short, and for a rid that is none.
     """
+    if not all(isinstance(one, str) and one for one in (rid if isinstance(rid, list) else [rid or "none"])):
+        raise ValueError(f"rid must be a string that is not empty, got {rid!r:.80}.")
     prompts, n = obj.batch_size, obj.parallel_sample_num
     for name in _LISTS:
         values = getattr(obj, name)
@@ -137,9 +139,10 @@ def give_rooms(obj: GenerateReqInput, rid: str | Sequence[str] | None) -> None:
         obj.rid = _numbered(rid, prompts * n)
     elif rid is not None:
         obj.rid = [name for one in rid for name in _numbered(one, n)]
-    obj.request_rooms = obj.bootstrap_room[::n]
+    # What is no room is refused by the checks of requests. None is none.
+    obj.request_rooms = [room if _is_room(room) else None for room in obj.bootstrap_room[::n]]
     for i, room in enumerate(obj.bootstrap_room):
-        # Other values are refused by the checks of requests; warm-ups share nothing.
+        # Warm-ups share nothing.
         if _is_room(room) and obj.bootstrap_host[i] != FAKE_BOOTSTRAP_HOST:
             obj.bootstrap_room[i] = sample_room(room, i % n)
     obj.batch_size, obj.parallel_sample_num, obj.samples = prompts * n, 1, n
@@ -171,7 +174,7 @@ async def announce(obj: GenerateReqInput, default_port: int) -> None:
     rooms: dict[tuple[str, int], list[int]] = {}
     for i, room in enumerate(obj.request_rooms):
         host, port = obj.bootstrap_host[i * obj.samples], obj.bootstrap_port[i * obj.samples]
-        if _is_room(room) and host and host != FAKE_BOOTSTRAP_HOST:
+        if room and host and host != FAKE_BOOTSTRAP_HOST:
             rooms.setdefault((host, port or default_port), []).append(room)
     loop = asyncio.get_running_loop()
     await asyncio.gather(*(loop.run_in_executor(_announcers, _announce, *at, of) for at, of in rooms.items()))
@@ -194,7 +197,9 @@ def _announce(host: str, port: int, rooms: Sequence[int]) -> None:
     if reply.status_code == 400:
         raise ValueError(reply.text)
     if reply.status_code != 200:
-        raise PrefillUnreachable(f"prefill {host}:{port} cannot be told of samples: status {reply.status_code}")
+        raise PrefillUnreachable(
+            f"prefill {host}:{port} cannot be told of samples: status {reply.status_code}, {reply.text[:200]}"
+        )
 
 
 # ---- prefill ----

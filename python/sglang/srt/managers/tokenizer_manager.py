@@ -85,7 +85,8 @@ class TokenizerManager(engine.TokenizerManager):
         try:
             served = False
             if prefill:
-                async for out in self._until_told(as_sent, obj.request_rooms, request):
+                rooms = [room for room in obj.request_rooms if room]
+                async for out in self._until_told(as_sent, rooms, request):
                     served = True
                     yield out
             if not served:
@@ -95,7 +96,7 @@ class TokenizerManager(engine.TokenizerManager):
             for rid in own:
                 del self.rids_of_samples[rid]
 
-    async def _until_told(self, obj, rooms: list, request):
+    async def _until_told(self, obj, rooms: list[int], request):
         """On prefill: serve a request with samples as the engine does, until decode has announced these.
 
         Yields nothing if it has: then it is to be served with a room for each sample. Decode says so before it asks for
@@ -109,8 +110,8 @@ class TokenizerManager(engine.TokenizerManager):
         except samples.SamplesHaveRooms:
             # What was sent is its warm-up, which releases nothing.
             await self._release_adapters(obj.lora_id)
-        except ValueError as e:
-            self.samples.refuse(rooms, str(e))
+        except (ValueError, HTTPException) as e:
+            self.samples.refuse(rooms, e.detail if isinstance(e, HTTPException) else str(e))
             raise
         finally:
             self.samples.done(rooms, word)
@@ -129,7 +130,8 @@ class TokenizerManager(engine.TokenizerManager):
         except (ValueError, HTTPException) as e:
             refused = isinstance(e, ValueError) and not (states and all(state.sent for state in states.values()))
             # The failure of one sample is the answer to all.
-            for rid, state in states.items() if refused or getattr(obj, "samples", 0) else ():
+            end_others = refused or bool(getattr(obj, "samples", 0))
+            for rid, state in states.items() if end_others else ():
                 if state.sent and self.rid_to_state.get(rid) is state:
                     self.abort_request(rid)
             if refused:
