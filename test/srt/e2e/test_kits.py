@@ -1,7 +1,8 @@
 """The engine's own regression kits for caches, structured output and aborts, against a pair with the flag.
 
-They are written for one server that answers /generate, /server_info and /flush_cache. `Front` is that server: it gives
-each request to both workers of the pair, as the router does, and says the page size, which the router does not know.
+They are written for one server that answers /generate, /server_info and /flush_cache. They ask for batches, and those
+for regular expressions and grammars for n = 3. `Front` is that server: it gives each request to both workers of the
+pair, as the router does, and says the page size, which the router does not know.
 Data sets come from here, no kit asks the network for any. What a kit takes from its own model is bounded: weights drawn
 at random close no string by themselves.
 """
@@ -12,7 +13,6 @@ import json
 import random
 import threading
 import unittest
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -37,7 +37,6 @@ class Front:
 
     def __init__(self, pair: Pair):
         self.pair, self.process = pair, self
-        self._workers = ThreadPoolExecutor(32)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(handler):
@@ -74,23 +73,21 @@ class Front:
             for url in urls:
                 requests.post(url + path, json=body, timeout=30)
             return 200, {}
-        bodies = list(split(body))
-        if path != "/generate" or (len(bodies) == 1 and not isinstance(body.get("input_ids", [0])[0], list)):
-            prefill, decode = self.both(path, bodies[0])
-            if path != "/generate" or body.get("stream") or not decode.ok:
-                return decode.status_code, decode.content
-            return 200, merged(prefill, decode)
-        replies = list(self._workers.map(lambda one: self.both(path, one), bodies))
-        bad = next((decode for _, decode in replies if not decode.ok), None)
-        if bad is not None:
-            return bad.status_code, bad.content
-        return 200, [merged(prefill, decode) for prefill, decode in replies]
+        prefill, decode = self.both(path, body)
+        if path != "/generate" or body.get("stream") or not decode.ok:
+            return decode.status_code, decode.content
+        return 200, merged(prefill, decode)
 
     def both(self, path: str, body: dict):
-        """What prefill and decode say to one request."""
-        port = self.pair.cluster.processes[0].bootstrap_port
-        room = random.randrange(1, 2**62)
-        body = {**body, "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+        """What prefill and decode say to one request, with a room for each of its prompts."""
+        prompts = body.get("text") or body.get("input_ids") or [0]
+        size = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
+        at = {
+            "bootstrap_host": ["127.0.0.1"] * size,
+            "bootstrap_port": [self.pair.cluster.processes[0].bootstrap_port] * size,
+            "bootstrap_room": [random.randrange(1, 2**62) for _ in range(size)],
+        }
+        body = {**body, **(at if size > 1 else {name: values[0] for name, values in at.items()})}
         found: list[requests.Response] = []
         prefill = threading.Thread(
             target=lambda: found.append(requests.post(self.pair.prefill_url + path, json=body, timeout=300))
@@ -101,25 +98,17 @@ class Front:
         return found[0], decode
 
 
-def split(body: dict):
-    """The prompts of a batch, and the samples of each, as requests of their own; PD has one room for each."""
-    key = "text" if "text" in body else "input_ids"
-    prompts = body.get(key)
-    many = isinstance(prompts, list) and bool(prompts) and (key == "text" or isinstance(prompts[0], list))
-    params = body.get("sampling_params")
-    for i, prompt in enumerate(prompts if many else [prompts]):
-        one = dict(params[i] if isinstance(params, list) else params or {})
-        for _ in range(one.pop("n", 1)):
-            yield {**body, key: prompt, "sampling_params": one} if prompts is not None else body
-
-
-def merged(prefill: requests.Response, decode: requests.Response) -> dict:
-    """Decode's answer with the prompt's logprobs, which prefill has."""
-    answer = decode.json()
-    for name in ("input_token_logprobs", "input_top_logprobs"):
-        if name in answer["meta_info"] and prefill.ok:
-            answer["meta_info"][name] = prefill.json()["meta_info"][name]
-    return answer
+def merged(prefill: requests.Response, decode: requests.Response):
+    """Decode's answers with the logprobs of the prompts, which prefill has."""
+    answers = decode.json()
+    if not prefill.ok:
+        return answers
+    pairs = zip(prefill.json(), answers, strict=True) if isinstance(answers, list) else [(prefill.json(), answers)]
+    for first, answer in pairs:
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            if name in answer["meta_info"]:
+                answer["meta_info"][name] = first["meta_info"][name]
+    return answers
 
 
 @pytest.fixture(scope="module")

@@ -149,15 +149,17 @@ def test_extra_key_keeps_prefixes_apart(on, page):
     assert on(prompt, extra_key="a")["meta_info"]["cached_tokens_details"]["decode_prefix"] == len(prompt)
 
 
-def test_parallel_sampling_is_refused(on, truth, page):
-    """n > 1 gives one room to several requests; in the engine that can end the scheduler, or prefill waits for ever."""
-    body = on.body(base_prompt(page), 4)
-    body["sampling_params"]["n"] = 2
-    prefill = on._workers.submit(requests.post, on.prefill_url + "/generate", json=body, timeout=60)
-    reply = requests.post(on.decode_url + "/generate", json=body, timeout=60)
-    assert reply.status_code == 400 and "n must be 1" in reply.text
-    assert prefill.result().status_code == 400
-    assert on(base_prompt(page))["output_ids"] == truth["base", page]
+def test_samples_of_a_prompt(on, truth, page):
+    """Trap 30; more of it in test_samples.py."""
+    on.flush()
+    prompt = base_prompt(page)
+    body = on.body(prompt, 16)
+    body["sampling_params"]["n"] = 3
+    on._workers.submit(requests.post, on.prefill_url + "/generate", json=body, timeout=60)
+    answers = requests.post(on.decode_url + "/generate", json=body, timeout=60).json()
+    assert [answer["output_ids"] for answer in answers] == [truth["base", page]] * 3
+    transferred = [answer["meta_info"]["cached_tokens_details"]["transferred"] for answer in answers]
+    assert sorted(transferred) == [0, 0, len(prompt)]
 
 
 def test_health_checks_leave_nothing(on):

@@ -274,27 +274,104 @@ def test_the_engines_allocator_extends_and_decodes(paged_allocator, page_size):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("pool", ["MHATokenToKVPool", "MLATokenToKVPool"])
-def test_kv_of_a_retracted_request_comes_back(pool, monkeypatch):
+def test_kv_of_a_retracted_request_comes_back(pool, dtype, monkeypatch):
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache import memory_pool
 
-    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)  # put back afterwards
+    kind = getattr(memory_pool, pool)
+    # Put back afterwards.
+    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)
+    for name in ("get_key_buffer", "get_value_buffer"):
+        monkeypatch.setattr(kind, name, kind.__dict__[name])
     cpu_host.memory_pool._patch_memory_pool(memory_pool)
+    shape = {"head_num": 2, "head_dim": 4} if pool.startswith("MHA") else {"kv_lora_rank": 4, "qk_rope_head_dim": 2}
+    kv = kind(size=16, page_size=4, dtype=dtype, layer_num=2, device="cpu", enable_memory_saver=False, **shape)
+    buffers = [*getattr(kv, "k_buffer", []), *getattr(kv, "v_buffer", []), *getattr(kv, "kv_buffer", [])]
+    for buffer in buffers:
+        # As attention would write it: numbers of the pool's type.
+        buffer.view(dtype)[:] = torch.randn(buffer.shape).to(dtype)
+    # A page in the pool, in a transfer and in the counters: as many bytes as its numbers have.
+    numbers = 4 * (2 * 4 if pool.startswith("MHA") else 6)
+    assert set(kv.get_contiguous_buf_infos()[2]) == {numbers * dtype.itemsize}
+    old, new = torch.tensor([4, 5, 6, 7, 8]), torch.tensor([12, 13, 14, 15, 16])
+    held = [buffer[old].clone() for buffer in buffers]
+    read = kv.get_key_buffer(1)[old].clone()
+    copy = kv.get_cpu_copy(old)
+    for buffer in buffers:
+        buffer.zero_()  # the slots go to another request
+    # Without the first three tokens, which the tree has kept.
+    tail = Req.restore_kv_cache.__globals__["_tail"]
+    kv.load_cpu_copy([tail(layer, 3, kv.cpu_offloading_chunk_size) for layer in copy], new[3:])
+    assert not any(buffer[new[:3]].any() for buffer in buffers)
+    kv.load_cpu_copy(copy, new)
+    assert len(buffers) in (2, 4)
+    assert all(torch.equal(buffer[new], before) for buffer, before in zip(buffers, held, strict=True))
+    # Attention can compute with what it reads.
+    assert read.dtype == torch.float32 and torch.equal(kv.get_key_buffer(1)[new], read)
+
+
+@pytest.mark.parametrize("pool", ["MHATokenToKVPool", "MLATokenToKVPool"])
+def test_a_hierarchical_cache_copies_both_ways(pool, monkeypatch):
+    from sglang.srt.mem_cache import memory_pool, memory_pool_host
+
+    # Put back afterwards.
+    monkeypatch.setattr(memory_pool_host, "ALLOC_MEMORY_FUNCS", memory_pool_host.ALLOC_MEMORY_FUNCS.copy())
+    monkeypatch.setattr(memory_pool_host, "transfer_kv_direct", memory_pool_host.transfer_kv_direct)
+    cpu_host.hicache._patch_host_pool(memory_pool_host)
     shape = {"head_num": 2, "head_dim": 4} if pool.startswith("MHA") else {"kv_lora_rank": 4, "qk_rope_head_dim": 2}
     kv = getattr(memory_pool, pool)(
         size=16, page_size=4, dtype=torch.float32, layer_num=2, device="cpu", enable_memory_saver=False, **shape
     )
+    host = getattr(memory_pool_host, pool + "Host")(kv, 2.0, 0, 4, "layer_first")
     buffers = [*getattr(kv, "k_buffer", []), *getattr(kv, "v_buffer", []), *getattr(kv, "kv_buffer", [])]
     for buffer in buffers:
         buffer.normal_()
-    old, new = torch.tensor([4, 5, 6, 7, 8]), torch.tensor([12, 13, 14, 15, 16])
-    held = [buffer[old].clone() for buffer in buffers]
-    copy = kv.get_cpu_copy(old)
+    old, new, kept = torch.arange(4, 12), torch.tensor([12, 13, 14, 15, 4, 5, 6, 7]), host.alloc(8)
+    before = [buffer[old].clone() for buffer in buffers]
+    host.backup_from_device_all_layer(kv, kept, old, "direct")
     for buffer in buffers:
-        buffer[old] = 0.0  # the slots go to another request
-    kv.load_cpu_copy(copy, new)
-    assert len(buffers) in (2, 4)
-    assert all(torch.equal(buffer[new], before) for buffer, before in zip(buffers, held, strict=True))
+        buffer.zero_()
+    for layer in range(2):
+        host.load_to_device_per_layer(kv, kept, new, layer, "direct")
+    assert all(torch.equal(buffer[new], was) for buffer, was in zip(buffers, before, strict=True))
+
+
+def test_lora_of_a_batch_is_each_requests_own(monkeypatch):
+    from sglang.srt.lora.backend import torch_backend
+
+    wrapped = torch_backend.TorchNativeLoRABackend.__dict__["prepare_lora_batch"]
+    monkeypatch.setattr(torch_backend.TorchNativeLoRABackend, "prepare_lora_batch", wrapped)  # put back afterwards
+    cpu_host.lora._patch_torch_backend(torch_backend)
+    backend = torch_backend.TorchNativeLoRABackend(3, torch.device("cpu"))
+    torch.manual_seed(1)
+    lora_a, lora_b = torch.randn(3, 4, 6), torch.randn(3, 5, 4)
+    # Slot 0 is the base model's; the adapter in slot 2 has a smaller rank than there is room for.
+    ranks, scalings, slots = [0, 4, 2], [0.0, 0.5, 2.0], [1, 1, 0, 2, 1]
+    lora_a[2, 2:], lora_b[2, :, 2:] = 0, 0
+    for decode in (True, False):
+        lengths = [1] * 5 if decode else [3, 1, 2, 4, 2]
+        mode = SimpleNamespace(
+            is_decode=lambda decode=decode: decode, is_target_verify=lambda: False, is_extend=lambda: True
+        )
+        batch = SimpleNamespace(
+            batch_size=5,
+            forward_mode=mode,
+            extend_seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            extend_seq_lens_cpu=lengths,
+        )
+        backend.prepare_lora_batch(batch, slots, ranks, scalings, False)
+        x, base = torch.randn(sum(lengths), 6), torch.randn(sum(lengths), 5)
+        got = backend.run_lora_b_sgemm(backend.run_lora_a_sgemm(x, lora_a), lora_b, base.clone())
+        of_token = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+        want = torch.stack(
+            [
+                base[i] + scalings[slot] * (lora_b[slot] @ (lora_a[slot] @ x[i])) * (ranks[slot] > 0)
+                for i, slot in enumerate(of_token)
+            ]
+        )
+        torch.testing.assert_close(got, want)
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------

@@ -867,7 +867,7 @@ def test_two_requests_of_one_room_fail_one_and_not_the_worker(world):
     request.wait_senders(KVPoll.Success)
     request.wait_receivers(KVPoll.Success)
     twin.wait_senders(KVPoll.Failed)
-    with pytest.raises(RuntimeError, match="n must be 1"):
+    with pytest.raises(RuntimeError, match="a room of its own"):
         twin.senders[0].failure_exception()
     world.assert_healthy()
 

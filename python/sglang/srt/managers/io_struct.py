@@ -14,10 +14,20 @@ __all__ = ["GenerateReqInput"]
 
 @dataclass
 class GenerateReqInput(engine.GenerateReqInput):
-    """A request whose ``extra_key`` may be a list, as its type says."""
+    """A request whose ``extra_key`` may be a list, as its type says, and whose samples may have rooms of their own."""
+
+    # Without annotations: these are not fields, of which the client sets any.
+    # Samples of each prompt, when each has become a prompt of its own (`give_rooms`); else 0.
+    samples = 0
+    # Then the rooms of the prompts, and on decode whether prefill has been told.
+    request_rooms = ()
+    announced = False
 
     def normalize_batch_and_arguments(self) -> None:
         """Adds that what cannot be taken apart is the client's error, and the key of each prompt of a batch."""
+        if self.samples:
+            # It has been, with n as it came.
+            return
         try:
             super().normalize_batch_and_arguments()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
@@ -32,6 +42,10 @@ class GenerateReqInput(engine.GenerateReqInput):
             item = super().__getitem__(i)
         except (IndexError, KeyError, TypeError) as e:
             raise ValueError(f"The request has no entry {i} in one of its lists: {e}") from e
+        # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
+        word = getattr(self, "word", None)
+        if word is not None:
+            item.word = word
         if isinstance(self.extra_key, list):
             # As the other lists with n samples of each prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]

@@ -136,6 +136,29 @@ class Scheduler(engine.Scheduler):
         }.get(self.disaggregation_mode)
         return getattr(self, name).kv_manager if name else None
 
+    def get_new_prebuilt_batch(self):
+        """Adds that a batch has no more LoRA adapters than fit; the engine looks at that on prefill only, and ends.
+
+        Requests whose adapter does not fit wait with their KV, and others of a running one go before them, as in the
+        engine's own scheduling of prefills.
+        """
+        if not (self.enable_lora and isinstance(self.tree_cache, DecodeRadixCache)):
+            return super().get_new_prebuilt_batch()
+        fits = self.tp_worker.model_runner.lora_manager.validate_lora_batch
+        adapters = {req.lora_id for req in self.running_batch.reqs}
+        ready, waiting = [], []
+        for req in self.waiting_queue:
+            if req.lora_id in adapters or fits({req.lora_id} | adapters):
+                adapters.add(req.lora_id)
+                ready.append(req)
+            else:
+                waiting.append(req)
+        self.waiting_queue = ready
+        try:
+            return super().get_new_prebuilt_batch()
+        finally:
+            self.waiting_queue = [*self.waiting_queue, *waiting]
+
     def _kv_pool_state(self) -> dict:
         tree = self.tree_cache
         state = {

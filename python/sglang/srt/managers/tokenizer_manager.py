@@ -5,16 +5,20 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
-from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.request_checks import check_prompt, check_request
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.request_checks import MAX_SAMPLES, check_prompt, check_request
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +50,75 @@ class TokenizerManager(engine.TokenizerManager):
         self.refused_rooms = refusal.RefusedRooms()
         # The states of each request that is being served, by its identity.
         self.own_states: dict[int, dict[str, ReqState]] = {}
+        self.samples = samples.SampleRooms()
+        # Of requests with samples, by what the client calls them: what their samples are called.
+        self.rids_of_samples: dict[str, list[str]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             refusal.listen(self._on_refused_by_decode)
+            samples.listen(self.samples)
 
     async def generate_request(self, obj, request=None):
-        """Adds what follows a refusal: the peer is told, other prompts of the batch end, and nothing is left behind."""
+        """Adds that with PD each sample of a prompt has a room of its own; what else is added, `_serve` says."""
+        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        if (
+            not isinstance(obj, GenerateReqInput)
+            or not samples.samples_asked(obj)
+            or not (prefill or self.server_args.disaggregation_decode_enable_radix_cache)
+        ):
+            async for out in self._serve(obj, request):
+                yield out
+            return
+
+        as_sent = copy.copy(obj)
+        try:
+            obj.normalize_batch_and_arguments()
+            samples.give_rooms(obj, as_sent.rid)
+        except ValueError as e:
+            self._tell_peer(as_sent, str(e))
+            raise
+        called = [] if as_sent.rid is None else as_sent.rid if isinstance(as_sent.rid, list) else [as_sent.rid]
+        count = len(obj.rid) // (len(called) or 1)
+        # A rid in use is the other request's; this one is refused.
+        own = {rid: obj.rid[i * count : (i + 1) * count] for i, rid in enumerate(called)}
+        own = {rid: rids for rid, rids in own.items() if rid not in self.rids_of_samples}
+        self.rids_of_samples |= own
+        try:
+            served = False
+            if prefill:
+                rooms = [room for room in obj.request_rooms if room]
+                async for out in self._until_told(as_sent, rooms, request):
+                    served = True
+                    yield out
+            if not served:
+                async for out in self._serve(obj, request):
+                    yield out
+        finally:
+            for rid in own:
+                del self.rids_of_samples[rid]
+
+    async def _until_told(self, obj, rooms: list[int], request):
+        """On prefill: serve a request with samples as the engine does, until decode has announced these.
+
+        Yields nothing if it has: then it is to be served with a room for each sample. Decode says so before it asks for
+        anything, and one that does not asks for the room with which the engine begins.
+        """
+        word = obj.word = self.samples.expect(rooms)
+        try:
+            if not word.told:
+                async for out in self._serve(obj, request):
+                    yield out
+        except samples.SamplesHaveRooms:
+            # What was sent is its warm-up, which releases nothing.
+            await self._release_adapters(obj.lora_id)
+        except (ValueError, HTTPException) as e:
+            self.samples.refuse(rooms, e.detail if isinstance(e, HTTPException) else str(e))
+            raise
+        finally:
+            self.samples.done(rooms, word)
+
+    async def _serve(self, obj, request=None):
+        """The engine's, and what follows a refusal: the peer is told, other prompts of the batch end, and nothing is
+        left behind."""
         states: dict[str, ReqState] = {}
         self.own_states[id(obj)] = states
         try:
@@ -59,19 +127,52 @@ class TokenizerManager(engine.TokenizerManager):
                     if getattr(obj, "needs_top_logprobs", False):
                         item["meta_info"].setdefault("input_top_logprobs", [])
                 yield out
-        except ValueError as e:
-            if not states or not all(state.sent for state in states.values()):
-                for rid, state in states.items():
-                    if state.sent:
-                        self.abort_request(rid)
+        except (ValueError, HTTPException) as e:
+            refused = isinstance(e, ValueError) and not (states and all(state.sent for state in states.values()))
+            # The failure of one sample is the answer to all.
+            end_others = refused or bool(getattr(obj, "samples", 0))
+            for rid, state in states.items() if end_others else ():
+                if state.sent and self.rid_to_state.get(rid) is state:
+                    self.abort_request(rid)
+            if refused:
                 self._tell_peer(obj, str(e), states)
             raise
         finally:
             if self.own_states.get(id(obj)) is states:
                 del self.own_states[id(obj)]
+            if getattr(obj, "lora_id", None) and getattr(obj, "parallel_sample_num", 1) == 1:
+                ids = obj.lora_id if isinstance(obj.lora_id, list) else [obj.lora_id]
+                unsent = [uid for uid, state in zip(ids, states.values(), strict=True) if not state.sent]
+                await self._release_adapters(unsent)
             for rid, state in states.items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
+
+    async def _release_adapters(self, lora_ids: list[str | None] | None) -> None:
+        """Of requests that were not sent. The engine forgets them, and the adapter can never be unloaded."""
+        if lora_ids:
+            await self.lora_registry.release(lora_ids)
+
+    def _handle_batch_output(self, recv_obj) -> None:
+        """Adds that the end of a request releases its adapter once.
+
+        The engine releases it here and, where a request has failed, again when that is answered: the count of users
+        is negative then, and an unload waits for 0 for ever.
+        """
+        adapters = self.server_args.enable_lora
+        states = [self.rid_to_state.get(rid) for rid in recv_obj.rids] if adapters else []
+        super()._handle_batch_output(recv_obj)
+        for state in states:
+            if state is not None and state.finished:
+                state.obj.lora_path = None
+
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        """Adds that a request which was aborted in a queue releases its adapter, which the engine forgets."""
+        state = self.rid_to_state.get(recv_obj.rid) if self.server_args.enable_lora else None
+        super()._handle_abort_req(recv_obj)
+        if state is not None and state.finished and state.obj.lora_path:
+            asyncio.create_task(self._release_adapters([state.obj.lora_id]))
+            state.obj.lora_path = None
 
     def _validate_rid_not_in_flight(self, obj) -> None:
         """Adds the checks of all options: here each prompt has its own, and nothing is kept of them yet."""
@@ -79,7 +180,8 @@ class TokenizerManager(engine.TokenizerManager):
         if not isinstance(obj, GenerateReqInput):
             return
         if obj.parallel_sample_num > 1 and self.server_args.disaggregation_decode_enable_radix_cache:
-            raise ValueError("n must be 1 with PD disaggregation: each sample would need a bootstrap_room of its own.")
+            # Else its samples have become prompts.
+            raise ValueError(f"n must be a whole number from 1 to {MAX_SAMPLES}, got {obj.parallel_sample_num!r:.80}.")
         disaggregated = self.disaggregation_mode != DisaggregationMode.NULL
         for item in [obj] if obj.is_single else [obj[i] for i in range(len(obj.rid))]:
             check_request(item, self.model_config.vocab_size, disaggregated)
@@ -117,6 +219,11 @@ class TokenizerManager(engine.TokenizerManager):
 
     def _send_one_request(self, tokenized_obj) -> None:
         """Adds a last look at what decode says of it: from here on the scheduler is told."""
+        state = self.rid_to_state.get(tokenized_obj.rid)
+        word = getattr(state.obj, "word", None) if state is not None else None
+        if word is not None and word.told and not word.too_late:
+            del self.rid_to_state[tokenized_obj.rid]
+            raise samples.SamplesHaveRooms
         self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
         super()._send_one_request(tokenized_obj)
         self._note_sent(tokenized_obj.rid)
@@ -134,13 +241,59 @@ class TokenizerManager(engine.TokenizerManager):
             self.rid_to_state[rid].sent = True
 
     async def _wait_one_response(self, obj, state, request=None):
-        """Adds that a request that decode has refused is the client's error on prefill too."""
+        """Adds that a request that decode has refused is the client's error on prefill too.
+
+        And that the engine's warm-up for samples gives way when decode announces that they have rooms of their own.
+        """
+        answers = super()._wait_one_response(obj, state, request)
+        word = getattr(obj, "word", None)
         try:
-            async for out in super()._wait_one_response(obj, state, request):
+            if word is not None and not word.too_late:
+                yield await self._answer_to_warmup(answers, obj, word)
+            async for out in answers:
                 yield out
         except HTTPException:
             self._check_room(getattr(obj, "bootstrap_room", None))
             raise
+
+    async def _answer_to_warmup(self, answers, obj, word: samples.Word):
+        answer = asyncio.ensure_future(answers.__anext__())
+        told = asyncio.ensure_future(word.wait())
+        try:
+            await asyncio.wait({answer, told}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        finally:
+            told.cancel()
+        if answer.done():
+            # If it has failed, this raises.
+            out = answer.result()
+            if self.samples.close(word):
+                return out
+        else:
+            # Nobody has asked for this room, or will. What it is answered is of no interest.
+            answer.add_done_callback(lambda task: task.cancelled() or task.exception())
+            obj.lora_path = None
+            self.send_to_scheduler.send_pyobj(AbortReq(rid=obj.rid))
+        raise samples.SamplesHaveRooms
+
+    async def _handle_batch_request(self, obj, request=None):
+        """Adds that prefill is told of samples with rooms of their own before anything is sent for them."""
+        if getattr(obj, "samples", 0) and self.disaggregation_mode == DisaggregationMode.DECODE:
+            try:
+                await samples.announce(obj, self.server_args.disaggregation_bootstrap_port)
+            except samples.PrefillUnreachable as e:
+                raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, str(e)) from e
+            obj.announced = True
+        async for out in super()._handle_batch_request(obj, request):
+            yield out
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Adds that a request with samples is aborted by what its client calls it."""
+        for one in () if abort_all or rid in self.rid_to_state else self.rids_of_samples.get(rid, ()):
+            super().abort_request(one)
+        super().abort_request(rid, abort_all)
 
     # ---- the two workers of a pair ----
 
@@ -155,6 +308,9 @@ class TokenizerManager(engine.TokenizerManager):
         served = [state for rid, state in self.rid_to_state.items() if rid not in (own or {})]
         live = {getattr(state.obj, "bootstrap_room", None) for state in served}
         hosts, ports = obj.bootstrap_host, obj.bootstrap_port
+        if getattr(obj, "samples", 0) and self.disaggregation_mode == DisaggregationMode.DECODE and not obj.announced:
+            # Prefill knows only of the rooms of prompts.
+            rooms, hosts, ports = obj.request_rooms, hosts[:: obj.samples], ports[:: obj.samples]
         for i, room in enumerate(rooms[:MOST_PROMPTS] if isinstance(rooms, list) else [rooms]):
             if not isinstance(room, int) or not 0 < room < 2**63 or room in live:
                 continue

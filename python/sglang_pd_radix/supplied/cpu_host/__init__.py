@@ -20,8 +20,10 @@ from . import (
     attention,
     constrained,
     dp_attention,
+    hicache,
     idle,
     kernels,
+    lora,
     memory_pool,
     mla,
     nixl,
@@ -31,7 +33,21 @@ from . import (
 )
 
 SWITCH = "SGLANG_USE_CPU_ENGINE"
-PARTS = (allocator, attention, constrained, dp_attention, idle, memory_pool, mla, nixl, options, parallel, staging)
+PARTS = (
+    allocator,
+    attention,
+    constrained,
+    dp_attention,
+    hicache,
+    idle,
+    lora,
+    memory_pool,
+    mla,
+    nixl,
+    options,
+    parallel,
+    staging,
+)
 
 _installed = False
 

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from sglang.srt.disaggregation.decode_prefix import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.managers import samples
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
@@ -343,7 +344,7 @@ class CommonKVManager(engine.CommonKVManager):
             return status
         super().record_failure(
             bootstrap_room,
-            "another request of this bootstrap_room has ended; each request needs a room of its own, and n must be 1",
+            "another request of this bootstrap_room has ended; each request needs a room of its own",
         )
         return KVPoll.Failed
 
@@ -739,6 +740,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
             self.app.middlewares.append(middleware(key))
         self.app.router.add_get(DECODE_PREFIX_ROUTE, self._handle_decode_prefix)
         self.app.router.add_post(refusal.REFUSED_ROUTE, self._handle_refused_room)
+        self.app.router.add_post(samples.SAMPLE_ROUTE, self._handle_sample_rooms)
 
     async def _handle_decode_prefix(self, request: web.Request) -> web.Response:
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
@@ -748,8 +750,14 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         return web.json_response({"version": version, **{name: int(yes) for name, yes in can.items()}})
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
+        return await self._hear(request, refusal.heard)
+
+    async def _handle_sample_rooms(self, request: web.Request) -> web.Response:
+        return await self._hear(request, samples.heard)
+
+    async def _hear(self, request: web.Request, heard: Callable[[Any], None]) -> web.Response:
         try:
-            refusal.heard(await request.json())
+            heard(await request.json())
         except ValueError as e:
             return web.Response(text=str(e), status=400)
         return web.Response(text="OK")

@@ -1,0 +1,328 @@
+"""n > 1 with PD disaggregation: a room for each sample of a prompt, the same on both workers.
+
+The engine gives all samples of a prompt the room of its request, and they are told apart by nothing. Here a request
+with n samples of b prompts becomes a batch of n * b prompts before anything else is done with it, each with a room that
+follows from that of its request. The first sample that decode admits brings the prompt's KV; the others wait for that
+and find it in the tree, so prefill computes the prompt once.
+
+Prefill cannot know from a request which rooms decode will ask for, so decode says it (`announce`) before it asks for
+anything. Until then prefill does what the engine does, for a decode worker that says nothing: it warms its cache with a
+request of the prompt's own room. That waits for decode to ask for this room, which a decode worker that announces never
+does, so in this race nothing can go wrong (`Word`).
+
+Upstream: not in 0.5.10.post1; wanted since 2025 (sglang 9224, 24223, 26486).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.common.authentication import SignedRequests
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.environ import envs
+from sglang.srt.managers.request_checks import MAX_SAMPLES
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+__all__ = [
+    "DERIVATION",
+    "PrefillUnreachable",
+    "SAMPLE_ROUTE",
+    "SampleRooms",
+    "SamplesHaveRooms",
+    "Word",
+    "announce",
+    "give_rooms",
+    "heard",
+    "listen",
+    "sample_room",
+    "samples_asked",
+]
+
+# On a prefill's bootstrap server, which lives in the process of its tokenizer manager.
+SAMPLE_ROUTE = "/sample_rooms"
+# How rooms follow from a room; another way would have another number.
+DERIVATION = 1
+# Rooms that are congruent modulo this are on the same rank of every DP size that divides it: all to 16, 2^n to 256.
+# It is lcm(1, ..., 16) * 16.
+STRIDE = 11_531_520
+# Multiples of it below 2**63, the end of what a room may be.
+MULTIPLES = 2**63 // STRIDE
+# Announcements that are remembered for requests that come later.
+REMEMBERED = 65536
+# Seconds that a prefill has to answer an announcement.
+ANSWER_S = 5.0
+
+# Of a request after the engine's normalisation: what has an entry for each prompt, at least, if it is a list.
+_LISTS = (
+    "text",
+    "input_ids",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "modalities",
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "lora_path",
+    "custom_logit_processor",
+    "extra_key",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+)
+
+_announcers = ThreadPoolExecutor(16, thread_name_prefix="announce-samples")
+
+
+def sample_room(room: int, index: int) -> int:
+    """The room of sample ``index`` (0 to MAX_SAMPLES - 1) of the request of ``room``. Both in [1, 2**63).
+
+    Never the room itself, and another one for each index. ``room`` modulo `STRIDE` is kept, and with it
+    ``room % dp_size``. Where among the multiples of STRIDE a room's samples begin is a hash of it, so rooms that
+    follow each other, as a client may number them, have samples far apart. Those of two requests collide with
+    probability 2n / 2**63 if their rooms are random, and 2n / 2**39 if these are congruent.
+    """
+    multiple, rest = divmod(room, STRIDE)
+    digest = hashlib.blake2b(room.to_bytes(8, "big"), digest_size=8, person=b"sample room").digest()
+    jump = int.from_bytes(digest, "big") % (MULTIPLES - 1 - MAX_SAMPLES)
+    # From 1 on, since room 0 is nobody's. jump + index + 1 < MULTIPLES - 1, so it does not come round to the room.
+    return (multiple + jump + index) % (MULTIPLES - 1) * STRIDE + STRIDE + rest
+
+
+def samples_asked(obj: Any) -> bool:
+    """Whether this request, before its normalisation, asks for more than one sample of each prompt.
+
+    What is no number of samples is for the checks that come later.
+    """
+    params = getattr(obj, "sampling_params", None)
+    first = params[0] if isinstance(params, list) and params else params
+    n = first.get("n", 1) if isinstance(first, Mapping) else 1
+    return isinstance(n, int) and not isinstance(n, bool) and 1 < n <= MAX_SAMPLES
+
+
+def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
+    """Make a batch with a prompt for each sample of ``obj``, which has been normalised: prompt by prompt, as answered.
+
+    rid: what the client has called it. A prompt's samples are called by it and their number, in as many digits as the
+    greatest needs, since a worker aborts all whose name begins with the one it is given.
+    Raises ValueError where a list is too short, and for a rid that is none.
+    """
+    if not all(isinstance(one, str) and one for one in (rid if isinstance(rid, list) else [rid or "none"])):
+        raise ValueError(f"rid must be a string that is not empty, got {rid!r:.80}.")
+    prompts, n = obj.batch_size, obj.parallel_sample_num
+    for name in _LISTS:
+        values = getattr(obj, name)
+        # An empty one is as good as none: chat requests have such modalities.
+        if isinstance(values, list) and values:
+            if len(values) < prompts:
+                raise ValueError(f"The request has no entry {len(values)} in one of its lists: {name}")
+            # Where the engine has an entry for each sample, it has all prompts, n times.
+            setattr(obj, name, [values[prompt] for prompt in range(prompts) for _ in range(n)])
+    obj.sampling_params = [{**params, "n": 1} for params in obj.sampling_params]
+    if isinstance(rid, str):
+        obj.rid = _numbered(rid, prompts * n)
+    elif rid is not None:
+        obj.rid = [name for one in rid for name in _numbered(one, n)]
+    # What is no room is refused by the checks of requests. None is none.
+    obj.request_rooms = [room if _is_room(room) else None for room in obj.bootstrap_room[::n]]
+    for i, room in enumerate(obj.bootstrap_room):
+        # Warm-ups share nothing.
+        if _is_room(room) and obj.bootstrap_host[i] != FAKE_BOOTSTRAP_HOST:
+            obj.bootstrap_room[i] = sample_room(room, i % n)
+    obj.batch_size, obj.parallel_sample_num, obj.samples = prompts * n, 1, n
+    obj._validate_rid_uniqueness()
+
+
+def _numbered(rid: str, count: int) -> list[str]:
+    width = len(str(count - 1))
+    return [f"{rid}_{i:0{width}d}" for i in range(count)]
+
+
+def _is_room(room: Any) -> bool:
+    return isinstance(room, int) and not isinstance(room, bool) and 0 < room < 2**63
+
+
+# ---- decode ----
+
+
+class PrefillUnreachable(Exception):
+    """A prefill does not answer."""
+
+
+async def announce(obj: GenerateReqInput, default_port: int) -> None:
+    """Tell the prefills of this request, and wait until they know, that its samples have rooms of their own.
+
+    default_port: of a bootstrap server of which the request names none.
+    Raises ValueError, which says why, if a prefill gives them none, and `PrefillUnreachable`.
+    """
+    rooms: dict[tuple[str, int], list[int]] = {}
+    for i, room in enumerate(obj.request_rooms):
+        host, port = obj.bootstrap_host[i * obj.samples], obj.bootstrap_port[i * obj.samples]
+        if room and host and host != FAKE_BOOTSTRAP_HOST:
+            rooms.setdefault((host, port or default_port), []).append(room)
+    loop = asyncio.get_running_loop()
+    await asyncio.gather(*(loop.run_in_executor(_announcers, _announce, *at, of) for at, of in rooms.items()))
+
+
+def _announce(host: str, port: int, rooms: Sequence[int]) -> None:
+    try:
+        reply = SignedRequests().post(
+            f"http://{host}:{port}{SAMPLE_ROUTE}",
+            json={"rooms": rooms, "derivation": DERIVATION},
+            timeout=ANSWER_S,
+        )
+    except Exception as e:
+        raise PrefillUnreachable(f"prefill {host}:{port} cannot be told of samples: {type(e).__name__}: {e}") from e
+    if reply.status_code in (404, 405):
+        raise ValueError(
+            f"n must be 1: prefill {host}:{port} gives samples no rooms of their own. Install this sglang-pd-radix "
+            "there too, or send the request n times."
+        )
+    if reply.status_code == 400:
+        raise ValueError(reply.text)
+    if reply.status_code != 200:
+        raise PrefillUnreachable(
+            f"prefill {host}:{port} cannot be told of samples: status {reply.status_code}, {reply.text[:200]}"
+        )
+
+
+# ---- prefill ----
+
+
+class SamplesHaveRooms(Exception):
+    """Decode has announced the samples of a request that was begun as the engine begins it."""
+
+
+class Word:
+    """Whether decode has announced a request's samples, for the prefill that serves it; of one event loop.
+
+    told: it has. too_late: the engine's warm-up was answered, so decode has asked for the request's own room, and the
+    samples are those of the engine.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.told = False
+        self.too_late = False
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return when decode has announced the samples; for ever if it does not."""
+        await self._event.wait()
+
+    def tell(self) -> None:
+        """Called on any thread."""
+        self.told = True
+        self.loop.call_soon_threadsafe(self._event.set)
+
+
+class SampleRooms:
+    """What a prefill has been told of samples, by the rooms of their requests. Announcement and request may come in
+    any order, on different threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Until when announcements hold whose request has not come.
+        self._told: OrderedDict[int, float] = OrderedDict()
+        self._words: dict[int, Word] = {}
+        # Requests that this prefill has refused, which decode may announce later.
+        self._refused = refusal.RefusedRooms()
+
+    def hear(self, rooms: Sequence[int]) -> str | None:
+        """Decode has announced the samples of the requests of ``rooms``. Returns why they cannot be served, or None."""
+        with self._lock:
+            words = [word for room in rooms if (word := self._words.get(room)) is not None]
+            for room in rooms:
+                reason = self._refused.reason(room)
+                if reason is not None:
+                    return reason
+            if any(word.too_late for word in words):
+                return "prefill serves this bootstrap_room for a decode worker that gives samples no rooms of their own"
+            now = time.monotonic()
+            # A request that has not come by then does not come: decode has given it up.
+            until = now + envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+            for room in rooms:
+                self._told.pop(room, None)
+                self._told[room] = until
+            while self._told and (len(self._told) > REMEMBERED or next(iter(self._told.values())) < now):
+                self._told.popitem(last=False)
+            for word in words:
+                word.tell()
+            return None
+
+    def expect(self, rooms: Sequence[int]) -> Word:
+        """A request of ``rooms`` has come: whether its samples have been announced, now or later."""
+        word = Word()
+        with self._lock:
+            now = time.monotonic()
+            if any(self._told.get(room, 0.0) >= now for room in rooms):
+                word.tell()
+            for room in rooms:
+                self._words[room] = word
+        return word
+
+    def done(self, rooms: Sequence[int], word: Word) -> None:
+        """The request of `expect` has ended, or its samples have been sent."""
+        with self._lock:
+            for room in rooms:
+                if self._words.get(room) is word:
+                    del self._words[room]
+                if word.told:
+                    self._told.pop(room, None)
+
+    def refuse(self, rooms: Sequence[int], reason: str) -> None:
+        """A request of ``rooms`` is refused here; decode learns of it when it announces its samples."""
+        with self._lock:
+            for room in rooms:
+                self._refused.note(room, reason)
+
+    def close(self, word: Word) -> bool:
+        """The engine's warm-up was answered. Returns whether that was before an announcement; then none is taken."""
+        with self._lock:
+            word.too_late = not word.told
+            return word.too_late
+
+
+_listener: SampleRooms | None = None
+
+
+def listen(listener: SampleRooms) -> None:
+    """Have ``listener`` hear what decode announces to the bootstrap server of this process."""
+    global _listener
+    _listener = listener
+
+
+def heard(told: Any) -> None:
+    """Take an announcement. Raises ValueError for what cannot be meant or served."""
+    rooms = told.get("rooms") if isinstance(told, dict) else None
+    if not isinstance(rooms, list) or not rooms or not all(map(_is_room, rooms)):
+        raise ValueError("an announcement of samples has rooms")
+    if told.get("derivation") != DERIVATION:
+        raise ValueError(
+            f"n must be 1: decode derives the rooms of samples in another way (derivation {told.get('derivation')!r}, "
+            f"prefill has {DERIVATION}). Install the same sglang-pd-radix on both."
+        )
+    if _listener is None:
+        raise ValueError(
+            "n must be 1: this prefill has several tokenizer processes, and cannot tell them of samples. "
+            "Start it without --tokenizer-worker-num, or send the request n times."
+        )
+    reason = _listener.hear(rooms)
+    if reason is not None:
+        raise ValueError(reason)

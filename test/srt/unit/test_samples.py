@@ -1,0 +1,607 @@
+"""n > 1: each sample has a room, the same on both workers, and what one worker refuses the other hears of."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import copy
+import gc
+import inspect
+import textwrap
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import requests
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
+from sglang.srt.managers import samples, tokenizer_manager
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.request_checks import MAX_SAMPLES
+from sglang.srt.managers.samples import STRIDE, sample_room, samples_asked
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_pd_radix.tools.cluster import free_ports
+
+EDGES = [1, 2, STRIDE - 1, STRIDE, STRIDE + 1, 7 * STRIDE, 2**62, 2**63 // STRIDE * STRIDE, 2**63 - STRIDE, 2**63 - 1]
+
+
+# ---- rooms ----
+
+
+@pytest.mark.parametrize("room", EDGES)
+def test_rooms_of_samples(room):
+    rooms = [sample_room(room, i) for i in range(MAX_SAMPLES)]
+    assert len({*rooms, room}) == MAX_SAMPLES + 1
+    assert 0 < min(rooms) and max(rooms) < 2**63
+    for dp_size in (*range(1, 17), 32, 64, 128, 256):
+        assert STRIDE % dp_size == 0 and {one % dp_size for one in rooms} == {room % dp_size}
+
+
+def test_rooms_are_the_same_in_every_version():
+    """They are part of the protocol: a change of them needs another DERIVATION."""
+    assert [sample_room(5, i) for i in range(2)] == [9121191657396698885, 9121191657408230405]
+    assert sample_room(2**63 - 1, 3) == 6383416139643062527
+
+
+def test_rooms_of_requests_that_are_numbered_in_turn_are_apart():
+    asked = {*range(1, 300), *(7 + i * STRIDE for i in range(300))}
+    rooms = [sample_room(room, i) for room in asked for i in range(64)]
+    assert len({*rooms, *asked}) == len(rooms) + len(asked)
+
+
+# ---- a prompt for each sample ----
+
+
+def expanded(**options) -> GenerateReqInput:
+    obj = GenerateReqInput(**options)
+    rid = obj.rid
+    obj.normalize_batch_and_arguments()
+    samples.give_rooms(obj, rid)
+    return obj
+
+
+def test_samples_become_prompts():
+    obj = expanded(
+        input_ids=[[1], [2]],
+        sampling_params=[{"n": 2, "temperature": 0.5, "sampling_seed": 3}, {"n": 2, "top_k": 7}],
+        bootstrap_host=["a", "b"],
+        bootstrap_port=[1, 2],
+        bootstrap_room=[5, 6],
+        extra_key=["x", "y"],
+        rid=["one", "two"],
+        return_hidden_states=[True, False],
+        token_ids_logprob=[8, 9],
+    )
+    obj.normalize_batch_and_arguments()
+    assert obj.batch_size == 4 and obj.parallel_sample_num == 1 and list(obj.request_rooms) == [5, 6]
+    items = [obj[i] for i in range(4)]
+    assert [item.input_ids for item in items] == [[1], [1], [2], [2]]
+    assert [item.bootstrap_room for item in items] == [sample_room(room, i) for room in (5, 6) for i in range(2)]
+    assert [(item.bootstrap_host, item.bootstrap_port) for item in items] == [("a", 1)] * 2 + [("b", 2)] * 2
+    assert [item.extra_key for item in items] == ["x", "x", "y", "y"]
+    assert [item.rid for item in items] == ["one_0", "one_1", "two_0", "two_1"]
+    assert [item.return_hidden_states for item in items] == [True, True, False, False]
+    assert [item.token_ids_logprob for item in items] == [[8, 9]] * 4
+    assert items[0].sampling_params == items[1].sampling_params == {"n": 1, "temperature": 0.5, "sampling_seed": 3}
+    assert items[2].sampling_params == items[3].sampling_params == {"n": 1, "top_k": 7}
+
+
+def test_every_list_of_the_engine_is_expanded():
+    """What the engine takes from a list for each prompt."""
+    source = textwrap.dedent(inspect.getsource(GenerateReqInput.__mro__[1].__getitem__))
+    taken = {
+        node.value.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
+    }
+    # rid and lora_id come otherwise, the latter after this.
+    assert taken - {"rid", "lora_id"} <= set(samples._LISTS)
+
+
+@pytest.mark.parametrize("rooms", [5, [5], [5, 6, 7]])
+def test_the_room_of_one_prompt_however_it_is_given(rooms):
+    """The router gives a chat request with n = 3 three rooms; the engine makes more of one."""
+    obj = expanded(
+        text="a",
+        sampling_params={"n": 3},
+        bootstrap_room=rooms,
+        bootstrap_host="h" if rooms == 5 else ["h"] * len(rooms),
+        rid="r" * 3,
+        modalities=[],
+    )
+    assert obj.bootstrap_room == [sample_room(5, i) for i in range(3)] and obj.bootstrap_host == ["h"] * 3
+    assert obj.rid == ["rrr_0", "rrr_1", "rrr_2"]
+
+
+def test_no_sample_is_called_by_the_beginning_of_another():
+    names = expanded(text="a", sampling_params={"n": 12}, rid="r").rid
+    assert not any(a != b and b.startswith(a) for a in names for b in names)
+
+
+def test_rooms_that_are_none_stay_what_they_are():
+    obj = expanded(text="a", sampling_params={"n": 2}, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_room=[9])
+    assert obj.bootstrap_room == [9, 9]
+    for room in (0, None, "5", -1):
+        assert expanded(text="a", sampling_params={"n": 2}, bootstrap_room=[room]).bootstrap_room == [room] * 2
+
+
+def test_what_cannot_be_a_room_or_a_name():
+    """The checks of requests, which come after, refuse it; nothing fails before."""
+    obj = expanded(
+        text=["a", "b", "c"],
+        sampling_params={"n": 2},
+        bootstrap_room=[5, [5], None],
+        bootstrap_host=["h", ["h"], None],
+    )
+    assert list(obj.request_rooms) == [5, None, None]
+    assert obj.bootstrap_room[2:] == [[5], [5], None, None]
+    for rid in ([5], [["x"]], ["", "x", "y"]):
+        with pytest.raises(ValueError, match="rid must be a string|cannot be read"):
+            expanded(text=["a", "b", "c"][: len(rid)], sampling_params={"n": 2}, rid=rid)
+
+
+def test_lists_that_are_too_short():
+    with pytest.raises(ValueError, match="no entry 1.*decode_tp_size"):
+        expanded(text=["a", "b"], sampling_params={"n": 2}, decode_tp_size=[1])
+    with pytest.raises(ValueError, match="Duplicate"):
+        expanded(text=["a", "b"], sampling_params={"n": 2}, rid=["x", "x"])
+
+
+@pytest.mark.parametrize(
+    ("params", "asked"),
+    [
+        (None, False),
+        ({}, False),
+        ({"n": 1}, False),
+        ({"n": 2}, True),
+        ([{"n": 2}, {"n": 2}], True),
+        ([], False),
+        ([5], False),
+        ({"n": True}, False),
+        ({"n": 0}, False),
+        ({"n": "2"}, False),
+        ({"n": MAX_SAMPLES}, True),
+        ({"n": MAX_SAMPLES + 1}, False),
+    ],
+)
+def test_what_asks_for_samples(params, asked):
+    assert samples_asked(GenerateReqInput(text="a", sampling_params=params)) == asked
+
+
+# ---- both workers ----
+
+
+class Scheduler:
+    """What a tokenizer manager sends to it; answers what it is told to."""
+
+    def __init__(self):
+        self.got: list = []
+
+    def send_pyobj(self, message):
+        self.got.append(message)
+
+    @property
+    def requests(self) -> list:
+        return [message for message in self.got if isinstance(message, SimpleNamespace)]
+
+    @property
+    def aborts(self) -> list[str]:
+        return [message.rid for message in self.got if isinstance(message, AbortReq)]
+
+
+class Manager(TokenizerManager):
+    """A tokenizer manager without what has nothing to do with samples."""
+
+    def __init__(self, mode: DisaggregationMode, flag: bool, max_input_len: int = 100):
+        self.disaggregation_mode, self.refused_rooms = mode, refusal.RefusedRooms()
+        self.samples, self.rids_of_samples, self.own_states = samples.SampleRooms(), {}, {}
+        self.event_loop, self.send_to_scheduler, self.rid_to_state = None, Scheduler(), {}
+        self.server_args = SimpleNamespace(
+            disaggregation_bootstrap_port=8998,
+            disaggregation_decode_enable_radix_cache=flag,
+            dp_size=1,
+            language_only=False,
+            tokenizer_worker_num=1,
+            enable_trace=False,
+            enable_lora=False,
+            incremental_streaming_output=False,
+            enable_tokenizer_batch_encode=False,
+            enable_dynamic_batch_tokenizer=False,
+            allow_auto_truncate=False,
+            enable_dp_attention=False,
+        )
+        self.model_config, self.mm_processor = SimpleNamespace(vocab_size=50), None
+        self.max_req_input_len = max_input_len
+        self.request_logger = SimpleNamespace(
+            log_received_request=lambda *args: None, log_finished_request=lambda *args, **kwargs: None
+        )
+        self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
+        self.is_pause, self.is_pause_cond, self.tokenizer = False, asyncio.Condition(), None
+        self.model_update_lock = SimpleNamespace(reader_lock=_nothing())
+        self.enable_metrics = self.enable_priority_scheduling = False
+
+    def auto_create_handle_loop(self):
+        pass
+
+    async def _tokenize_one_request(self, obj):
+        self._check_prompt(obj, obj.input_ids)
+        params = SimpleNamespace(**obj.sampling_params)
+        state = self.rid_to_state[obj.rid]
+        return SimpleNamespace(
+            rid=obj.rid,
+            bootstrap_room=obj.bootstrap_room,
+            sampling_params=params,
+            time_stats=state.time_stats,
+            stream=obj.stream,
+        )
+
+    def _should_use_batch_tokenization(self, batch_size, requests):
+        return False
+
+    def _send_one_request(self, tokenized_obj):
+        # What the engine's sends, without its clocks.
+        tokenized_obj.time_stats = SimpleNamespace(
+            set_api_server_dispatch_time=int, set_api_server_dispatch_finish_time=int
+        )
+        super()._send_one_request(tokenized_obj)
+
+    def answer(self, message, **meta) -> None:
+        state = self.rid_to_state.pop(message.rid)
+        info = {"id": message.rid, "finish_reason": {"type": "length"}, **meta}
+        state.out_list.append({"text": "x", "meta_info": info})
+        state.finished = True
+        state.event.set()
+
+
+def _nothing():
+    @asynccontextmanager
+    async def nothing():
+        yield
+
+    class Lock:
+        def __aenter__(self):
+            self.held = nothing()
+            return self.held.__aenter__()
+
+        def __aexit__(self, *error):
+            return self.held.__aexit__(*error)
+
+    return Lock()
+
+
+def body(n: int = 3, prompts=([1, 2], [3, 4]), **more) -> GenerateReqInput:
+    return GenerateReqInput(
+        **{
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {"n": n},
+            "bootstrap_host": ["127.0.0.1"] * len(prompts),
+            "bootstrap_port": [more.pop("port", 8998)] * len(prompts),
+            "bootstrap_room": [11, 12][: len(prompts)],
+            **more,
+        }
+    )
+
+
+ROOMS = [sample_room(room, i) for room in (11, 12) for i in range(3)]
+
+
+async def until(condition, task: asyncio.Future) -> None:
+    """What ``task`` brings about."""
+    while not condition():
+        if task.done():
+            task.result()
+        await asyncio.sleep(0)
+
+
+async def answers(manager: Manager, obj):
+    async for out in manager.generate_request(obj):
+        return out
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory(monkeypatch):
+    monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda message: message)
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The bootstrap server of a prefill whose tokenizer manager is made later."""
+    monkeypatch.setattr(refusal, "_listeners", [])
+    monkeypatch.setattr(samples, "_listener", None)
+    (port,) = free_ports(1)
+    server = CommonKVBootstrapServer("127.0.0.1", port)
+    end = time.monotonic() + 20
+    while nothing_listens("127.0.0.1", port):
+        assert time.monotonic() < end
+    yield port
+    server.close()
+
+
+def test_prefill_that_is_told_first_sends_the_samples_only():
+    async def test():
+        prefill = Manager(DisaggregationMode.PREFILL, False)
+        assert prefill.samples.hear([11, 12]) is None
+        task = asyncio.ensure_future(answers(prefill, body()))
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
+        sent = prefill.send_to_scheduler.got
+        assert [message.bootstrap_room for message in sent] == ROOMS
+        assert {message.sampling_params.n for message in sent} == {1}
+        for message in sent[::-1]:
+            prefill.answer(message)
+        assert [out["meta_info"]["id"] for out in await task] == [message.rid for message in sent]
+        assert not prefill.samples._words and not prefill.samples._told and not prefill.rid_to_state
+
+    run(test())
+
+
+def test_prefill_that_is_told_later_gives_its_warmup_up():
+    async def test():
+        prefill = Manager(DisaggregationMode.PREFILL, False)
+        task = asyncio.ensure_future(answers(prefill, body(rid="r")))
+        await until(lambda: prefill.send_to_scheduler.requests, task)
+        (warmup,) = prefill.send_to_scheduler.got
+        assert warmup.bootstrap_room == 11 and warmup.sampling_params.max_new_tokens == 0
+        await asyncio.sleep(0.05)
+        assert prefill.samples.hear([11, 12]) is None
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
+        assert prefill.send_to_scheduler.aborts == [warmup.rid]
+        sent = prefill.send_to_scheduler.requests[1:]
+        assert [message.bootstrap_room for message in sent] == ROOMS
+        assert [message.rid for message in sent] == [f"r_{i}" for i in range(6)]
+        prefill.answer(warmup, finish_reason={"type": "abort", "status_code": 500, "message": "aborted"})
+        for message in sent:
+            prefill.answer(message)
+        assert len(await task) == 6
+        # What a generator leaves that was not read to its end goes with it.
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert not prefill.rid_to_state and not prefill.own_states and not prefill.rids_of_samples
+
+    run(test())
+
+
+def test_prefill_that_is_not_told_does_what_the_engine_does():
+    """Decode without the flag, or without the package."""
+
+    async def serve(prefill) -> list:
+        task = asyncio.ensure_future(answers(prefill, body()))
+        for count in range(1, 3):
+            await until(lambda count=count: len(prefill.send_to_scheduler.got) == count, task)
+            prefill.answer(prefill.send_to_scheduler.got[-1])
+        await until(lambda: len(prefill.send_to_scheduler.got) == 8, task)
+        got = copy.copy(prefill.send_to_scheduler.got)
+        late = prefill.samples.hear([11]) if isinstance(prefill, Manager) else None
+        for message in got[2:]:
+            prefill.answer(message)
+        assert len(await task) == 6
+        return [(m.bootstrap_room, vars(m.sampling_params), m.stream) for m in got], late
+
+    class Bare(Manager):
+        """The engine's way, which asks nobody."""
+
+        generate_request = Manager._serve
+
+    async def test():
+        sent, late = await serve(Manager(DisaggregationMode.PREFILL, False))
+        assert "decode worker that gives samples no rooms" in late
+        assert sent == (await serve(Bare(DisaggregationMode.PREFILL, False)))[0]
+        assert [room for room, _, _ in sent] == [11, 12, *[11] * 3, *[12] * 3]
+
+    run(test())
+
+
+def test_decode_asks_for_nothing_before_prefill_knows(server):
+    async def test():
+        prefill, decode = (Manager(mode, flag) for mode, flag in MODES)
+        samples.listen(prefill.samples)
+        task = asyncio.ensure_future(answers(decode, body(port=server)))
+        await until(lambda: len(decode.send_to_scheduler.requests) == 6, task)
+        assert [message.bootstrap_room for message in decode.send_to_scheduler.got] == ROOMS
+        assert prefill.samples.expect([11]).told and prefill.samples.expect([12]).told
+        for message in decode.send_to_scheduler.got:
+            decode.answer(message)
+        await task
+
+    run(test())
+
+
+MODES = [(DisaggregationMode.PREFILL, False), (DisaggregationMode.DECODE, True)]
+
+
+def test_decode_refuses_where_prefill_cannot(server, monkeypatch):
+    """The prefill has no such route, then nobody who would listen, and then another way to derive rooms."""
+    refused = []
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, room, reason: refused.append(room))
+
+    async def ask(match: str):
+        decode = Manager(*MODES[1])
+        with pytest.raises(ValueError, match=match):
+            await answers(decode, body(port=server))
+        assert not decode.send_to_scheduler.got and not decode.rid_to_state
+        # The rooms of which prefill knows.
+        assert refused == [11, 12]
+        refused.clear()
+
+    monkeypatch.setattr(samples, "SAMPLE_ROUTE", "/no_such_route")
+    run(ask("n must be 1: prefill 127.0.0.1.*Install"))
+    monkeypatch.undo()
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, room, reason: refused.append(room))
+    monkeypatch.setattr(samples, "_listener", None)
+    run(ask("several tokenizer processes"))
+    monkeypatch.setattr(samples, "DERIVATION", 2)
+    original = samples.heard
+    monkeypatch.setattr(samples, "heard", lambda told: original({**told, "derivation": 1}))
+    run(ask("derives the rooms of samples in another way"))
+
+
+def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
+    async def test():
+        decode = Manager(*MODES[1])
+        (port,) = free_ports(1)
+        with pytest.raises(Exception, match="cannot be told") as error:
+            await answers(decode, body(port=port))
+        assert error.value.status_code == 500 and not decode.send_to_scheduler.got
+
+    run(test())
+
+
+def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
+    async def test():
+        prefill, decode = Manager(*MODES[0], max_input_len=2), Manager(*MODES[1])
+        samples.listen(prefill.samples)
+        with pytest.raises(ValueError, match="fewer than 2"):
+            await answers(prefill, body(port=server))
+        with pytest.raises(ValueError, match="fewer than 2"):
+            await answers(decode, body(port=server))
+
+    run(test())
+
+
+def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
+    async def test():
+        prefill = Manager(*MODES[0], max_input_len=2)
+        assert prefill.samples.hear([11, 12]) is None
+        with pytest.raises(ValueError, match="fewer than 2"):
+            await answers(prefill, body())
+        told = prefill.send_to_scheduler.got
+        assert [message.room for message in told if isinstance(message, refusal.RefusedReq)] == ROOMS
+        assert not prefill.rid_to_state
+
+    run(test())
+
+
+def test_the_failure_of_one_sample_ends_the_others():
+    async def test():
+        prefill = Manager(*MODES[0])
+        prefill.samples.hear([11, 12])
+        task = asyncio.ensure_future(answers(prefill, body()))
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
+        first, *others = prefill.send_to_scheduler.requests
+        prefill.answer(first, finish_reason={"type": "abort", "status_code": 500, "message": "lost"})
+        with pytest.raises(Exception, match="lost"):
+            await task
+        assert prefill.send_to_scheduler.aborts == [message.rid for message in others]
+
+    run(test())
+
+
+def test_aborts():
+    async def test():
+        prefill = Manager(*MODES[0])
+        prefill.samples.hear([11])
+        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
+        prefill.abort_request("r_1")
+        assert prefill.send_to_scheduler.aborts == ["r_1"]
+        prefill.abort_request("r")
+        assert prefill.send_to_scheduler.aborts == ["r_1", "r_0", "r_1", "r_2"]
+        prefill.abort_request("other")
+        assert len(prefill.send_to_scheduler.aborts) == 4
+        for message in prefill.send_to_scheduler.requests:
+            prefill.answer(message)
+        await task
+
+    run(test())
+
+
+def test_a_rid_in_use_costs_its_request_nothing():
+    async def test():
+        prefill = Manager(*MODES[0])
+        prefill.samples.hear([11])
+        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
+        prefill.samples.hear([12])
+        with pytest.raises(ValueError, match="Duplicate"):
+            await answers(prefill, body(prompts=[[1, 2]], rid="r", bootstrap_room=[12]))
+        assert prefill.send_to_scheduler.aborts == [] and list(prefill.rids_of_samples) == ["r"]
+        for message in prefill.send_to_scheduler.requests:
+            prefill.answer(message)
+        assert len(await task) == 3
+
+    run(test())
+
+
+def test_announcements_that_cannot_be_meant(server):
+    samples.listen(samples.SampleRooms())
+    url = f"http://127.0.0.1:{server}{samples.SAMPLE_ROUTE}"
+    good = {"rooms": [5], "derivation": 1}
+    assert requests.post(url, json=good, timeout=5).status_code == 200
+    for wrong in ([], None, {}, {**good, "rooms": []}, {**good, "rooms": [0]}, {**good, "rooms": [2**63]}):
+        assert requests.post(url, json=wrong, timeout=5).status_code == 400
+    for wrong in ({**good, "rooms": ["5"]}, {**good, "rooms": 5}, {"rooms": [5]}, {**good, "derivation": "1"}):
+        assert requests.post(url, json=wrong, timeout=5).status_code == 400
+    assert requests.post(url, data=b"{", timeout=5).status_code == 400
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(samples, "REMEMBERED", 10)
+    book = samples.SampleRooms()
+    for room in range(1, 30):
+        book.hear([room])
+    assert sorted(book._told) == list(range(20, 30))
+
+
+# ---- adapters, which are held for each sample ----
+
+
+class Registry:
+    def __init__(self):
+        self.held: list = []
+
+    async def get_unregistered_loras(self, names):
+        return []
+
+    async def acquire(self, names):
+        ids = [name and f"id of {name}" for name in ([names] if isinstance(names, str) else names)]
+        self.held += [uid for uid in ids if uid]
+        return ids if isinstance(names, list) else ids[0]
+
+    async def release(self, ids):
+        for uid in [ids] if isinstance(ids, str) else ids:
+            if uid:
+                self.held.remove(uid)
+
+
+def with_adapters(max_input_len: int = 100) -> Manager:
+    manager = Manager(*MODES[0], max_input_len=max_input_len)
+    manager.server_args.enable_lora, manager.server_args.max_loaded_loras = True, None
+    manager.lora_registry = Registry()
+    return manager
+
+
+def test_an_adapter_is_held_by_what_was_sent_only():
+    async def test():
+        prefill = with_adapters()
+        task = asyncio.ensure_future(answers(prefill, body(lora_path=["a", None])))
+        await until(lambda: prefill.send_to_scheduler.requests, task)
+        prefill.samples.hear([11, 12])
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
+        assert prefill.lora_registry.held == ["id of a"] * 3
+        warmup = prefill.rid_to_state[prefill.send_to_scheduler.requests[0].rid]
+        # So its end releases nothing.
+        assert warmup.obj.lora_path is None
+        for message in prefill.send_to_scheduler.requests:
+            prefill.answer(message)
+        await task
+
+    run(test())
+
+
+@pytest.mark.parametrize("obj", [body(1), body(1, prompts=[[1, 2]]), body(3)], ids=["batch", "one", "samples"])
+def test_an_adapter_of_a_request_that_was_not_sent_is_released(obj):
+    async def test():
+        prefill = with_adapters(max_input_len=2)
+        prefill.samples.hear([11, 12])
+        with pytest.raises(ValueError, match="fewer than 2"):
+            await answers(prefill, copy.copy(obj))
+        assert prefill.lora_registry.held == []
+
+    obj.lora_path = "a"
+    run(test())
