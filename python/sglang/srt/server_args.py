@@ -21,6 +21,8 @@ __all__ = ["ServerArgs"]
 FLAG = "--disaggregation-decode-enable-radix-cache"
 # How often a request may be overtaken before it goes first.
 DEFAULT_MAX_OVERTAKEN = 32
+# Speculative algorithms whose drafts' KV the tree is known to keep right.
+SPECULATION = ("EAGLE",)
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 
@@ -100,7 +102,17 @@ class ServerArgs(engine.ServerArgs):
             "--enable-streaming-session": self.enable_streaming_session,
             "--enable-lora": bool(self.enable_lora or self.lora_paths),
             "--enable-dp-attention": self.enable_dp_attention,
-            "--speculative-algorithm": self.speculative_algorithm is not None,
+            f"--speculative-algorithm {self.speculative_algorithm} ({', '.join(SPECULATION)} is)": (
+                self.speculative_algorithm not in (None, *SPECULATION)
+            ),
+            "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
+            "a draft that is part of the model (MTP)": (
+                self.speculative_algorithm is not None
+                and (self.enable_multi_layer_eagle or self.speculative_draft_model_path in (None, self.model_path))
+            ),
+            "speculative decoding and --tensor-parallel-size above 1": (
+                self.speculative_algorithm is not None and self.tp_size > 1
+            ),
             "--pipeline-parallel-size above 1": self.pp_size > 1,
             "--attention-context-parallel-size above 1": self.attn_cp_size > 1,
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),

@@ -15,10 +15,23 @@ import os
 import sys
 from functools import lru_cache
 
-from . import allocator, attention, constrained, idle, kernels, memory_pool, mla, nixl, options, parallel, staging
+from . import (
+    allocator,
+    attention,
+    constrained,
+    idle,
+    kernels,
+    memory_pool,
+    mla,
+    nixl,
+    options,
+    parallel,
+    speculative,
+    staging,
+)
 
 SWITCH = "SGLANG_USE_CPU_ENGINE"
-PARTS = (allocator, attention, constrained, idle, memory_pool, mla, nixl, options, parallel, staging)
+PARTS = (allocator, attention, constrained, idle, memory_pool, mla, nixl, options, parallel, speculative, staging)
 
 _installed = False
 
