@@ -387,7 +387,7 @@ def _eagle(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[s
     tensors = _embeddings(weights, shape, vocabulary)
     embed = tensors["model.embed_tokens.weight"]
     # The draft has no norm before its layer. Of tokens of rms 1 it is the identity.
-    embed /= np.sqrt(np.mean(np.square(embed), axis=1, keepdims=True, dtype=np.float32))
+    embed /= np.sqrt(np.mean(np.square(embed, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
     for layer in range(shape.layers):
         tensors |= _llama_layer(weights, shape, f"model.layers.{layer}", _LATER_GAIN if layer else 1.0)
     config = {

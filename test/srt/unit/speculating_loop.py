@@ -1,12 +1,13 @@
 """The engine's loop of a decode worker that speculates, overlapped (v2) or not (v1), with a model that is a formula.
 
-As `overlapped_loop`, with a second pool, the draft model's: its KV of a token depends on all tokens up to the *next* one.
-What a draft starts from (hidden states) is a number too, which depends on all tokens so far; a step looks at it. What is
-drafted is right for as many tokens as chance has it, and the rest is wrong; rejected drafts leave their KV behind.
+As `overlapped_loop`, with a second pool, the draft model's: its KV of a token depends on all tokens up to the *next*.
+What a draft starts from (hidden states) is a number too, which depends on all tokens so far; a step looks at it. What
+is drafted is right for as many tokens as chance has it, and the rest is wrong; rejected drafts leave their KV behind.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,11 +60,12 @@ class SpeculatingScheduler(LoopScheduler):
         args = self.server_args
         args.speculative_algorithm, args.speculative_eagle_topk = "EAGLE", 1
         args.speculative_num_steps, args.speculative_num_draft_tokens = STEPS, DRAFT
-        args.enable_multi_layer_eagle = False
+        args.enable_multi_layer_eagle, args.attention_backend = False, "triton"
+        self.model_config.hidden_size, self.model_config.dtype = 16, torch.float32
         self.enable_overlap = overlap
         self.spec_algorithm = SpeculativeAlgorithm.EAGLE
         self.future_map = FutureMap(loop.pool.size, None, loop.pool.max_context_len, "cpu", self.spec_algorithm)
-        self.draft_worker = type("Worker", (), {"speculative_num_draft_tokens": DRAFT})
+        self.draft_worker = SimpleNamespace(speculative_num_draft_tokens=DRAFT, clear_cache_pool=lambda: None)
         self.spec_num_accepted_tokens = self.spec_num_forward_ct = 0
 
     def update_cache_from_scheduler(self, batch: Any, result: Any) -> None:
@@ -71,20 +73,22 @@ class SpeculatingScheduler(LoopScheduler):
 
 
 class SpeculatingLoop(Loop):
-    """overlap: v2. ``stale``: slots that the tree holds with another draft's KV than the draft model's, found so far."""
+    """overlap: v2."""
 
     def __init__(self, flag: bool = True, overlap: bool = True, **sizes: Any):
-        super().__init__(flag, **sizes)
         self.overlap = overlap
+        super().__init__(flag, **sizes)
         self.draft_kv = MHATokenToKVPool(self.size, self.page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.draft_kv.cpu_offloading_chunk_size = 8
         self.queue.draft_token_to_kv_pool = self.allocator.draft_kv_pool = self.draft_kv
-        self.scheduler = self.queue.scheduler = self.transfer.scheduler = SpeculatingScheduler(self, overlap)
         self.transfer.spec_algorithm = self.scheduler.spec_algorithm
         self.tree.is_eagle = True
-        # The tokens that the device has of each request, and how many steps had which number of drafts accepted.
+        # The tokens that the device has of each request; and how often a draft's state was looked at.
         self.sequences: dict[str, list[int]] = {}
         self.states_seen = 0
+
+    def _make_scheduler(self) -> SpeculatingScheduler:
+        return SpeculatingScheduler(self, self.overlap)
 
     def run(self, between: Any) -> None:
         if not self.overlap:
@@ -96,10 +100,7 @@ class SpeculatingLoop(Loop):
     def arrive(self, prompt: list[int], **options: Any) -> Any:
         options.update(grammar=False, logprobs=False)
         decode_req = super().arrive(prompt, **options)
-        params = decode_req.req.sampling_params
-        params.temperature = 0
-        params.__post_init__() if hasattr(params, "__post_init__") else None
-        params.top_k = 1
+        decode_req.req.sampling_params.top_k = 1  # greedy
         return decode_req
 
     def deliver(self, decode_req: Any, num_pages: int) -> None:
@@ -250,6 +251,11 @@ class SpeculatingLoop(Loop):
 
     # ---- invariants ----
 
+    def check_answer(self, req: Any, expected: list[int]) -> None:
+        """The engine looks for a stop string in all that a step accepts, and for the length before a stop token."""
+        said = req.output_ids_through_stop
+        assert said[: len(expected)] == expected and len(said) < len(expected) + DRAFT
+
     def check(self) -> None:
         super().check()
         # Trap 35: no reader sees draft KV of another continuation.
@@ -271,6 +277,3 @@ class SpeculatingLoop(Loop):
     def _tree_paths(self):
         for pairs, slots in super()._tree_paths():
             yield [first for first, _ in pairs], slots
-
-    def answer(self, req: Any) -> list[int]:
-        return req.output_ids_through_stop

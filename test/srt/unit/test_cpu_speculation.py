@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from sglang_pd_radix.supplied.cpu_host import options
-from sglang_pd_radix.supplied.cpu_host.speculative.chain import build_chain, verify_chain
+from sglang_pd_radix.supplied.cpu_host.speculative.chain import (
+    build_chain,
+    sample_chain,
+    top_k_renorm,
+    top_p_renorm,
+    verify_chain,
+)
 
 NUM = 4
 KERNELS = """create_flashinfer_kv_indices_triton assign_req_to_token_pool assign_extend_cache_locs
@@ -71,6 +77,42 @@ def test_what_is_accepted_of_a_chain():
             assert accepted[b].tolist() == [b * NUM + n for n in path] + [-1] * (NUM - len(path))
             of_request = predicts[b * NUM : (b + 1) * NUM].tolist()
             assert of_request == target[b, : len(path)].tolist() + [-7] * (NUM - len(path))
+
+
+def test_sampled_tokens_have_the_target_s_distribution():
+    """Of many drafts of one token: accepted or not, what comes out is distributed as the target says."""
+    torch.manual_seed(0)
+    count, vocab = 20000, 5
+    first = torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05])
+    second = torch.softmax(torch.randn(vocab, vocab), -1)
+    drafted = torch.randint(0, vocab, (count,))
+    candidates = torch.stack((torch.zeros(count, dtype=torch.long), drafted), 1)
+    target = torch.stack((first.expand(count, -1), second[drafted]), 1)
+    index = torch.arange(2 * count).view(count, 2)
+    predicts, accepted = torch.full((2 * count,), -7), torch.full((count, 2), -1)
+    counts = torch.empty(count, dtype=torch.int32)
+    coins = torch.rand(count, 2), torch.rand(count)
+    sample_chain(predicts, accepted, counts, candidates, index, None, None, *coins, target, torch.zeros_like(target))
+    predicts = predicts.view(count, 2)
+    assert abs(float(counts.float().mean()) - 0.2) < 0.02, "a draft by chance is right one time in five"
+    shares = torch.bincount(predicts[:, 0], minlength=vocab) / count
+    torch.testing.assert_close(shares, first, atol=0.015, rtol=0)
+    kept = counts == 1
+    assert torch.equal(predicts[kept, 0], drafted[kept]) and (accepted[~kept, 1] == -1).all()
+    for token in range(vocab):
+        after = predicts[kept & (drafted == token), 1]
+        shares = torch.bincount(after, minlength=vocab) / len(after)
+        torch.testing.assert_close(shares, second[token], atol=2 * len(after) ** -0.5, rtol=0)
+
+
+def test_what_top_k_and_top_p_leave():
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 2)
+    torch.testing.assert_close(
+        top_k_renorm(probs, torch.tensor([2, 100])), torch.tensor([[0.625, 0.375, 0, 0], [0.5, 0.3, 0.15, 0.05]])
+    )
+    torch.testing.assert_close(
+        top_p_renorm(probs, torch.tensor([0.6, 1.0])), torch.tensor([[0.625, 0.375, 0, 0], [0.5, 0.3, 0.15, 0.05]])
+    )
 
 
 class _Args:

@@ -6,7 +6,7 @@ replaces, in Triton's interpreter, or beside a plain reference where that is a C
 
 attention.py   new tokens with cached ones, with a mask; drafts
 tables.py      which slots a step reads and writes
-chain.py       the mask of a draft and what of it is accepted
+chain.py       the mask of a draft and what of it is accepted, greedily and by chance
 """
 
 from __future__ import annotations
@@ -43,9 +43,19 @@ def _patch_trees(module: Any) -> None:
     module.verify_tree_greedy_func = verify_chain
 
 
+def _patch_sampling(module: Any) -> None:
+    from . import chain
+
+    module.tree_speculative_sampling_target_only = chain.sample_chain
+    module.top_k_renorm_prob = chain.top_k_renorm
+    module.top_p_renorm_prob = chain.top_p_renorm
+
+
 def _patch_spec_utils(module: Any) -> None:
     from . import tables
 
+    # Else what is to be sampled is the likeliest token, with a warning in the log.
+    module.TREE_SPEC_KERNEL_AVAILABLE = True
     module.align_evict_mask_to_page_size = TorchKernel(tables.keep_page_in_use)
     module.assign_draft_cache_locs = TorchKernel(tables.draft_slots_to_table)
     module.assign_req_to_token_pool = TorchKernel(tables.table_from_flat)
@@ -58,6 +68,7 @@ def _patch_v2(module: Any) -> None:
 
     from . import tables
 
+    _patch_sampling(module)
     # Else it returns no slots at all: CUDA's way is the one that is a kernel, and that one is replaced.
     module._is_cuda = True
     module.assign_draft_cache_locs_page_size_1 = TorchKernel(tables.draft_slots_from_table)
@@ -77,6 +88,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.layers.attention.triton_ops.extend_attention": _patch_extend_attention,
     "sglang.srt.layers.attention.utils": _patch_attention_utils,
     "sglang.srt.mem_cache.memory_pool": _patch_pool,
+    "sglang.srt.speculative.eagle_info": _patch_sampling,
     "sglang.srt.speculative.eagle_info_v2": _patch_v2,
     "sglang.srt.speculative.eagle_utils": _patch_trees,
     "sglang.srt.speculative.spec_utils": _patch_spec_utils,

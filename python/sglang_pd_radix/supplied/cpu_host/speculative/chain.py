@@ -69,3 +69,61 @@ def verify_chain(
     accept_index.copy_(torch.where(kept, nodes, -1))
     predicts[nodes[kept]] = target_predict[:, : accept_index.shape[1]][kept].to(predicts.dtype)
     return predicts, accept_index, accept_token_num
+
+
+def sample_chain(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """``tree_speculative_sampling_target_only`` of chains; outputs as in `verify_chain`.
+
+    A draft token is accepted with the target's probability for it (``target_probs``: (requests, nodes, vocabulary)).
+    Where one is not, the token in its place is drawn from the others. So each token has the target's distribution.
+    """
+    for i, (row, index) in enumerate(zip(candidates.tolist(), retrive_index.tolist(), strict=True)):
+        node = 0
+        accept_index[i, 0] = index[0]
+        for token in row[1 : accept_index.shape[1]]:
+            probability = float(target_probs[i, node, token])
+            if float(uniform_samples[i, node]) > probability / threshold_acc and probability < threshold_single:
+                break
+            predicts[index[node]] = token
+            node += 1
+            accept_index[i, node] = index[node]
+        accept_token_num[i] = node
+        left = target_probs[i, node].clone()
+        if node + 1 < accept_index.shape[1]:
+            left[row[node + 1]] = 0
+        sums = left.cumsum(0)
+        drawn = torch.searchsorted(sums, uniform_samples_for_final_sampling[i] * sums[-1], right=True)
+        # Rounding may end beyond the last token that is possible.
+        predicts[index[node]] = min(int(drawn), int(left.nonzero()[-1]))
+
+
+def top_k_renorm(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+    """``top_k_renorm_prob``: of each row the ``top_k`` likeliest, and what is as likely as the last of these."""
+    ordered = probs.sort(dim=-1, descending=True).values
+    least = ordered.gather(1, top_ks.long().clamp(1, probs.shape[-1])[:, None] - 1)
+    kept = torch.where(probs >= least, probs, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_renorm(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """``top_p_renorm_prob``: of each row the fewest tokens, likeliest first, that have ``top_p`` together."""
+    ordered, order = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    kept = torch.where(before < top_ps[:, None], ordered, 0.0)
+    kept = torch.zeros_like(probs).scatter_(1, order, kept)
+    return kept / kept.sum(-1, keepdim=True)
