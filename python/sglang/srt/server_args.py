@@ -102,17 +102,7 @@ class ServerArgs(engine.ServerArgs):
             "--enable-streaming-session": self.enable_streaming_session,
             "--enable-lora": bool(self.enable_lora or self.lora_paths),
             "--enable-dp-attention": self.enable_dp_attention,
-            f"--speculative-algorithm {self.speculative_algorithm} ({', '.join(SPECULATION)} is)": (
-                self.speculative_algorithm not in (None, *SPECULATION)
-            ),
-            "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
-            "a draft that is part of the model (MTP)": (
-                self.speculative_algorithm is not None
-                and (self.enable_multi_layer_eagle or self.speculative_draft_model_path in (None, self.model_path))
-            ),
-            "speculative decoding and --tensor-parallel-size above 1": (
-                self.speculative_algorithm is not None and self.tp_size > 1
-            ),
+            **self._unverified_speculation(),
             "--pipeline-parallel-size above 1": self.pp_size > 1,
             "--attention-context-parallel-size above 1": self.attn_cp_size > 1,
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
@@ -131,6 +121,20 @@ class ServerArgs(engine.ServerArgs):
         for name, used in unverified.items():
             if used:
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
+
+    def _unverified_speculation(self) -> dict[str, bool]:
+        """Which options of speculative decoding, or beside it, are not verified with the flag."""
+        name = self.speculative_algorithm
+        if name is None:
+            return {}
+        own_draft = self.speculative_draft_model_path not in (None, self.model_path)
+        return {
+            f"--speculative-algorithm {name} ({', '.join(SPECULATION)} is)": name not in SPECULATION,
+            "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
+            "a draft that is part of the model (MTP)": self.enable_multi_layer_eagle or not own_draft,
+            f"--speculative-algorithm {name} and --tensor-parallel-size above 1": self.tp_size > 1,
+            f"--speculative-algorithm {name} and --enable-custom-logit-processor": self.enable_custom_logit_processor,
+        }
 
     def check_server_args(self) -> None:
         """Adds checks when all defaults are settled: of pages, the secret, Mooncake, and that the cache is still on."""

@@ -64,7 +64,7 @@ def test_eagle_keeps_the_radix_cache(parse):
     ("options", "named"),
     [
         ([*EAGLE, "--tp-size", "2"], "--tensor-parallel-size above 1"),
-        (["--speculative-algorithm", "EAGLE3", *EAGLE[2:]], "EAGLE3 (EAGLE is)"),
+        ([*EAGLE, "--enable-custom-logit-processor"], "--enable-custom-logit-processor"),
         (["--speculative-algorithm", "EAGLE"], "MTP"),
     ],
 )

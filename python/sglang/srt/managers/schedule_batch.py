@@ -72,7 +72,7 @@ class Req(engine.Req):
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
         """Adds the draft model's KV, which the engine leaves behind; a resumed request then drafts with another's."""
         super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
-        draft_pool = token_to_kv_pool_allocator.draft_kv_pool
+        draft_pool = getattr(token_to_kv_pool_allocator, "draft_kv_pool", None)
         if draft_pool is not None:
             table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
             self.draft_kv_cache_cpu = draft_pool.get_cpu_copy(table)
@@ -92,9 +92,10 @@ class Req(engine.Req):
         self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, start)
 
     def _load_draft_kv(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
-        draft_pool, end = token_to_kv_pool_allocator.draft_kv_pool, self.seqlen - 1
         saved, self.draft_kv_cache_cpu = self.draft_kv_cache_cpu, None
+        end = self.seqlen - 1
         if saved is not None and start < end:
+            draft_pool = token_to_kv_pool_allocator.draft_kv_pool
             table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
             _load(draft_pool, draft_pool, saved, table, start)
 
@@ -115,7 +116,8 @@ class ScheduleBatch(engine.ScheduleBatch):
 
         The engine has it resume with what prefill sent with its first token: fewer of its drafts are accepted.
         """
-        if server_args.disaggregation_mode == "decode" and self.spec_algorithm.is_eagle():
+        drafts = self.spec_algorithm.is_eagle() and not server_args.enable_multi_layer_eagle
+        if server_args.disaggregation_mode == "decode" and drafts:
             req, state = self.reqs[idx], self.spec_info
             at: Any = idx
             topk_p, topk_index, hidden = state.topk_p, state.topk_index, state.hidden_states
