@@ -26,13 +26,14 @@ create_extend_after_decode_spec_info
 fill_new_verified_id align_evict_mask_to_page_size extend_attention_fwd decode_attention_fwd"""
 
 
+@pytest.mark.timeout(300)
 def test_torch_forms_against_the_kernels_in_tritons_interpreter():
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interpreted_kernels.py"))],
         env={**os.environ, "TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(KERNELS.split()) <= set(done.stdout.split())
@@ -82,7 +83,7 @@ def test_what_is_accepted_of_a_chain():
 def test_sampled_tokens_have_the_target_s_distribution():
     """Of many drafts of one token: accepted or not, what comes out is distributed as the target says."""
     torch.manual_seed(0)
-    count, vocab = 20000, 5
+    count, vocab = 8000, 5
     first = torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05])
     second = torch.softmax(torch.randn(vocab, vocab), -1)
     drafted = torch.randint(0, vocab, (count,))
@@ -94,9 +95,9 @@ def test_sampled_tokens_have_the_target_s_distribution():
     coins = torch.rand(count, 2), torch.rand(count)
     sample_chain(predicts, accepted, counts, candidates, index, None, None, *coins, target, torch.zeros_like(target))
     predicts = predicts.view(count, 2)
-    assert abs(float(counts.float().mean()) - 0.2) < 0.02, "a draft by chance is right one time in five"
+    assert abs(float(counts.float().mean()) - 0.2) < 0.03, "a draft by chance is right one time in five"
     shares = torch.bincount(predicts[:, 0], minlength=vocab) / count
-    torch.testing.assert_close(shares, first, atol=0.015, rtol=0)
+    torch.testing.assert_close(shares, first, atol=0.025, rtol=0)
     kept = counts == 1
     assert torch.equal(predicts[kept, 0], drafted[kept]) and (accepted[~kept, 1] == -1).all()
     for token in range(vocab):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from aiohttp import web
+from sglang.srt import server_args
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
@@ -168,7 +169,7 @@ class CommonKVManager(engine.CommonKVManager):
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
         answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
-        secret, which asking again does not mend.
+        secret, and ValueError where only one of them speculates, which asking again does not mend.
         """
         try:
             reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -178,11 +179,19 @@ class CommonKVManager(engine.CommonKVManager):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
             version, pieces = int(answer["version"]), bool(answer.get("pieces"))
+            drafts = str(answer.get("drafts") or "")
         except NotTrusted:
             raise
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
+        own = getattr(self.server_args, "speculative_algorithm", None) or ""
+        if version and drafts != own:
+            # Its pages would have no KV of this worker's draft model, and the tree would keep that.
+            raise ValueError(
+                f"it speculates with {drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
+                "Give both the same --speculative-algorithm and draft model"
+            )
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
         (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(addr)
         return version
@@ -563,7 +572,10 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
-        return web.json_response({"version": version, "pieces": int(self.asks_for_pieces)})
+        answer = {"version": version, "pieces": int(self.asks_for_pieces)}
+        # Of the process that the server is part of.
+        drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
+        return web.json_response({**answer, "drafts": drafts} if drafts else answer)
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         try:
