@@ -1,8 +1,8 @@
 """A real decode worker that speculates, in one process: scheduler, target and draft model, queues, tree, pools.
 
 Stand-in is the wire: what a prefill would send is computed with the worker's own models, as a prefill computes it, and
-copied to the pages that the worker asks for. Started by `test_speculation_model.py` with the arguments of a server, in a
-process of its own; prints what became of each request, as JSON.
+copied to the pages that the worker asks for. Started by `test_speculation_model.py` with the arguments of a server, in
+a process of its own; prints what became of each request, as JSON.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Worker:
         args = prepare_server_args(options)
         args.check_server_args()
         self.scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        self.scheduler.schedule_stream = self.scheduler.device_module.Stream()
         self.scheduler.recv_requests = self._recv
         self.scheduler.stream_output = self._stream
         self.page = args.page_size
@@ -126,9 +127,9 @@ class Worker:
         meta = self.queue.metadata_buffers
         meta.output_ids[aux, 0] = found["first"]
         if self.speculates:
-            meta.output_topk_p[aux, :1], meta.output_topk_index[aux, :1], meta.output_hidden_states[aux] = found[
-                "start"
-            ]
+            topk_p, topk_index, hidden = found["start"]
+            meta.output_topk_p[aux, :1], meta.output_topk_index[aux, :1] = topk_p, topk_index
+            meta.output_hidden_states[aux] = hidden
         meta.cached_tokens[aux] = 0
         meta.bootstrap_room[aux, 0] = req.bootstrap_room
 
