@@ -41,7 +41,8 @@ def plain(clusters, eagle):
 def speculating(eagle: str, *more: str) -> list[str]:
     draft = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", f"{eagle}/{DRAFT}"]
     chain = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
-    return [*draft, *chain, *more]
+    # Only `test_chunked_prefill` has prompts, or batches of them, that are longer than that.
+    return [*draft, *chain, "--chunked-prefill-size", "4096", *more]
 
 
 @pytest.fixture(scope="module", params=[1, 16])
@@ -131,14 +132,14 @@ def test_what_the_tree_holds_of_an_answer(pairs, page):
     again = on(prompt + answer + [500], 1)
     held = again["meta_info"]["cached_tokens_details"]["decode_prefix"]
     # Without overlap, the last step of an answer is not taken in by the draft model.
-    assert len(prompt) + 24 - 1 - 4 - page < held < len(prompt) + 24
+    assert len(prompt) + 24 - 1 - 4 - page <= held < len(prompt) + 24
 
 
 def test_chunked_prefill(pairs, plain):
     """The engine drafts at the end of a chunk with a token that does not come. The tree is not worse for it."""
     on, off = map(Watched, pairs)
     rnd = random.Random(4)
-    history = words(rnd, 900)
+    history = words(rnd, 4300)
     for _ in range(3):
         answers = [send(history, 32)["output_ids"] for send in (on, off)]
         assert answers[0] == answers[1]

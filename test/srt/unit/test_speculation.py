@@ -80,7 +80,7 @@ def test_a_turn_finds_what_the_turn_before_left(overlap, page_size):
     (turn,) = ask(loop, [longer])
     known = len(prompt) + len(first.req.output_ids_through_stop)
     # The last token of the answer has no KV, and that of what the last step accepted only v2's draft model has.
-    assert known - 1 - (not overlap) * 4 - page_size < turn.req.transfer_prefix_len <= known
+    assert known - 1 - (not overlap) * 4 - page_size <= turn.req.transfer_prefix_len <= known
 
 
 def test_without_its_draft_s_kv_the_end_of_an_answer_stays_out_of_the_tree(monkeypatch):
