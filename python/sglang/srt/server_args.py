@@ -24,6 +24,8 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 DEFAULT_MAX_OVERTAKEN = 32
 # The load balance method that is added to the engine's.
 LONGEST_PREFIX = "longest_prefix"
+# Speculative algorithms whose drafts' KV the tree is known to keep right.
+SPECULATION = ("EAGLE",)
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
@@ -153,7 +155,7 @@ class ServerArgs(engine.ServerArgs):
             "--enable-lmcache": self.enable_lmcache,
             "--enable-streaming-session": self.enable_streaming_session,
             "--enable-lora": bool(self.enable_lora or self.lora_paths),
-            "--speculative-algorithm": self.speculative_algorithm is not None,
+            **self._unverified_speculation(),
             "--pipeline-parallel-size above 1": self.pp_size > 1,
             "--attention-context-parallel-size above 1": self.attn_cp_size > 1,
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
@@ -172,6 +174,21 @@ class ServerArgs(engine.ServerArgs):
         for name, used in unverified.items():
             if used:
                 raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
+
+    def _unverified_speculation(self) -> dict[str, bool]:
+        """Which options of speculative decoding, or beside it, are not verified with the flag."""
+        name = self.speculative_algorithm
+        if name is None:
+            return {}
+        own_draft = self.speculative_draft_model_path not in (None, self.model_path)
+        return {
+            f"--speculative-algorithm {name} ({', '.join(SPECULATION)} is)": name not in SPECULATION,
+            "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
+            "a draft that is part of the model (MTP)": self.enable_multi_layer_eagle or not own_draft,
+            f"--speculative-algorithm {name} and --tensor-parallel-size above 1": self.tp_size > 1,
+            f"--speculative-algorithm {name} and --data-parallel-size above 1": self.dp_size > 1,
+            f"--speculative-algorithm {name} and --enable-custom-logit-processor": self.enable_custom_logit_processor,
+        }
 
     def check_server_args(self) -> None:
         """Adds checks when all defaults are settled: of pages, shared decode attention, the secret, Mooncake, PegaFlow;

@@ -188,8 +188,8 @@ def cpu_options(args: Sequence[str]) -> list[str]:
     if not has_option(args, "--device"):
         options += ["--device", "cpu"]
     backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
-    # Compiled as a whole, a model cannot have that one.
-    if not has_option(args, *backends, "--enable-torch-compile"):
+    # Compiled as a whole, a model cannot have that one, and drafts have another.
+    if not has_option(args, *backends, "--enable-torch-compile", "--speculative-algorithm"):
         options += ["--attention-backend", cpu_host.attention.NAME]
     if not has_option(args, "--dtype"):
         options += ["--dtype", "float32"]

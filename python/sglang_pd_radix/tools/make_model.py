@@ -361,6 +361,62 @@ def _mla(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str
     return config, tensors
 
 
+# What the layers after the first add, in parts of what they add elsewhere: about half of the tokens are the first's.
+_LATER_GAIN = 0.15
+# How much of the target's hidden state a draft takes for its input, beside the token.
+_HIDDEN_GAIN = 0.1
+
+
+def _llama_layer(weights: _Weights, shape: ModelShape, prefix: str, gain: float) -> dict[str, Tensor]:
+    """A layer whose scores and outputs have the deviations of the other architectures; ``gain``: part of the latter."""
+    attention, query, key_value = f"{prefix}.self_attn", shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = _mlp(weights, shape, prefix)
+    mlp[f"{prefix}.mlp.down_proj.weight"] *= np.float32(gain)
+    return {
+        f"{attention}.q_proj.weight": weights.linear(query, shape.hidden, _SCORE_STD),
+        f"{attention}.k_proj.weight": weights.linear(key_value, shape.hidden),
+        f"{attention}.v_proj.weight": weights.linear(key_value, shape.hidden),
+        f"{attention}.o_proj.weight": weights.linear(shape.hidden, query, _ATTENTION_GAIN * gain),
+        **mlp,
+    }
+
+
+def _eagle(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A target for speculative decoding, whose first layer decides about half of its tokens; see `eagle_draft`."""
+    weights = _Weights(seed)
+    tensors = _embeddings(weights, shape, vocabulary)
+    embed = tensors["model.embed_tokens.weight"]
+    # The draft has no norm before its layer. Of tokens of rms 1 it is the identity.
+    embed /= np.sqrt(np.mean(np.square(embed, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
+    for layer in range(shape.layers):
+        tensors |= _llama_layer(weights, shape, f"model.layers.{layer}", _LATER_GAIN if layer else 1.0)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": shape.head_dim,
+        "num_key_value_heads": shape.kv_heads,
+        **_common_config(shape),
+    }
+    return config, tensors
+
+
+def eagle_draft(
+    shape: ModelShape, seed: int, config: dict[str, Any], target: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An EAGLE draft for `_eagle`'s target: its first layer, on the token and a little of the target's hidden state.
+
+    A draft that knows nothing has no token accepted and shows nothing. This one proposes what the first layer would
+    say; what it takes of the hidden states, and with them its KV, must be right for as many tokens to be accepted.
+    """
+    hidden = _Weights(seed + 1).linear(shape.hidden, shape.hidden, _HIDDEN_GAIN)
+    layer = "model.layers.0."
+    tensors = {f"layers.0.{name[len(layer) :]}": t for name, t in target.items() if name.startswith(layer)}
+    del tensors["layers.0.input_layernorm.weight"]
+    tensors["fc.weight"] = np.concatenate((np.eye(shape.hidden, dtype=np.float32), hidden), axis=1)
+    tensors["fc.bias"] = np.zeros(shape.hidden, dtype=np.float32)
+    return {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}, tensors
+
+
 def _common_config(shape: ModelShape) -> dict[str, Any]:
     return {
         "attention_bias": False,
@@ -383,7 +439,10 @@ def _common_config(shape: ModelShape) -> dict[str, Any]:
 _BUILDERS: dict[str, Callable[[ModelShape, int, Vocabulary], tuple[dict[str, Any], dict[str, Tensor]]]] = {
     "qwen3": _qwen3,
     "mla": _mla,
+    "eagle": _eagle,
 }
+# Where a model of "eagle" has its draft.
+DRAFT = "draft"
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -393,7 +452,7 @@ _SIZES = {
     "layers": "decoder layers",
     "hidden": "hidden size",
     "heads": "query heads; 8 for mla",
-    "kv_heads": "key/value heads (qwen3)",
+    "kv_heads": "key/value heads (qwen3, eagle)",
     "head_dim": "size of one head",
     "kv_rank": "size of the compressed key and value (mla)",
     "query_rank": "size of the compressed query (mla)",
@@ -410,7 +469,7 @@ def check_shape(shape: ModelShape) -> None:
     for name in _SIZES:
         if getattr(shape, name) < 1:
             raise PdRadixError(f"{_option(name)} {getattr(shape, name)}: must be at least 1")
-    if shape.arch == "qwen3" and shape.heads % shape.kv_heads:
+    if shape.arch != "mla" and shape.heads % shape.kv_heads:
         raise PdRadixError(f"--heads {shape.heads} must be a multiple of --kv-heads {shape.kv_heads}")
     if shape.head_dim % 2:
         raise PdRadixError(f"--head-dim {shape.head_dim} must be even: the rotary embedding turns pairs")
@@ -444,12 +503,18 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
     }
     try:
         target.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(p.name for p in target.iterdir() if p.name not in {*documents, "model.safetensors"})
+        ours = {*documents, "model.safetensors", DRAFT if shape.arch == "eagle" else ""}
+        foreign = sorted(p.name for p in target.iterdir() if p.name not in ours)
         if foreign:
             raise PdRadixError(f"{target} holds other files ({foreign[0]}): give a new or empty directory")
         for name, document in documents.items():
             _write(target / name, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
         _write(target / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+        if shape.arch == "eagle":
+            draft_config, draft = eagle_draft(shape, seed, documents["config.json"], tensors)
+            (target / DRAFT).mkdir(exist_ok=True)
+            _write(target / DRAFT / "config.json", (json.dumps(draft_config, indent=1) + "\n").encode())
+            _write(target / DRAFT / "model.safetensors", save(draft, metadata={"format": "pt"}))
     except OSError as error:
         raise PdRadixError(f"cannot write the model to {target}: {error.strerror or error}") from error
     return target

@@ -153,7 +153,10 @@ class Loop(World):
         self.iterations = 0
         self._load = self.kv.load_cpu_copy
         self.kv.load_cpu_copy = self._load_when_over
-        self.scheduler = self.queue.scheduler = self.transfer.scheduler = LoopScheduler(self)
+        self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> LoopScheduler:
+        return LoopScheduler(self)
 
     @staticmethod
     def _chunk_cache() -> type[BasePrefixCache]:
@@ -297,6 +300,9 @@ class Loop(World):
             slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
             self._check_kv(slots, tokens, self.weights_of[req.rid])
 
+    def check_answer(self, req: Req, expected: list[int]) -> None:
+        assert req.output_ids == expected
+
     def check_answers(self) -> None:
         """Every request that has ended by itself has been told what the model says, and each is told once.
 
@@ -316,7 +322,7 @@ class Loop(World):
                 if len(tokens) - end == params.max_new_tokens or stopped:
                     break
                 tokens.append(next_token(tokens, grammar))
-            assert req.output_ids == tokens[end:]
+            self.check_answer(req, tokens[end:])
             if req.return_logprob:
                 assert req.output_token_logprobs_idx[1:] == req.output_ids[1:]
                 assert req.output_token_logprobs_val[1:] == [float(token) for token in req.output_ids[1:]]

@@ -52,6 +52,28 @@ def test_other_combinations_are_refused(parse, options, named):
     assert FLAG in str(refused.value) and named in str(refused.value)
 
 
+EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "draft"]
+
+
+def test_eagle_keeps_the_radix_cache(parse):
+    args = parse(*DECODE, *EAGLE, FLAG)
+    assert not args.disable_radix_cache and args.speculative_eagle_topk == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([*EAGLE, "--tp-size", "2"], "--tensor-parallel-size above 1"),
+        ([*EAGLE, "--enable-custom-logit-processor"], "--enable-custom-logit-processor"),
+        (["--speculative-algorithm", "EAGLE"], "MTP"),
+    ],
+)
+def test_other_speculation_is_refused(parse, options, named):
+    with pytest.raises(ValueError) as refused:
+        parse(*DECODE, *options, FLAG)
+    assert FLAG in str(refused.value) and named in str(refused.value)
+
+
 def test_dp_ranks_may_be_chosen_by_prefix(parse):
     ranks = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
     args = parse(*DECODE, FLAG, *ranks, "--load-balance-method", "longest_prefix")

@@ -4,12 +4,13 @@ import hashlib
 import json
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.make_model import ModelShape, make_model, make_vocabulary
+from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model, make_vocabulary
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 VOCABULARY = make_vocabulary(ModelShape().vocab)
@@ -19,6 +20,10 @@ WEIGHTS = {
     "qwen3": "4f978d3491b3c9f3eb67f3c50c435348a4760ac64c5aa20339fbb5762b4a3a8c",
     "mla": "406ae7bb588714a23559e275409b07bbe8da41d4ce4cdfd2f8a039cfcf72472c",
 }
+EAGLE_WEIGHTS = (
+    "33e40934c0e86eb185f3f60c45d46a266fb015daa45842c48d5fc6a42cb6a545",
+    "8db147db3d5809481bf97be633f50e2f9980bf8dcbfa7d8e56c621b55c9b6f11",
+)
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +60,25 @@ def test_same_arguments_give_the_same_bytes(arch, models, tmp_path):
     assert weights_digest(again) == WEIGHTS[arch]
     make_model(again, ModelShape(arch), seed=1)
     assert weights_digest(again) != WEIGHTS[arch]
+
+
+def test_a_target_and_its_draft(tmp_path):
+    """The draft is the target's first layer on the token and the hidden state, without the norm before it."""
+    from safetensors.numpy import load_file
+
+    model = make_model(tmp_path / "eagle", ModelShape("eagle"))
+    assert {p.name for p in model.iterdir()} == {*FILES, DRAFT}
+    assert (weights_digest(model), weights_digest(model / DRAFT)) == EAGLE_WEIGHTS
+    target, draft = (load_file(path / "model.safetensors") for path in (model, model / DRAFT))
+    hidden = ModelShape().hidden
+    assert draft["fc.weight"].shape == (hidden, 2 * hidden) and not draft["fc.bias"].any()
+    assert (draft["fc.weight"][:, :hidden] == np.eye(hidden)).all() and draft["fc.weight"][:, hidden:].any()
+    for name, tensor in draft.items():
+        if name.startswith("layers."):
+            assert (tensor == target[f"model.{name}"]).all()
+    embed = target["model.embed_tokens.weight"]
+    np.testing.assert_allclose(np.sqrt(np.square(embed).mean(1)), 1, atol=1e-5)
+    make_model(model, ModelShape("eagle"))
 
 
 def test_kv_per_token_is_worth_a_transfer(models):

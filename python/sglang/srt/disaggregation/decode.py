@@ -121,6 +121,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # The same tree, where it loads from a PegaFlow server.
         self.pegaflow = self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
         self.num_ranks = dist.get_world_size(self.gloo_group)
+        # What a retracted request must save and restore too.
+        self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
         self.counters = KvTransferCounters.get(self.scheduler.server_args)
         if self.has_radix:
             options: Any = self.scheduler.server_args
@@ -774,7 +776,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.scheduler.stream_output([req], req.return_logprob)
         if req.req_pool_idx is not None:
             release_kv_cache(req, self.tree_cache, is_insert=False)
-        req.kv_cache_cpu = None
+        req.kv_cache_cpu = req.draft_kv_cache_cpu = None
 
 
 class _Writers:
@@ -913,7 +915,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Adds to the engine's commit the counters, and what decode held to the tokens that count as cached."""
+        """Adds to the engine's commit the counters, and what decode held to the tokens that count as cached.
+
+        And, with the flag or without, that what a draft starts from is taken out of the metadata buffer.
+        """
         req = decode_req.req
         try:
             done = super()._commit_transfer_to_req(decode_req)
@@ -925,6 +930,12 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             logger.error(message, exc_info=e)
             prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
             return True
+        if done and req.hidden_states_tensor is not None:
+            # Views of the metadata buffer. They are read when the prebuilt batch is made, which may wait for a place to
+            # run, and the buffer goes to the next transfer before that.
+            req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = (
+                tensor.clone() for tensor in (req.output_topk_p, req.output_topk_index, req.hidden_states_tensor)
+            )
         if done and not is_warmup(req) and not isinstance(req.finished_reason, FINISH_ABORT):
             counters = KvTransferCounters.get(self.scheduler.server_args)
             counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0)

@@ -1,8 +1,9 @@
 """What a decode step that is under way still uses of requests that have ended since it was launched.
 
 With overlapped scheduling the result of one step is processed when the next has been launched. A request that ends on
-that result is in the next step too, which writes one more slot of it and reads its table row, after both have been let
-go. What the worker itself does with them comes later in the same stream; what a prefill writes does not.
+that result is in the next step too, which writes one more slot of it (with speculation, several) and reads its table
+row, after both have been let go. What the worker itself does with them comes later in the same stream; what a prefill
+writes does not.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -28,11 +29,16 @@ class LateStep:
 
     @cached_property
     def pages(self) -> torch.Tensor:
-        """The page, int64 on the pool's device, that it may still write to for each of them.
-
-        Not for speculative decoding, whose steps write more than one slot of a request.
-        """
-        return self.batch.out_cache_loc[self.ended] // self.page_size
+        """The pages, int64 on the pool's device, that it may still write to for them."""
+        if self.batch.spec_algorithm.is_none():
+            return self.batch.out_cache_loc[self.ended] // self.page_size
+        # A speculating step finds its slots in the row, from what was committed when it was launched up to what is
+        # allocated. Neither figure has changed: the result that ends a request is that of the step before.
+        table, parts = self.batch.req_to_token_pool.req_to_token, []
+        for i in self.ended:
+            req = self.batch.reqs[i]
+            parts.append(table[int(self.batch.req_pool_indices[i]), req.kv_committed_len : req.kv_allocated_len])
+        return torch.unique(torch.cat(parts).long() // self.page_size)
 
     @cached_property
     def rows(self) -> set[int]:

@@ -5,12 +5,12 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.managers import schedule_batch as engine
 
-__all__ = ["Req"]
+__all__ = ["Req", "ScheduleBatch"]
 
 
 def _tail(chunks: list, start: int, size: int) -> list:
@@ -22,6 +22,13 @@ def _tail(chunks: list, start: int, size: int) -> list:
         return list(torch.cat(chunks)[start:].split(size))
     columns = [torch.cat([chunk[i] for chunk in chunks])[start:].split(size) for i in range(len(chunks[0]))]
     return [list(parts) for parts in zip(*columns, strict=True)]
+
+
+def _load(loader: Any, pool: Any, saved: list, table: torch.Tensor, start: int) -> None:
+    """Have ``loader`` load what ``pool`` saved into the slots of ``table``, leaving out the first ``start`` tokens."""
+    if start:
+        saved = [_tail(layer, start, pool.cpu_offloading_chunk_size) for layer in saved]
+    loader.load_cpu_copy(saved, table)
 
 
 class Req(engine.Req):
@@ -37,6 +44,8 @@ class Req(engine.Req):
     committed_indices: torch.Tensor | None = None
     # The tree's generation when this request's KV was computed; None before admission.
     kv_generation: int | None = None
+    # The draft model's KV while it is retracted, as the pool's get_cpu_copy returns it.
+    draft_kv_cache_cpu: list | None = None
     # The key of the message from which the next request is made; see Scheduler.handle_generate_request.
     incoming_extra_key: ClassVar[str | None] = None
 
@@ -60,15 +69,62 @@ class Req(engine.Req):
         self.cache_protected_len = 0
         self.committed_indices = None
 
+    def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
+        """Adds the draft model's KV, which the engine leaves behind; a resumed request then drafts with another's."""
+        super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
+        draft_pool = getattr(token_to_kv_pool_allocator, "draft_kv_pool", None)
+        if draft_pool is not None:
+            table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
+            self.draft_kv_cache_cpu = draft_pool.get_cpu_copy(table)
+
+    def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
+        """Adds the draft model's KV."""
+        super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
+        self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, 0)
+
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
         """Load the offloaded KV of the tokens from ``start`` on; the tree still holds those before it."""
         end = self.seqlen - 1
         if start < end:
-            pool = token_to_kv_pool_allocator.get_kvcache()
             table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
-            size = pool.cpu_offloading_chunk_size
-            kv_cache_cpu = self.kv_cache_cpu
-            if start:
-                kv_cache_cpu = [_tail(layer, start, size) for layer in kv_cache_cpu]
-            token_to_kv_pool_allocator.load_cpu_copy(kv_cache_cpu, table)
+            _load(token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache(), self.kv_cache_cpu, table, start)
         del self.kv_cache_cpu
+        self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, start)
+
+    def _load_draft_kv(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
+        saved, self.draft_kv_cache_cpu = self.draft_kv_cache_cpu, None
+        end = self.seqlen - 1
+        if saved is not None and start < end:
+            draft_pool = token_to_kv_pool_allocator.draft_kv_pool
+            table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
+            _load(draft_pool, draft_pool, saved, table, start)
+
+
+class ScheduleBatch(engine.ScheduleBatch):
+    """A batch that lets a retracted request keep what its next draft starts from."""
+
+    # Where overlapped steps of speculation leave that; set with a decode worker's first batch.
+    future_map: ClassVar[Any] = None
+
+    def process_prebuilt(self, server_args, future_map) -> None:
+        """Adds that the batch knows where overlapped steps leave what the next draft starts from."""
+        ScheduleBatch.future_map = future_map
+        super().process_prebuilt(server_args, future_map)
+
+    def release_req(self, idx: int, remaing_req_count: int, server_args) -> None:
+        """Adds that the request takes its draft's state along.
+
+        The engine has it resume with what prefill sent with its first token: fewer of its drafts are accepted.
+        """
+        drafts = self.spec_algorithm.is_eagle() and not server_args.enable_multi_layer_eagle
+        if server_args.disaggregation_mode == "decode" and drafts:
+            req, state = self.reqs[idx], self.spec_info
+            at: Any = idx
+            topk_p, topk_index, hidden = state.topk_p, state.topk_index, state.hidden_states
+            if state.future_indices is not None:
+                at, futures = state.future_indices.indices[idx], self.future_map
+                topk_p, topk_index, hidden = futures.topk_p_buf, futures.topk_index_buf, futures.hidden_states_buf
+            req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = (
+                tensor[at].cpu().clone() for tensor in (topk_p, topk_index, hidden)
+            )
+        super().release_req(idx, remaing_req_count, server_args)

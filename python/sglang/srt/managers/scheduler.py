@@ -298,13 +298,42 @@ class Scheduler(engine.Scheduler):
         sender.fail(reason)
         sender.poll()
 
+    # ---- speculative decoding ----
+
+    def update_running_batch(self, batch):
+        """Adds that before a request is retracted from overlapped speculation its last result is processed.
+
+        The engine drops that result and has the request draft once more from where that step began, of which nothing is
+        left. Then it resumes where it stood.
+        """
+        decodes = self.disaggregation_mode == engine.DisaggregationMode.DECODE
+        steps = getattr(self, "result_queue", None)
+        if decodes and steps and batch.is_spec_v2 and (engine.TEST_RETRACT or not batch.check_decode_mem()):
+            self.process_batch_result(*steps.popleft())
+            # There is no step to process the result of when the next has been launched.
+            self.last_batch = None
+        return super().update_running_batch(batch)
+
+    def _keep_undrafted_out(self, batch, result) -> None:
+        """Keep what the draft model has no KV for out of the tree.
+
+        Without overlap, a step ends with the draft model taking in what was accepted, but only of requests that go on:
+        of those that end with it, the slots of that step hold another draft's KV.
+        """
+        if batch.spec_algorithm.is_none() or batch.is_spec_v2 or not isinstance(self.tree_cache, DecodeRadixCache):
+            return
+        for req, accepted in zip(batch.reqs, result.accept_length_per_req_cpu or (), strict=False):
+            if req.finished():
+                # What is allocated beyond is given back.
+                req.kv_committed_len -= accepted + 1
+
     # ---- errors of a batch that are one request's ----
 
     def process_batch_result(self, batch, result) -> None:
         """Adds that requests whose logit processor has raised, or that no token is left for, end with that.
 
-        And that a request without ``token_ids_logprob`` has an empty tensor beside those of one with it, where the
-        engine has a list and raises.
+        That what the draft model has not seen of a request that ends stays out of the tree. And that a request without
+        ``token_ids_logprob`` has an empty tensor beside those of one with it, where the engine has a list and raises.
         """
         output: Any = getattr(result, "logits_output", None)
         of_tokens = getattr(output, "next_token_token_ids_logprobs_val", None)
@@ -321,6 +350,7 @@ class Scheduler(engine.Scheduler):
                     reason = "No token can be chosen: the grammar, logit_bias or the model leave none"
                 if reason is not None and not req.finished():
                     self._fail_running(req, reason)
+        self._keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
 
     def _fail_running(self, req, reason: str) -> None:

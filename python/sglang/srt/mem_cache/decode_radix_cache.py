@@ -143,11 +143,22 @@ class DecodeRadixCache(RadixCache):
 
     # ---- asking ----
 
-    def peek(self, token_ids: Sequence[int], extra_key: str | None) -> PrefixPeek:
+    def keys_of(self, token_ids: Sequence[Any]) -> Sequence[Any]:
+        """What the tree knows these tokens by: with EAGLE each is a pair with the one after it, else they themselves.
+
+        A draft's KV of a token depends on the next one too. So of a prompt all tokens but the last can be matched.
+        """
+        if not self.is_eagle or (token_ids and isinstance(token_ids[0], tuple)):
+            return token_ids
+        return list(zip(token_ids, token_ids[1:], strict=False))
+
+    def peek(self, token_ids: Sequence[Any], extra_key: str | None) -> PrefixPeek:
         """Longest page-aligned prefix of ``token_ids`` in the tree, without a split, an access time or a lock.
 
-        token_ids: list of ints, as long as the request may match. Cost: one comparison per token, at C speed.
+        token_ids: list of ints, as long as the request may match, or their `keys_of`. Cost: one comparison per token,
+        at C speed.
         """
+        token_ids = self.keys_of(token_ids)
         path: list[TreeNode] = []
         length = evictable = span = 0
         for node, span in self.descend(self.root_node, 0, token_ids, extra_key):
@@ -158,9 +169,11 @@ class DecodeRadixCache(RadixCache):
         return PrefixPeek(length, evictable, path, span)
 
     def descend(
-        self, node: TreeNode, length: int, token_ids: Sequence[int], extra_key: str | None
+        self, node: TreeNode, length: int, token_ids: Sequence[Any], extra_key: str | None
     ) -> Iterator[tuple[TreeNode, int]]:
         """The nodes below ``node`` that hold what follows the first ``length`` tokens, each with how many it holds.
+
+        token_ids: as `keys_of` returns them.
 
         ``node`` ends where these tokens end. Nothing is touched; cost: one comparison per token, at C speed.
         """
@@ -182,7 +195,7 @@ class DecodeRadixCache(RadixCache):
             yield child, stop - length
             length, node = stop, child
 
-    def common_length(self, a: Sequence[int], b: Sequence[int], known: int = 0) -> int:
+    def common_length(self, a: Sequence[Any], b: Sequence[Any], known: int = 0) -> int:
         """Tokens, whole pages, that ``a`` and ``b`` share from their start; the first ``known`` are known to be equal.
 
         A prefix is equal up to some page and never after, so the end is found by halving.

@@ -23,14 +23,14 @@ __all__ = ["PrefixWatches", "Watch"]
 class Watch:
     """A prompt and its place in the tree.
 
-    token_ids: the prompt. length: tokens of it that the tree holds, whole pages. node, in_last: where the match ends,
-    and how many tokens of that node belong to it. leading: its request has been admitted and its KV is on the way; it
-    no longer waits for what the tree holds. owner: whoever watches.
+    token_ids: the prompt, as the tree's `keys_of` returns it. length: tokens of it that the tree holds, whole pages.
+    node, in_last: where the match ends, and how many tokens of that node belong to it. leading: its request has been
+    admitted and its KV is on the way; it no longer waits for what the tree holds. owner: whoever watches.
     """
 
     __slots__ = ("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "place", "common")
 
-    def __init__(self, token_ids: Sequence[int], extra_key: str | None, owner: Any, root: TreeNode):
+    def __init__(self, token_ids: Sequence[Any], extra_key: str | None, owner: Any, root: TreeNode):
         self.token_ids = token_ids
         self.extra_key = extra_key
         self.owner = owner
@@ -79,7 +79,7 @@ class PrefixWatches:
 
     def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
         """Begin to watch a prompt. Cost: one `peek`."""
-        watch = Watch(token_ids, extra_key, owner, self._tree.root_node)
+        watch = Watch(self._tree.keys_of(token_ids), extra_key, owner, self._tree.root_node)
         self._descend(watch, self._tree.root_node)
         return watch
 

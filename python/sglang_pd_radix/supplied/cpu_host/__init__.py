@@ -29,6 +29,7 @@ from . import (
     nixl,
     options,
     parallel,
+    speculative,
     staging,
 )
 
@@ -46,6 +47,7 @@ PARTS = (
     nixl,
     options,
     parallel,
+    speculative,
     staging,
 )
 

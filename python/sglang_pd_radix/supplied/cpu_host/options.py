@@ -8,6 +8,32 @@ from typing import Any
 
 from . import attention, kernels
 
+#: What has torch forms, see `speculative`.
+SPECULATION = ("EAGLE",)
+
+
+def _speculates(instance: Any) -> None:
+    """Choose what drafts run on here, or raise ValueError for what cannot."""
+    if instance.speculative_algorithm not in SPECULATION:
+        raise ValueError(
+            f"--speculative-algorithm {instance.speculative_algorithm} does not run on a CPU host; "
+            f"{', '.join(SPECULATION)} does."
+        )
+    if (instance.speculative_eagle_topk or 1) != 1:
+        raise ValueError("On a CPU host drafts are chains: give --speculative-eagle-topk 1.")
+    if instance.attention_backend is None:
+        instance.attention_backend = "triton"
+    if instance.attention_backend != "triton":
+        raise ValueError(
+            f"Speculative decoding on a CPU host runs on --attention-backend triton, whose kernels are replaced by "
+            f"torch, and not on {instance.attention_backend}. Leave the option out."
+        )
+    instance.disable_cuda_graph = True
+    if instance.speculative_num_steps is None and instance.speculative_num_draft_tokens is None:
+        # The engine's own choice is a tree.
+        instance.speculative_num_steps, instance.speculative_eagle_topk = 3, 1
+        instance.speculative_num_draft_tokens = 4
+
 
 def _patch_server_args(module: Any) -> None:
     import wrapt
@@ -15,6 +41,8 @@ def _patch_server_args(module: Any) -> None:
     @wrapt.patch_function_wrapper(module, "ServerArgs._handle_cpu_backends")
     def defaults(wrapped: Callable[[], None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if instance.device == "cpu":
+            if instance.speculative_algorithm is not None:
+                _speculates(instance)
             if not kernels.has_cpu_kernels() and instance.attention_backend is None:
                 # What is compiled as a whole cannot have a plan made for each step.
                 instance.attention_backend = "torch_native" if instance.enable_torch_compile else attention.NAME

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
+from sglang.srt import server_args
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
@@ -189,7 +190,7 @@ class CommonKVManager(engine.CommonKVManager):
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
         answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
-        secret, which asking again does not mend.
+        secret, and ValueError where only one of them speculates, which asking again does not mend.
         """
         try:
             reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -198,12 +199,19 @@ class CommonKVManager(engine.CommonKVManager):
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
-            version = int(answer["version"])
+            version, drafts = int(answer["version"]), str(answer.get("drafts") or "")
         except NotTrusted:
             raise
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
+        own = getattr(self.server_args, "speculative_algorithm", None) or ""
+        if version and drafts != own:
+            # Its pages would have no KV of this worker's draft model, and the tree would keep that.
+            raise ValueError(
+                f"it speculates with {drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
+                "Give both the same --speculative-algorithm and draft model"
+            )
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
         abilities = {"pieces": self.piece_peers, "digests": self.digest_peers, "queued": self.listening_peers}
         for can, peers in abilities.items():
@@ -747,7 +755,10 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
         can = {"pieces": self.asks_for_pieces, "digests": self.sends_digests, "queued": self.hears_of_waiting}
-        return web.json_response({"version": version, **{name: int(yes) for name, yes in can.items()}})
+        answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}}
+        # Of the process that the server is part of.
+        drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
+        return web.json_response({**answer, "drafts": drafts} if drafts else answer)
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         return await self._hear(request, refusal.heard)

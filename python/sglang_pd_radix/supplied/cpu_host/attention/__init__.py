@@ -30,8 +30,8 @@ def _patch_choices(module: Any) -> None:
 
 def _patch_utils(module: Any) -> None:
     engine_answer = module.support_triton
-    # Asked by name, of backends that the engine knows, whether Triton kernels can fill its tables.
-    module.support_triton = lambda backend: backend != NAME and engine_answer(backend)
+    # Asked by name, of backends that the engine knows, whether Triton kernels can fill its tables. None can here.
+    module.support_triton = lambda backend: backend not in (NAME, "triton") and engine_answer(backend)
 
 
 def _patch_mem_cache(module: Any) -> None:

@@ -1,0 +1,217 @@
+"""EAGLE with the decode tree: the tokens of a run that does not speculate, as many drafts accepted as without the tree.
+
+Traps 34 (hit length 0 for ever: plain tokens asked of a tree of bigrams) and 35 (tokens right, accepted length falls).
+Equal tokens say nothing about the draft model's KV, so each request's accept histogram is compared too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from pd import FLAG, Ask, Pair, ask, base_prompt, conversations, counter, hit_lengths, log_of, words
+
+from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
+
+V1, V2 = {"SGLANG_ENABLE_SPEC_V2": "0"}, {"SGLANG_ENABLE_SPEC_V2": "1"}
+# Decode workers: with the flag and without, of each version of the engine's speculation.
+WORKERS = {"v1": (0, 1), "v2": (2, 3)}
+
+
+@pytest.fixture(scope="session")
+def eagle(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "eagle", ModelShape(arch="eagle")))
+
+
+@pytest.fixture(scope="session")
+def plain(clusters, eagle):
+    """The truth: what the engine says that neither disaggregates nor speculates."""
+    send = ask(clusters.get(eagle, aggregated=True, common_args=["--page-size", "1"]).router_url)
+    answers = {"conversations": conversations(send), "long": conversations(send, 6, 1, seed=5, max_new=96)}
+    answers["base"] = {page: send(base_prompt(page))["output_ids"] for page in (1, 16)}
+    answers["hits"] = {page: [send(p)["output_ids"] for _, p, _ in hit_lengths(page)] for page in (1, 16)}
+    return answers
+
+
+def speculating(eagle: str, *more: str) -> list[str]:
+    draft = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", f"{eagle}/{DRAFT}"]
+    chain = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+    # Only `test_chunked_prefill` has prompts, or batches of them, that are longer than that.
+    return [*draft, *chain, "--chunked-prefill-size", "4096", *more]
+
+
+@pytest.fixture(scope="module", params=[1, 16])
+def page(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters, eagle, plain, backend, page):
+    if backend == "mooncake" and page == 1:
+        pytest.skip("over Mooncake, the main cell")
+    return clusters.get(
+        eagle,
+        decode=4,
+        decode_args=[[FLAG], [], [FLAG], []],
+        decode_env=[V1, V1, V2, V2],
+        prefill_env=V2 if backend == "mooncake" else V1,
+        common_args=speculating(eagle, "--page-size", str(page)),
+        backend=backend,
+    )
+
+
+@pytest.fixture(params=WORKERS)
+def pairs(cluster, request):
+    """One pair with the flag, one without."""
+    on, off = (Pair(cluster, decode=i) for i in WORKERS[request.param])
+    for pair in (on, off):
+        pair.flush()
+    yield on, off
+    for pair in (on, off):
+        pair.check_idle()
+
+
+class Watched:
+    """Asks for another, and keeps what was drafted and accepted for each prompt."""
+
+    def __init__(self, send: Ask):
+        self.send, self.accepted, self.hits = send, {}, 0
+
+    def __call__(self, ids: list[int], max_new: int = 16, **more) -> dict:
+        reply = self.send(ids, max_new, **more)
+        meta = reply["meta_info"]
+        self.accepted[tuple(ids)] = meta["spec_accept_histogram"]
+        self.hits += (meta.get("cached_tokens_details") or {}).get("decode_prefix", 0)
+        return reply
+
+    def length(self) -> float:
+        """Tokens a step, over all requests: what was accepted and the target's own."""
+        steps = sum(sum(h) for h in self.accepted.values())
+        return 1 + sum(n * count for h in self.accepted.values() for n, count in enumerate(h)) / steps
+
+
+def test_conversations(pairs, plain):
+    """Traps 34 and 35, turn after turn: each takes up what decode computed of the turns before, and its drafts'."""
+    on, off = map(Watched, pairs)
+    assert conversations(off, turns=4) == conversations(on, turns=4)
+    assert on.hits > 0 and off.hits == 0
+    assert on.accepted == off.accepted
+    assert on.length() > 1.3, "the draft must be good enough to show when it gets worse"
+    for pair in pairs:
+        pair.flush()
+        assert conversations(pair) == plain["conversations"]
+
+
+def test_every_hit_length(pairs, plain, page):
+    """The tree has one token less than it holds KV of: what the last one's draft is depends on the next."""
+    on, off = map(Watched, pairs)
+    for (name, prompt, expected), answer in zip(hit_lengths(page), plain["hits"][page], strict=True):
+        for pair in pairs:
+            pair.flush()
+        assert on(base_prompt(page))["output_ids"] == off(base_prompt(page))["output_ids"] == plain["base"][page]
+        reply = on(prompt)
+        assert reply["output_ids"] == off(prompt)["output_ids"] == answer, name
+        details = reply["meta_info"]["cached_tokens_details"]
+        # What ends with the base ends with a token whose successor differs, or is not there yet.
+        least = min(expected, len(prompt) - 1) // page * page
+        assert least - page <= details["decode_prefix"] <= least, name
+        assert details["decode_prefix"] + details["transferred"] == len(prompt)
+    assert on.accepted == off.accepted
+
+
+def test_what_the_tree_holds_of_an_answer(pairs, page):
+    """All that its drafts have KV of, one token less."""
+    on, _ = pairs
+    prompt = base_prompt(page)
+    answer = on(prompt, 24)["output_ids"]
+    again = on(prompt + answer + [500], 1)
+    held = again["meta_info"]["cached_tokens_details"]["decode_prefix"]
+    # Without overlap, the last step of an answer is not taken in by the draft model.
+    assert len(prompt) + 24 - 1 - 4 - page <= held < len(prompt) + 24
+
+
+def test_chunked_prefill(pairs, plain):
+    """The engine drafts at the end of a chunk with a token that does not come. The tree is not worse for it."""
+    on, off = map(Watched, pairs)
+    rnd = random.Random(4)
+    history = words(rnd, 4300)
+    for _ in range(3):
+        answers = [send(history, 32)["output_ids"] for send in (on, off)]
+        assert answers[0] == answers[1]
+        history = history + answers[0] + words(rnd, 700)
+    assert on.length() > off.length() - 0.05
+
+
+def test_aborts(pairs, plain, page):
+    on, _ = pairs
+    rnd = random.Random(3)
+
+    def leave(i: int) -> None:
+        body = on.body(words(rnd, 200), 200, rid=f"leaver-{on.decode}-{page}-{i}")
+        for url in (on.prefill_url, on.decode_url):
+            on._workers.submit(requests.post, url + "/generate", json=body, timeout=60)
+        time.sleep(0.05 * (i % 8))
+        for url in (on.prefill_url, on.decode_url):
+            requests.post(url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
+
+    with ThreadPoolExecutor(3) as pool:
+        leaving = [pool.submit(leave, i) for i in range(12)]
+        answers = [on(base_prompt(page))["output_ids"] for _ in range(3)]
+        for left in leaving:
+            left.result()
+    assert answers == [plain["base"][page]] * 3
+
+
+def test_flush(pairs, plain, page):
+    on, _ = pairs
+    assert on(base_prompt(page))["output_ids"] == plain["base"][page]
+    on.flush()
+    assert on.tree_tokens() == 0
+    assert on(base_prompt(page))["output_ids"] == plain["base"][page]
+
+
+# ---- retraction ----
+
+
+@pytest.fixture(scope="module")
+def small(clusters, eagle, plain, backend):
+    """Decode workers with room for about three of the six long answers, and one with room for all."""
+    if backend == "mooncake":
+        pytest.skip("nothing of it is a matter of the transfer")
+    less = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16"]
+    return clusters.get(
+        eagle,
+        decode=4,
+        decode_args=[[*less, FLAG], less, [*less, FLAG], less],
+        decode_env=[V1, V1, V2, V2],
+        prefill_env=V1,
+        common_args=speculating(eagle, "--page-size", "16"),
+        backend=backend,
+    )
+
+
+@pytest.mark.parametrize("version", WORKERS)
+def test_retraction(small, plain, version):
+    """A request that comes back drafts as if it had never left, with the flag and without."""
+    retracted = {}
+    for which, decode in zip(("on", "off"), WORKERS[version], strict=True):
+        pair = Pair(small, decode=decode)
+        pair.flush()
+        alone, together = Watched(pair), Watched(pair)
+        # One by one, nobody is retracted.
+        assert conversations(alone, 1, 1, 5, 96) == plain["long"][:1]
+        assert conversations(together, 6, 1, 5, 96) == plain["long"]
+        for prompt in together.accepted:
+            pair.flush()
+            alone(list(prompt), 96)
+        assert together.accepted == alone.accepted, which
+        pair.check_idle()
+        retracted[which] = log_of(small, pair.decode_url).count("Retract requests")
+    assert all(retracted.values()), retracted
+    on = Pair(small, decode=WORKERS[version][0])
+    assert counter(on.decode_url, "sglang:evicted_tokens_total") > 0

@@ -1,0 +1,177 @@
+"""EAGLE with the decode tree: bigram keys, and draft KV that is as good as the target's (traps 34 and 35)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped_loop import LoopEnds
+from sglang.srt.disaggregation import decode
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from speculating_loop import SpeculatingLoop
+from test_step_in_flight import Play, scripts
+
+# The engine's own classes, under the patch set's.
+EngineReq, EngineBatch, EngineScheduler = Req.__mro__[1], ScheduleBatch.__mro__[1], Scheduler.__mro__[1]
+VERSIONS = pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
+
+
+@pytest.mark.parametrize(
+    "overlap, page_size, examples",
+    [
+        (True, 1, 8),
+        (False, 4, 8),
+        *(pytest.param(*cell, 60, marks=pytest.mark.thorough) for cell in itertools.product([True, False], [1, 4])),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_whatever_happens_no_draft_starts_from_another_s_kv(overlap, page_size, examples):
+    """Traps 28, 29 and 35: two writers of a page, stale draft KV in the tree or under a request, another's state."""
+    behind = drafted = 0
+
+    @given(script=scripts, size=st.sampled_from([48, 64]))
+    @settings(max_examples=examples, deadline=None)
+    def play(script, size):
+        nonlocal behind, drafted
+        loop = SpeculatingLoop(True, overlap, size=size, page_size=page_size, reserved=0, max_reqs=4)
+        Play(loop, script).run()
+        behind += len(loop.asked_behind)
+        drafted += loop.states_seen
+
+    play()
+    assert drafted > 20
+    assert behind or not overlap or examples < 60, "nobody was admitted while a step was in flight"
+
+
+def ask(loop: SpeculatingLoop, prompts: list[list[int]], max_new: int = 9, together: bool = True) -> list:
+    """Have prompts answered, one after another or all at once. Returns the requests' `DecodeRequest`."""
+    made: list = []
+
+    def between() -> None:
+        while len(made) < len(prompts) and (together or len(loop.told) == len(made)):
+            made.append(loop.arrive(prompts[len(made)], max_new=max_new))
+            loop.handshake(made[-1])
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if len(loop.told) == len(prompts) and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 200, "the loop does not come to an end"
+
+    loop.run(between)
+    loop.check_answers()
+    loop.check()
+    return made
+
+
+@VERSIONS
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_turn_finds_what_the_turn_before_left(overlap, page_size):
+    """Trap 34: all of a prompt but its last token, whole pages; and of an answer all that was drafted from."""
+    loop = SpeculatingLoop(True, overlap, size=96, page_size=page_size)
+    prompt = [1, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 2, 1]
+    first, again = ask(loop, [prompt, prompt], together=False)
+    assert first.req.transfer_prefix_len == 0
+    assert again.req.transfer_prefix_len == (len(prompt) - 1) // page_size * page_size
+    loop.told.clear()
+    longer = prompt + first.req.output_ids + [2, 1]
+    (turn,) = ask(loop, [longer])
+    known = len(prompt) + len(first.req.output_ids_through_stop)
+    # The last token of the answer has no KV, and that of what the last step accepted only v2's draft model has.
+    assert known - 1 - (not overlap) * 4 - page_size <= turn.req.transfer_prefix_len <= known
+
+
+def test_without_its_draft_s_kv_the_end_of_an_answer_stays_out_of_the_tree(monkeypatch):
+    """Trap 35 as the engine's own tree has it, without overlap."""
+    ask(SpeculatingLoop(True, False, size=96, page_size=1), [[1, 2, 1, 1]])
+    monkeypatch.setattr(Scheduler, "_keep_undrafted_out", lambda *args: None)
+    with pytest.raises(AssertionError, match="stale draft KV in the tree"):
+        ask(SpeculatingLoop(True, False, size=96, page_size=1), [[1, 2, 1, 1]])
+
+
+RETRACTING = [[1, 2, 1, 1, 2, 2], [2, 1, 1, 2, 1, 1], [2, 2, 2, 1, 2, 1]]
+
+
+@VERSIONS
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_a_retracted_request_drafts_on_from_where_it_was(monkeypatch, flag, overlap):
+    """Its drafts' KV and state come back with it; the engine leaves both behind, and drops a step of v2."""
+
+    def play(length: int = 24) -> list:
+        loop = SpeculatingLoop(flag, overlap, size=64, page_size=1, reserved=0)
+        return [decode_req.req for decode_req in ask(loop, RETRACTING, max_new=length)]
+
+    assert sum(req.retraction_count for req in play()) > 0
+    for owner, engine, name in (
+        (Req, EngineReq, "offload_kv_cache"),
+        (ScheduleBatch, EngineBatch, "release_req"),
+        *([(Scheduler, EngineScheduler, "update_running_batch")] if overlap else []),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="stale draft KV|another state"):
+            patch.setattr(owner, name, getattr(engine, name))
+            play()
+
+
+@VERSIONS
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_what_a_draft_starts_from_is_read_before_the_buffer_is_another_s(monkeypatch, flag, overlap):
+    """One request waits for a place to run while the next one's metadata comes into the buffer that it had."""
+
+    def play() -> list:
+        loop = SpeculatingLoop(flag, overlap, size=96, page_size=1)
+        loop.scheduler.max_running_requests = 1
+        used: list[int] = []
+        complete = loop.complete
+
+        def noted(decode_req, *args):
+            used.append(decode_req.kv_receiver.aux_index)
+            complete(decode_req, *args)
+
+        loop.complete = noted
+        loop.meta_alloc.free_slots = type(loop.meta_alloc.free_slots)(list(loop.meta_alloc.free_slots)[:1])
+        ask(loop, RETRACTING)
+        return used
+
+    assert play() == [0, 0, 0]
+    commit = decode.DecodeTransferQueue._commit_transfer_to_req
+
+    def views(queue, decode_req):
+        done = commit(queue, decode_req)
+        if done:
+            decode_req.req.hidden_states_tensor = queue.metadata_buffers.output_hidden_states[0]
+        return done
+
+    monkeypatch.setattr(decode.DecodeTransferQueue, "_commit_transfer_to_req", views)
+    with pytest.raises(AssertionError, match="drafts from another state"):
+        play()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(monkeypatch, page_size):
+    """Trap 28 with overlapped speculation: its step in flight may write to all that was allocated for it."""
+
+    def play() -> SpeculatingLoop:
+        loop = SpeculatingLoop(True, True, size=48, page_size=page_size, reserved=0, watermark=0)
+        made: list = []
+
+        def between() -> None:
+            if not made or (loop.told and len(made) == 1):
+                made.append(loop.arrive([1, 2, 1, 1] if not made else [2] * 40, max_new=4))
+                loop.handshake(made[-1])
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+            if len(loop.told) == 2 and loop.in_flight is None:
+                raise LoopEnds
+            assert loop.iterations < 60, "the loop does not come to an end"
+
+        try:
+            loop.run(between)
+        except AssertionError as error:
+            assert "two writers" in str(error)
+        return loop
+
+    assert not play().wrong
+    monkeypatch.setitem(decode.DecodePreallocQueue._look_behind.__globals__, "late_step", lambda *args: None)
+    assert play().wrong

@@ -1,0 +1,74 @@
+"""A real decode worker with EAGLE, with the tree and without: the same tokens, and as many drafts accepted (trap 35).
+
+Without servers, and all of it with the models of `pd-radix make-model --arch eagle`; over the wire it is
+``e2e/test_speculation.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+VERSIONS = ["0", "1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a worker with these options and returns what it printed; each combination once."""
+    model = make_model(tmp_path_factory.mktemp("model") / "eagle", ModelShape("eagle"))
+    plain = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]
+    plain += ["--max-running-requests", "8"]
+    plain += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
+    drafts = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(model / DRAFT)]
+    drafts += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+    done: dict[tuple, dict] = {}
+
+    def start(version: str | None, page: int, flag: bool, retract: bool = False) -> dict:
+        key = version, page, flag, retract
+        if key not in done:
+            env = {**os.environ, "SGLANG_ENABLE_SPEC_V2": version or "0", "SGLANG_TEST_RETRACT": str(int(retract))}
+            options = [*plain, "--page-size", str(page), *(drafts if version else []), *([FLAG] if flag else [])]
+            command = [sys.executable, str(Path(__file__).with_name("speculating_worker.py")), *options]
+            ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+            lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT")]
+            assert lines, ended.stderr[-3000:]
+            done[key] = json.loads(lines[0].removeprefix("RESULT"))
+        return done[key]
+
+    return start
+
+
+def each(result: dict, what: str) -> list:
+    return [request[what] for request in (*result["turns"], *result["together"])]
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("version", VERSIONS, ids=["v1", "v2"])
+def test_as_many_drafts_are_accepted_with_the_tree(run, version, page):
+    on, off = run(version, page, True), run(version, 1, False)
+    assert each(on, "ids") == each(off, "ids") == each(run(None, 1, False), "ids")
+    assert each(on, "accepted") == each(off, "accepted")
+    assert all(request["held"] for request in on["turns"][1:]), "trap 34"
+    assert on["sent"] < off["sent"] / 2
+    accepted = [n for histogram in each(on, "accepted") for n, count in enumerate(histogram) for _ in range(count)]
+    assert sum(accepted) / len(accepted) > 0.3, "the draft must be good enough to show when it gets worse"
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+@pytest.mark.parametrize("version", VERSIONS, ids=["v1", "v2"])
+def test_a_retracted_request_has_as_many_accepted_as_if_it_had_stayed(run, version, flag):
+    """Every third step retracts all but one of those that run together."""
+    retracted, stayed = run(version, 16 if flag else 1, flag, retract=True), run(version, 1, False)
+    assert sum(each(retracted, "retracted")) > 5
+    assert each(retracted, "ids") == each(stayed, "ids")
+    assert each(retracted, "accepted") == each(stayed, "accepted")
