@@ -47,8 +47,8 @@ def loaded(shape: ModelShape, folder):
     options = {"page_size": 16, "max_total_tokens": 8192, "max_running_requests": 16, "disable_cuda_graph": True}
     args = ServerArgs(model, device="cpu", dtype="float32", attention_backend="torch_batched", **options)
     set_global_server_args_for_scheduler(args)
-    # What the engine sets for its own process must not reach the servers of later tests.
-    with patch.dict(os.environ):
+    # What the engine sets for its own process must not reach the servers of later tests, nor the next model here.
+    with patch.dict(os.environ), patch("sglang.srt.eplb.expert_location._global_expert_location_metadata", None):
         bench_runner, _ = engine.load_model(args, PortArgs.init_new(args), 0, 0)
         yield bench_runner.torch_runner
     destroy_model_parallel()
