@@ -306,7 +306,7 @@ def test_of_each_dp_rank_one_scheduler_tells_prefill(monkeypatch, tp_rank, attn_
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
     scheduler.tp_rank, scheduler.attn_tp_rank = tp_rank, attn_tp_rank
     scheduler._tell_peer(request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=5), "why")
-    assert told == ([("h", 1, 5, "why")] if tells else [])
+    assert told == ([("h", 1, 5, "why")] if attn_tp_rank == 0 else [])
 
 
 def test_what_prefill_refuses_goes_to_its_scheduler():
