@@ -62,6 +62,8 @@ def check_ranks(pair: Ranked, truth: dict) -> None:
     pair.check_idle()
     held = [pool["evictable"] for pool in pools(pair.decode_url)]
     assert len(held) == 2 and all(tokens >= len(base) for tokens in held)
+    lines = [line for line in metrics(pair.decode_url) if "decode_radix_tree_tokens{" in line and "dp_rank=" in line]
+    assert len(lines) == 2, lines
 
 
 @pytest.mark.parametrize("prefill", [1, 0], ids=["dp2", "tp2"])
@@ -132,6 +134,10 @@ def test_what_fails_on_one_rank_costs_the_other_nothing(world):
     wait_idle(pair.decode_url)
     for pool in pools(pair.decode_url):
         assert pool["protected"] == 0 and pool["audit"] == [] and pool["locks_taken"] == pool["locks_released"], pool
+
+
+def metrics(url: str) -> list[str]:
+    return requests.get(url + "/metrics", timeout=30).text.splitlines()
 
 
 def wait_busy(url: str) -> None:

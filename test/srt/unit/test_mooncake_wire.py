@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import logging
 import threading
 import time
@@ -88,10 +89,12 @@ class Counters:
 
 
 class Rank:
-    """One TP rank of one worker: its pools, its library and its manager."""
+    """One rank of one worker: its pools, its library and its manager. rank, tp: among those of its DP rank."""
 
-    def __init__(self, world: World, mode: DisaggregationMode, rank: int, tp: int) -> None:
-        self.library, self.rank, self.tp = Library(), rank, tp
+    def __init__(
+        self, world: World, mode: DisaggregationMode, rank: int, tp: int, dp_rank: int = 0, dp: int = 1
+    ) -> None:
+        self.library, self.rank, self.tp, self.dp_rank, self.dp = Library(), rank, tp, dp_rank, dp
         heads = HEADS if world.mla else HEADS // tp
         item = world.page_size * heads * HEAD_BYTES
         buffers = LAYERS if world.mla else 2 * LAYERS
@@ -111,8 +114,8 @@ class Rank:
             disaggregation_bootstrap_port=world.port,
             disaggregation_mode=mode.value,
             dist_init_addr=None,
-            enable_dp_attention=False,
-            dp_size=1,
+            enable_dp_attention=dp > 1,
+            dp_size=dp,
             pp_size=1,
             load_balance_method="follow_bootstrap_room",
             kv_cache_dtype="auto",
@@ -151,6 +154,8 @@ class World:
         decode_tp: int = 1,
         mla: bool = False,
         staging: bool = False,
+        prefill_dp: int = 1,
+        decode_dp: int = 1,
     ):
         self.page_size, self.mla, self.staging = page_size, mla, staging
         monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
@@ -163,7 +168,8 @@ class World:
         self.current: Rank | None = None
         for name, value in (("size", 1), ("rank", 0)):
             monkeypatch.setattr(common, f"get_attention_cp_{name}", lambda value=value: value)
-            monkeypatch.setattr(common, f"get_attention_dp_{name}", lambda value=value: value)
+        monkeypatch.setattr(common, "get_attention_dp_size", lambda: self.current.dp)
+        monkeypatch.setattr(common, "get_attention_dp_rank", lambda: self.current.dp_rank)
         monkeypatch.setattr(common, "get_attention_tp_size", lambda: self.current.tp)
         monkeypatch.setattr(common, "get_attention_tp_rank", lambda: self.current.rank)
         monkeypatch.setattr(common, "get_pp_group", lambda: None)
@@ -173,11 +179,14 @@ class World:
         self.addr = f"127.0.0.1:{self.port}"
         self.server = MooncakeKVBootstrapServer("127.0.0.1", self.port)
         until(lambda: self._up(), "the bootstrap server answers")
-        self.prefill = [Rank(self, DisaggregationMode.PREFILL, r, prefill_tp) for r in range(prefill_tp)]
-        self.decode = [Rank(self, DisaggregationMode.DECODE, r, decode_tp) for r in range(decode_tp)]
+        self.prefill = self._ranks(DisaggregationMode.PREFILL, prefill_tp, prefill_dp)
+        self.decode = self._ranks(DisaggregationMode.DECODE, decode_tp, decode_dp)
         for rank in self.decode:
             until(lambda m=rank.manager: m.try_ensure_parallel_info(self.addr), "prefill's first answer")
         self.fill_prefill()
+
+    def _ranks(self, mode: DisaggregationMode, tp: int, dp: int) -> list[Rank]:
+        return [Rank(self, mode, rank, tp, dp_rank, dp) for dp_rank in range(dp) for rank in range(tp)]
 
     def _up(self) -> bool:
         try:
@@ -230,10 +239,11 @@ class World:
 class Request:
     """One request, by what the two schedulers do with it.
 
-    Prefill uses pages 0, 1, ..., decode as many from ``base`` on.
+    Prefill uses pages 0, 1, ..., decode as many from ``base`` on. It is served by one DP rank of each.
     """
 
     base = 32
+    prefill_dp = decode_dp = 0
 
     def __init__(self, world: World, room: int, prompt_len: int, prefix_len: int | None, aux: int) -> None:
         self.world, self.room, self.prompt_len, self.prefix_len, self.aux = world, room, prompt_len, prefix_len, aux
@@ -247,16 +257,16 @@ class Request:
         return np.arange(self.base, self.base + self.num_pages, dtype=np.int32)[::-1].copy()
 
     def start_prefill(self) -> Request:
-        for rank in self.world.prefill:
+        for rank in [rank for rank in self.world.prefill if rank.dp_rank == self.prefill_dp]:
             sender = MooncakeKVSender(rank.manager, self.world.addr, self.room, [rank.rank], 0)
             sender.prompt_len = self.prompt_len
             self.senders.append(sender)
         return self
 
     def start_decode(self, fenced: bool = False) -> Request:
-        for rank in self.world.decode:
+        for rank in [rank for rank in self.world.decode if rank.dp_rank == self.decode_dp]:
             receiver = MooncakeKVReceiver(rank.manager, self.world.addr, self.room)
-            receiver.init(0)
+            receiver.init(self.prefill_dp)
             receiver.fenced = fenced
             assert receiver.poll() == KVPoll.WaitingForInput and receiver.peer_takes_prefix
             self.receivers.append(receiver)
@@ -314,13 +324,14 @@ def assert_landed(*requests_: Request) -> None:
     """Decode has the deltas of these, all of them and nothing else, and the metadata."""
     world = requests_[0].world
     for rank in world.decode:
+        here = [one for one in requests_ if one.decode_dp == rank.dp_rank]
         for layer, pool in enumerate(rank.kv):
             expected = np.zeros_like(pool)
-            for one in requests_:
+            for one in here:
                 targets = one.decode_pages[one.first_page :]
                 expected[targets] = world.truth[layer][one.first_page : one.num_pages][:, :, world.heads_of(rank)]
             assert (pool == expected).all()
-        for one in requests_:
+        for one in here:
             assert (rank.aux[one.aux] == 7).all()
 
 
@@ -465,6 +476,41 @@ def test_tensor_parallel_sizes(monkeypatch, prefill_tp, decode_tp, mla, page_siz
     token = HEADS * HEAD_BYTES * (LAYERS if mla else 2 * LAYERS) * (decode_tp if mla else 1)
     assert sum(r.manager.counters.sent_bytes for r in world.prefill) == (12 - (prefix_len or 0)) * token
     assert sum(r.manager.counters.saved_bytes for r in world.prefill) == (prefix_len or 0) * token
+    world.close()
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [((1, 2), (1, 2)), ((2, 2), (1, 2)), ((1, 2), (2, 2)), ((2, 1), (1, 2)), ((1, 3), (2, 1))]
+)
+def test_dp_ranks(monkeypatch, prefill, decode, mla) -> None:
+    """Sizes are (TP, DP) of each attention-DP rank. Any DP rank of decode is served by any of prefill, all at once.
+
+    Each gets its own deltas and nothing else, and one that fails costs the others nothing.
+    """
+    (prefill_tp, prefill_dp), (decode_tp, decode_dp) = prefill, decode
+    world = World(monkeypatch, 4, prefill_tp, decode_tp, mla, prefill_dp=prefill_dp, decode_dp=decode_dp)
+    served = []
+    for source, target in itertools.product(range(prefill_dp), range(decode_dp)):
+        request = world.request(10 + len(served), 30, 4 * len(served), aux=len(served))
+        request.prefill_dp, request.decode_dp = source, target
+        # Of 32 pages that each rank has for them.
+        request.base = 32 + 8 * source
+        served.append(request.bootstrap())
+    lost = world.request(99, 30, 0, aux=7)
+    lost.prefill_dp, lost.decode_dp, lost.base = prefill_dp - 1, decode_dp - 1, 56
+    lost.bootstrap()
+    for sender in lost.senders:
+        sender.abort()
+    for request in served:
+        request.send(3)
+    for request in served:
+        request.finish()
+    lost.fail()
+    for end in (*lost.senders, *lost.receivers):
+        end.clear()
+    assert_landed(*served)
+    world.assert_books_closed()
     world.close()
 
 

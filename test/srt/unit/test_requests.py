@@ -21,6 +21,7 @@ from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers import request_checks
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import REQUEST_CHECKS, SAMPLING_CHECKS, UNCHECKED, check_prompt, check_request
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
@@ -292,6 +293,20 @@ def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
         assert requests.post(url, json=wrong, timeout=5).status_code == 400
     for wrong in (b"", b"{", b'{"room": 1e999, "reason": "x"}'):
         assert requests.post(url, data=wrong, timeout=5).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("tp_rank", "attn_tp_rank", "tells"), [(0, 0, True), (1, 1, False), (1, 0, True), (3, 1, False)]
+)
+def test_of_each_dp_rank_one_scheduler_tells_prefill(monkeypatch, tp_rank, attn_tp_rank, tells):
+    """Other DP ranks have not been given the request."""
+    told = []
+    monkeypatch.setitem(Scheduler._tell_peer.__globals__, "tell_prefill", lambda *what: told.append(what))
+    scheduler = object.__new__(Scheduler)
+    scheduler.disaggregation_mode = DisaggregationMode.DECODE
+    scheduler.tp_rank, scheduler.attn_tp_rank = tp_rank, attn_tp_rank
+    scheduler._tell_peer(request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=5), "why")
+    assert told == ([("h", 1, 5, "why")] if attn_tp_rank == 0 else [])
 
 
 def test_what_prefill_refuses_goes_to_its_scheduler():

@@ -135,14 +135,17 @@ class KvTransferCounters:
     _made: dict[tuple[str, str], KvTransferCounters] = {}
 
     @classmethod
-    def get(cls, server_args: ServerArgs) -> KvTransferCounters:
-        """The counters of this process; made once, since Prometheus refuses a second registration."""
+    def get(cls, server_args: ServerArgs, dp_rank: int | None = None) -> KvTransferCounters:
+        """The counters of this process; made once, since Prometheus refuses a second registration.
+
+        dp_rank: the first to ask gives it, where there are several; it becomes a label, as of the engine's metrics.
+        """
         key = (server_args.served_model_name, server_args.disaggregation_mode)
         if key not in cls._made:
-            cls._made[key] = cls(*key, enabled=server_args.enable_metrics)
+            cls._made[key] = cls(*key, enabled=server_args.enable_metrics, dp_rank=dp_rank)
         return cls._made[key]
 
-    def __init__(self, model_name: str, engine_type: str, enabled: bool):
+    def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None):
         self.enabled = enabled
         if not enabled:
             return
@@ -150,6 +153,9 @@ class KvTransferCounters:
         from prometheus_client import Counter, Gauge
 
         self._labels = {"model_name": model_name, "engine_type": engine_type}
+        if dp_rank is not None:
+            # Gauges show what one process wrote last, and each DP rank has a tree of its own.
+            self._labels["dp_rank"] = str(dp_rank)
         names = list(self._labels)
 
         def counter(name: str, text: str):

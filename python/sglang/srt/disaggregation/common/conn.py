@@ -123,7 +123,8 @@ class CommonKVManager(engine.CommonKVManager):
         if key is not None:
             own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
             self.server_socket = VerifyingSocket(self.server_socket, own, key)
-        self.counters = KvTransferCounters.get(self.server_args)
+        several = self.server_args.dp_size > 1
+        self.counters = KvTransferCounters.get(self.server_args, self.system_dp_rank if several else None)
         if self.has_radix:
             threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
