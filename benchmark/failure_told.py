@@ -88,6 +88,12 @@ class Row:
         times = [leg.answered_s for leg in self.ends(to)]
         return None if None in times else max((t for t in times if t is not None), default=None)
 
+    @property
+    def late(self) -> bool:
+        """Whether somebody was told nothing, or later than the row allows."""
+        limit = self.limit_s + (SPARE_S if self.bound else 0.0)
+        return any(self.untold(to) or (self.last(to) or 0.0) > limit for to in self.to)
+
     def untold(self, to: str) -> int:
         return sum(leg.answered_s is None for leg in self.ends(to))
 
@@ -309,9 +315,9 @@ def main(argv: list[str] | None = None) -> int:
     print(text(args.backend, done))
     if args.json:
         args.json.write_text(json.dumps({"backend": args.backend, "rows": [asdict(row) for row in done]}, indent=1))
-    late = [row for row in done for to in row.to if row.untold(to) or (row.last(to) or 0.0) > row.limit_s + SPARE_S]
-    for row in late:
-        print(f"LATE: {row.event}")
+    late = [row.event for row in done if row.late]
+    for event in late:
+        print(f"LATE: {event}")
     return 1 if late else 0
 
 
