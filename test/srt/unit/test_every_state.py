@@ -883,10 +883,14 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
         bench.world.queue.announce()
     heard_of(bench, req)
     half = bench.halves[req.rid]
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    deadline = time.monotonic() + 5
+    while not bench.prefill.reachable_ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     # On this side of the wire everything goes on; on the other nobody is left.
     bench.gone = True
     bench.receiver(req).poll = lambda: KVPoll.WaitingForInput
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
     start = time.monotonic()
     while not half.ended:
         assert time.monotonic() < start + 1
@@ -973,4 +977,18 @@ def test_what_comes_late_opens_no_book_again(bench: Bench):
     room = req.bootstrap_room
     bench.manager.fail_room(room, "too late")
     bench.manager.update_status(room, KVPoll.Success)
+    bench.assert_books_closed()
+
+
+def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
+    """Over NIXL prefill has never had to connect to decode."""
+    bench.gone = True
+    req = short_of_memory(bench)
+    heard_of(bench, req)
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    time.sleep(3 * CODE["LOOK_S"])
+    bench.gone = False
+    make_room(bench)
+    bench.drain()
+    assert bench.finished[req.rid] == 1
     bench.assert_books_closed()
