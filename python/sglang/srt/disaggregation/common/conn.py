@@ -473,6 +473,10 @@ class CommonKVSender(engine.CommonKVSender):
     def _failed(self) -> bool:
         return self.conclude_state == KVPoll.Failed
 
+    def has_failed(self) -> bool:
+        """Whether nothing more will be sent for this request."""
+        return self._failed()
+
     def why(self, default: str = "no reason was recorded") -> str:
         """Why this request failed; it leaves the manager's book when first asked for."""
         if self._why is None:
