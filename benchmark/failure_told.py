@@ -346,6 +346,8 @@ def _freed_after(scene: Scene, names: Sequence[str]) -> None:
 
 
 def _cell(row: Row, to: str) -> str:
+    if row.dead == "router" and to != "router":
+        return "-"  # who asks a worker itself is not concerned
     last, untold = row.last(to), row.untold(to)
     if untold:
         return f"{untold} not told"
