@@ -42,6 +42,7 @@ CODE = common.CommonKVManager.why_unreached.__globals__
 REALLY_LISTENS = common.nothing_listens
 WATCH_PREFILLS = common.CommonKVManager._watch_prefills
 WATCH_DECODES = common.CommonKVManager._watch_decodes
+SWEEP_SOCKETS = common.CommonKVManager._sweep_sockets
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 KINDS = {
@@ -104,7 +105,9 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
         self.monkeypatch = monkeypatch
-        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself.
+        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
+        # some tests start go on in the next ones, in whose world nobody may seem to listen.
+        monkeypatch.setattr(common.CommonKVManager, "_sweep_sockets", lambda manager: None)
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
         self.net = net_type(monkeypatch)
         self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
@@ -958,10 +961,10 @@ def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: py
         for endpoint in (there, gone):
             receivers._connect(endpoint)
         sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
-        bench.manager._sweep_sockets()
+        SWEEP_SOCKETS(bench.manager)
         assert not sockets[gone].closed, "not yet: it looks every ten seconds"
         bench.manager._swept_at -= 1e6
-        bench.manager._sweep_sockets()
+        SWEEP_SOCKETS(bench.manager)
         assert sockets[gone].closed and not sockets[there].closed
         assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
         # The peer may come back at that port.
@@ -1017,3 +1020,15 @@ def test_a_prompt_that_nobody_waits_for_is_computed_no_further(bench: Bench, ran
     assert computing.origin_input_ids == expected
     half.ended = True
     bench.drain()
+
+
+def test_a_request_that_never_comes_to_prefill_leaves_nothing_there(bench: Bench):
+    """Decode has asked for its KV and then given it up; its client has left before the router's request was read."""
+    req = bench.arrive(prefill=False)
+    bench.step_until(lambda: req.bootstrap_room in bench.prefill.transfer_infos, "decode's request")
+    bench.scheduler.abort_request(AbortReq(rid=req.rid))
+    bench.drain()
+    assert bench.told(req) == 1
+    # A refusal is remembered, for a request that may still come.
+    bench.step_until(lambda: req.bootstrap_room in bench.prefill.rooms.ended, "the word that it was given up")
+    assert not any(bench.prefill.rooms_held().values()) and not any(bench.manager.rooms_held().values())
