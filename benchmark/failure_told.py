@@ -68,6 +68,8 @@ class Row:
     """One event. ``bound``: which wait of the engine may pass before it is told; empty: the system knows at once.
 
     kinds, to: of the requests it ends, and whose answers tell of it. Others go on, or have nobody who could answer.
+    dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has closed their sockets
+    is what its clients see first, and from when on it can be known.
     """
 
     event: str
@@ -75,6 +77,7 @@ class Row:
     limit_s: float
     kinds: tuple[str, ...]
     to: tuple[str, ...]
+    dead: str = ""
     legs: list[Leg] = field(default_factory=list)
     freed_s: float | None = None
     stages: str = ""
@@ -87,6 +90,17 @@ class Row:
         """When the last client of ``to`` was told; None if there was none, or one was not."""
         times = [leg.answered_s for leg in self.ends(to)]
         return None if None in times else max((t for t in times if t is not None), default=None)
+
+    @property
+    def closed_s(self) -> float | None:
+        """When the sockets of who was killed were closed, by the first of its clients that saw it."""
+        return min((leg.answered_s for leg in self.ends(self.dead) if leg.answered_s is not None), default=None)
+
+    @property
+    def late(self) -> bool:
+        """Whether somebody was told nothing, or later than the row allows."""
+        limit = self.limit_s + (SPARE_S if self.bound else self.closed_s or 0.0)
+        return any(self.untold(to) or (self.last(to) or 0.0) > limit for to in self.to)
 
     def untold(self, to: str) -> int:
         return sum(leg.answered_s is None for leg in self.ends(to))
@@ -217,19 +231,19 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
     waiting, bootstrap = f"waiting time-out: {timeout_s:g} s", f"bootstrap time-out: {timeout_s:g} s"
     found: dict[str, tuple[Row, Callable[[], None], Callable[[], None], list[str]]] = {
         "prefill-killed": (
-            Row("prefill is killed", "", 1.0, moving, everybody),
+            Row("prefill is killed", "", 1.0, moving, everybody, dead="prefill"),
             lambda: cluster.kill("prefill-0"),
             again("prefill-0"),
             ["decode-0"],
         ),
         "decode-killed": (
-            Row("decode is killed", "", 1.0, tuple(KINDS), everybody),
+            Row("decode is killed", "", 1.0, tuple(KINDS), everybody, dead="decode"),
             lambda: cluster.kill("decode-0"),
             again("decode-0"),
             ["prefill-0"],
         ),
         "router-killed": (
-            Row("the router is killed", "", 1.0, tuple(KINDS), ("router",)),
+            Row("the router is killed", "", 1.0, tuple(KINDS), ("router",), dead="router"),
             lambda: cluster.kill("router"),
             again("router"),
             [],
@@ -255,7 +269,13 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
     }
     if hosts is not None:
         found["link-cut"] = (
-            Row("the link is cut", beat, beats, moving, ("decode", "router")),
+            Row(
+                "the link is cut",
+                f"{beat}; on prefill {bootstrap}",
+                max(beats, timeout_s),
+                moving,
+                ("decode", "router"),
+            ),
             hosts.cut,
             hosts.restore,
             [],
@@ -309,9 +329,9 @@ def main(argv: list[str] | None = None) -> int:
     print(text(args.backend, done))
     if args.json:
         args.json.write_text(json.dumps({"backend": args.backend, "rows": [asdict(row) for row in done]}, indent=1))
-    late = [row for row in done for to in row.to if row.untold(to) or (row.last(to) or 0.0) > row.limit_s + SPARE_S]
-    for row in late:
-        print(f"LATE: {row.event}")
+    late = [row.event for row in done if row.late]
+    for event in late:
+        print(f"LATE: {event}")
     return 1 if late else 0
 
 
@@ -326,6 +346,8 @@ def _freed_after(scene: Scene, names: Sequence[str]) -> None:
 
 
 def _cell(row: Row, to: str) -> str:
+    if row.dead == "router" and to != "router":
+        return "-"  # who asks a worker itself is not concerned
     last, untold = row.last(to), row.untold(to)
     if untold:
         return f"{untold} not told"
@@ -333,7 +355,11 @@ def _cell(row: Row, to: str) -> str:
 
 
 def _line(row: Row) -> str:
-    cells = [row.event, *(_cell(row, to) for to in ("decode", "prefill", "router"))]
+    cells = [
+        row.event,
+        "" if row.closed_s is None else f"{row.closed_s:.2f}",
+        *(_cell(row, to) for to in ("decode", "prefill", "router")),
+    ]
     cells += ["-" if row.freed_s is None else f"{row.freed_s:.1f}", row.bound or "none", row.stages]
     return "| " + " | ".join(cells) + " |"
 
@@ -342,8 +368,8 @@ def text(backend: str, done: Sequence[Row]) -> str:
     """The table as Markdown."""
     head = [
         f"{backend}: seconds from the event until the last client was told by",
-        "| event | decode | prefill | router | all freed | bound by | requests |",
-        "|---|---|---|---|---|---|---|",
+        "| event | sockets closed | decode | prefill | router | all freed | bound by | requests |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join(["", *head, *map(_line, done)])
 

@@ -167,6 +167,8 @@ class Fire:
 
     def _kill(self, event: Event) -> str:
         process = self.process(event.target)
+        if self._killed:
+            return f"left out: {', '.join(self._killed)} is not back"
         if process.returncode() is not None:
             return "was gone already"
         self._killed.add(event.target)

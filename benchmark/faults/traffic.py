@@ -177,7 +177,7 @@ class Clients:
                     time.sleep(manner.nap_s)
                 return ended("failed", error="the stream ended in the middle")
         except requests.exceptions.Timeout:
-            return ended("left" if leaves is not None else "failed", error="no word")
+            return ended("left") if leaves is not None else ended("failed", error="no word")
         except (requests.RequestException, ValueError) as error:
             if leaves is not None and time.monotonic() >= leaves:
                 return ended("left")

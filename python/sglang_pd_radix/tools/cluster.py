@@ -635,23 +635,27 @@ class Cluster:
         process_group.wait_gone(process.pid, 10)
 
     def restart(self, name: str) -> None:
-        """Start a server that has ended again, with the same command and ports, and wait until it is ready."""
+        """Start a server that has ended again, with the same command and ports, and wait until it is ready.
+
+        Others may end meanwhile. Raises PdRadixError: this one did, or ``timeout_s`` passed.
+        """
         process = next(process for process in self.processes if process.name == name)
         process.ready_s, self._started_at = None, time.monotonic()
         self._family.start(process)
-        self._wait_ready([process])
+        self._wait_ready([process], [process])
 
-    def dead(self) -> Process | None:
-        """The first process that has ended, if any has."""
-        return next((process for process in self.processes if process.returncode() is not None), None)
+    def dead(self, among: Sequence[Process] | None = None) -> Process | None:
+        """The first process that has ended, if any has; of ``among``, or of all."""
+        processes = self.processes if among is None else among
+        return next((process for process in processes if process.returncode() is not None), None)
 
     def alive(self) -> bool:
         """True while every process of the started cluster runs."""
         return bool(self.processes) and all(p.popen is not None for p in self.processes) and self.dead() is None
 
-    def check(self) -> None:
-        """Raise PdRadixError, with the reason and the end of its log, if a process has ended."""
-        process = self.dead()
+    def check(self, among: Sequence[Process] | None = None) -> None:
+        """Raise PdRadixError, with the reason and the end of its log, if a process has ended; of ``among``, or any."""
+        process = self.dead(among)
         if process is not None:
             raise PdRadixError(self._obituary(process))
 
@@ -683,11 +687,11 @@ class Cluster:
     def _left(self) -> float:
         return self._started_at + self.timeout_s - time.monotonic()
 
-    def _watch(self, doing: Callable[[], str]) -> None:
+    def _watch(self, doing: Callable[[], str], among: Sequence[Process] | None = None) -> None:
         """Called while waiting: fail at once on a death or when the time is up, and report phases."""
         if self._on_wait:
             self._on_wait()
-        self.check()
+        self.check(among)
         if self._left() <= 0:
             raise PdRadixError(
                 f"not ready after {self.timeout_s:g} s: {doing()}. Logs are in {self.log_dir}; "
@@ -699,8 +703,11 @@ class Cluster:
                 if phase:
                     self._report(process, phase)
 
-    def _wait_ready(self, processes: Sequence[Process]) -> None:
-        """Wait until each of ``processes`` is healthy. Asking happens in threads: an answer takes a second or more."""
+    def _wait_ready(self, processes: Sequence[Process], among: Sequence[Process] | None = None) -> None:
+        """Wait until each of ``processes`` is healthy; one of ``among`` (all) that ends ends the wait.
+
+        Asking happens in threads: an answer takes a second or more.
+        """
         threads = []
         for process in processes:
             if process.ready_s is None:
@@ -708,7 +715,7 @@ class Cluster:
                 thread.start()
                 threads.append(thread)
         while any(process.ready_s is None for process in processes):
-            self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None))
+            self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None), among)
             for process in processes:
                 if process.ready_s is not None:
                     self._report(process, f"ready after {process.ready_s:.1f} s")

@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
+from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -41,6 +42,7 @@ CODE = common.CommonKVManager.why_unreached.__globals__
 REALLY_LISTENS = common.nothing_listens
 WATCH_PREFILLS = common.CommonKVManager._watch_prefills
 WATCH_DECODES = common.CommonKVManager._watch_decodes
+SWEEP_SOCKETS = common.CommonKVManager._sweep_sockets
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 KINDS = {
@@ -103,7 +105,9 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
         self.monkeypatch = monkeypatch
-        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself.
+        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
+        # some tests start go on in the next ones, in whose world nobody may seem to listen.
+        monkeypatch.setattr(common.CommonKVManager, "_sweep_sockets", lambda manager: None)
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
         self.net = net_type(monkeypatch)
         self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
@@ -898,10 +902,14 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
         bench.world.queue.announce()
     heard_of(bench, req)
     half = bench.halves[req.rid]
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    deadline = time.monotonic() + 5
+    while not bench.prefill.reachable_ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     # On this side of the wire everything goes on; on the other nobody is left.
     bench.gone = True
     bench.receiver(req).poll = lambda: KVPoll.WaitingForInput
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
     start = time.monotonic()
     while not half.ended:
         assert time.monotonic() < start + 1
@@ -968,10 +976,10 @@ def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: py
         for endpoint in (there, gone):
             receivers._connect(endpoint)
         sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
-        bench.manager._sweep_sockets()
+        SWEEP_SOCKETS(bench.manager)
         assert not sockets[gone].closed, "not yet: it looks every ten seconds"
         bench.manager._swept_at -= 1e6
-        bench.manager._sweep_sockets()
+        SWEEP_SOCKETS(bench.manager)
         assert sockets[gone].closed and not sockets[there].closed
         assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
         # The peer may come back at that port.
@@ -989,3 +997,53 @@ def test_what_comes_late_opens_no_book_again(bench: Bench):
     bench.manager.fail_room(room, "too late")
     bench.manager.update_status(room, KVPoll.Success)
     bench.assert_books_closed()
+
+
+def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
+    """Over NIXL prefill has never had to connect to decode."""
+    bench.gone = True
+    req = short_of_memory(bench)
+    heard_of(bench, req)
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    time.sleep(3 * CODE["LOOK_S"])
+    bench.gone = False
+    make_room(bench)
+    bench.drain()
+    assert bench.finished[req.rid] == 1
+    bench.assert_books_closed()
+
+
+@pytest.mark.parametrize("ranks, logprobs", [(1, False), (2, False), (1, True)])
+def test_a_prompt_that_nobody_waits_for_is_computed_no_further(bench: Bench, ranks: int, logprobs: bool):
+    """The engine computes all chunks of it before it tells prefill's client."""
+    req = begun(bench)
+    half = bench.halves[req.rid]
+    prompt = [*range(100)]
+    computing = SimpleNamespace(
+        disagg_kv_sender=half.sender, origin_input_ids=prompt, fill_ids=prompt[:32], return_logprob=logprobs
+    )
+    prefill = SchedulerDisaggregationPrefillMixin()
+    prefill.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=bench.prefill)
+    prefill.disagg_prefill_inflight_queue, prefill.chunked_req = [], computing
+    prefill.tp_size, prefill.pp_size = ranks, 1
+    prefill.process_disagg_prefill_inflight_queue()
+    assert computing.origin_input_ids == prompt
+    bench.prefill.rooms.lose_decode([req.bootstrap_room], "decode is gone")
+    prefill.process_disagg_prefill_inflight_queue()
+    # One more token makes it a last chunk, with which it ends like any other.
+    expected = prompt[:33] if ranks == 1 and not logprobs else prompt
+    assert computing.origin_input_ids == expected
+    half.ended = True
+    bench.drain()
+
+
+def test_a_request_that_never_comes_to_prefill_leaves_nothing_there(bench: Bench):
+    """Decode has asked for its KV and then given it up; its client has left before the router's request was read."""
+    req = bench.arrive(prefill=False)
+    bench.step_until(lambda: req.bootstrap_room in bench.prefill.transfer_infos, "decode's request")
+    bench.scheduler.abort_request(AbortReq(rid=req.rid))
+    bench.drain()
+    assert bench.told(req) == 1
+    # A refusal is remembered, for a request that may still come.
+    bench.step_until(lambda: req.bootstrap_room in bench.prefill.rooms.ended, "the word that it was given up")
+    assert not any(bench.prefill.rooms_held().values()) and not any(bench.manager.rooms_held().values())

@@ -192,6 +192,8 @@ def test_what_a_client_is_told(url: str, token: int, how: str, kind: str, said: 
     assert clients.join(5)
     (told,) = clients.told
     assert told.ended_how == kind and said in told.error and told.took_s < 2
+    assert told.error or kind != "failed"
+    assert not told.error or kind in ("failed", "aborted")
     assert told.ids == ((token,) * 4 if kind == "whole" else None)
     assert told.status == (500 if token == 2 else 0 if token == 6 else 200)
     if how in ("stream", "slow") and kind == "whole":

@@ -60,7 +60,21 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if isinstance(manager, CommonKVManager):
             manager.settle()
+            self._end_lost_prompt()
         return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+
+    def _end_lost_prompt(self) -> None:
+        """Have a prompt whose request has failed end with its next chunk, of one token.
+
+        The engine computes all of it before it tells the client, and with it the router. Not where there are several
+        ranks: they learn of a failure in different steps, and must run the same batches.
+        """
+        req = getattr(self, "chunked_req", None)
+        if req is None or self.tp_size * self.pp_size > 1 or req.return_logprob:
+            return
+        sender, done = req.disagg_kv_sender, len(req.fill_ids)
+        if isinstance(sender, CommonKVSender) and sender.has_failed() and len(req.origin_input_ids) > done + 1:
+            req.origin_input_ids = req.origin_input_ids[: done + 1]
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Adds that alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""

@@ -116,6 +116,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.asking: dict[str, threading.Thread] = {}
         self.refusing: dict[str, tuple[float, float]] = {}
         self.unusable: dict[str, tuple[float, str]] = {}
+        # Prefill: decode ranks, host and port, that have not refused a connection.
+        self.reachable_ranks: set[tuple[str, int]] = set()
         # When sockets of dead peers were last looked for.
         self._swept_at = time.monotonic()
         super().__init__(*args, **kwargs)
@@ -282,10 +284,13 @@ class CommonKVManager(engine.CommonKVManager):
             try:
                 for (host, port), rooms in self._rooms_of_decodes().items():
                     if not nothing_listens(host, port):
+                        self.reachable_ranks.add((host, port))
                         continue
                     # Twice, so that nothing is made of a moment.
                     time.sleep(LOOK_S / 2)
-                    if nothing_listens(host, port):
+                    # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
+                    if (host, port) in self.reachable_ranks and nothing_listens(host, port):
+                        self.reachable_ranks.discard((host, port))
                         logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(rooms))
                         self.rooms.lose_decode(rooms, f"decode {host}:{port} is gone: it refuses connections")
             except Exception:
@@ -508,6 +513,10 @@ class CommonKVSender(engine.CommonKVSender):
 
     def _failed(self) -> bool:
         return self.conclude_state == KVPoll.Failed
+
+    def has_failed(self) -> bool:
+        """Whether nothing more will be sent for this request."""
+        return self._failed()
 
     def why(self, default: str = "no reason was recorded") -> str:
         """Why this request failed; it leaves the manager's book when first asked for."""

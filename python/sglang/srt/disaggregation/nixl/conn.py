@@ -231,6 +231,8 @@ class NixlKVManager(engine.NixlKVManager):
             elif not self.rooms.has_ended(room):
                 self._refuse(room, agent_name, GIVEN_UP)
                 self.end_room(room, GIVEN_UP)
+                # Of decode's request for it, which came before its own.
+                self.request_status.pop(room, None)
             elif self.rooms.failure(room) is not None:
                 self.tell_failure(room, [agent_name], GIVEN_UP)
 
