@@ -32,6 +32,34 @@ def kv_of(token_ids: list[int], weights: int = 0) -> int:
     return zlib.crc32(repr(token_ids).encode(), weights) & 0xFFFFFF
 
 
+def record_saves(session) -> list:
+    """The list of all saves that are handed to ``session`` from now on."""
+    saves, hand_over = [], session.save
+
+    def save(one) -> None:
+        saves.append(one)
+        hand_over(one)
+
+    session.save = save
+    return saves
+
+
+def wait_until_found(session, saves: list) -> None:
+    """Until the server has what it said it had copied in its index too, which is soon after. Empties ``saves``."""
+    end = time.monotonic() + 10
+    for save in saves if session.up else []:
+        while save.saved:
+            question = f"settle-{next(_numbers)}"
+            reply = session._client.query_prefetch(session.instance_id, save.hashes, question)
+            if reply.lease:
+                session._client.release(reply.lease)
+            if reply.num_hit_blocks == len(save.hashes):
+                break
+            assert time.monotonic() < end, "saved, and not found"
+            time.sleep(0.002)
+    saves.clear()
+
+
 class NoRoom(Exception):
     """The pool is held by what is being saved or loaded: the request would not be admitted now."""
 
@@ -60,12 +88,18 @@ class SmallEngine:
         self.tree = tree_type(params)
         self.namespace = namespace
         self.session = self.connect()
+        self.saves = record_saves(self.session)
         self.tree.attach(self.session)
 
     def connect(self):
         layout = kv_layout(self.kv, self.page)
         instance = f"small-{next(_numbers)}"
         return pegaflow_session.PegaFlowSession(self.server.endpoint, instance, self.namespace, layout)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, and what was saved can be found."""
+        assert self.tree.drain()
+        wait_until_found(self.session, self.saves)
 
     def close(self):
         assert self.tree.drain()
@@ -129,7 +163,7 @@ class SmallEngine:
 
     def flush(self) -> None:
         """Empty the device: the tree and all KV."""
-        assert self.tree.drain()
+        self.settle()
         self.tree.reset()
         self.allocator.clear()
         for buffer in self.buffers:

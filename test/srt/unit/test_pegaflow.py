@@ -83,7 +83,7 @@ def test_two_engines_share_one_pool(shared, engine):
     other = engine(shared, namespace="other")
     tokens = prompt(200)
     one.serve(tokens)
-    assert one.tree.drain()
+    one.settle()
     assert two.serve(tokens) == (192, 192)
     assert other.serve(tokens) == (0, 0)
 
@@ -103,13 +103,13 @@ def test_only_what_the_tree_lacks_is_loaded(shared, engine):
     one, two = engine(shared, namespace="parts"), engine(shared, namespace="parts")
     tokens = prompt(320)
     one.serve(tokens)
-    assert one.tree.drain()
+    one.settle()
     two.serve(tokens[:100])
     assert two.serve(tokens) == (304 - 96, 304)
     # What follows the end of a node, and what follows its middle.
     branch = tokens[:64] + prompt(200, seed=2)
     one.serve(branch)
-    assert one.tree.drain()
+    one.settle()
     assert two.serve(branch) == (256 - 64, 256)
 
 
@@ -132,7 +132,7 @@ def test_pool_pressure(shared, engine):
     prompts = [prompt(500, seed) for seed in range(6)]
     for tokens in prompts:
         small.serve(tokens)
-        assert small.tree.drain()
+        small.settle()
     for _ in range(2):
         for tokens in prompts:
             assert small.serve(tokens)[1] == 496
@@ -146,7 +146,7 @@ def test_more_waits_than_fits(shared, engine):
     prompts = {f"r{seed}": prompt(400, seed) for seed in range(8)}
     for tokens in prompts.values():
         small.serve(tokens)
-        assert small.tree.drain()
+        small.settle()
     small.flush()
     for rid, tokens in prompts.items():
         small.ask(rid, tokens)
@@ -172,7 +172,7 @@ def test_a_prompt_larger_than_the_room(shared, engine):
     big, small = engine(shared, size=2048, namespace="room"), engine(shared, size=256, namespace="room")
     tokens = prompt(1500)
     big.serve(tokens)
-    assert big.tree.drain()
+    big.settle()
     small.ask("r", tokens)
     assert small.wait("r") == 0
 
@@ -383,8 +383,9 @@ def test_ranks_agree(shared, engine, monkeypatch):
     name = f"ranks-{random.random()}"
     tokens, more = prompt(300), prompt(200, seed=2)
     # Rank 1 has lost the end of it.
-    engine(shared, namespace=f"{name}-0").run(tokens)
-    engine(shared, namespace=f"{name}-1", rank=10).run(tokens[:160])
+    whole, part = engine(shared, namespace=f"{name}-0"), engine(shared, namespace=f"{name}-1", rank=10)
+    whole.run(tokens), part.run(tokens[:160])
+    whole.settle(), part.settle()
     ranks = [engine(shared, namespace=f"{name}-{rank}", rank=10 * rank, size=512) for rank in (0, 1)]
     meet, told = threading.Barrier(2), {}
 

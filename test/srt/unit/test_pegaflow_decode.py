@@ -43,6 +43,7 @@ def world(server):
             layout = kv_layout(self.kv, self.page_size)
             instance = f"world-{next(small_engine._numbers)}"
             self.session = pegaflow_session.PegaFlowSession(server.endpoint, instance, namespace, layout)
+            self.saves = small_engine.record_saves(self.session)
             self.tree.attach(self.session)
 
         def arrive(self, prompt, **options):
@@ -70,6 +71,7 @@ def world(server):
 
         def settle(self):
             assert self.tree.drain()
+            small_engine.wait_until_found(self.session, self.saves)
             self.check()
 
         def serve(self, prompt, max_new=4):
