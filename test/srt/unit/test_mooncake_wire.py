@@ -73,12 +73,15 @@ class Library:
 
 class Counters:
     def __init__(self) -> None:
-        self.sent_bytes = self.saved_bytes = self.runs = 0
+        self.sent_bytes = self.saved_bytes = self.runs = self.state_bytes = 0
 
     def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
         self.runs += runs
         self.sent_bytes += num_bytes
         self.saved_bytes += saved_bytes
+
+    def sent_states(self, num_bytes: int) -> None:
+        self.state_bytes += num_bytes
 
 
 class Rank:
@@ -99,6 +102,12 @@ class Rank:
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [self.aux.ctypes.data], [self.aux.nbytes], [64]
         args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
         args.state_type, args.prefill_start_layer, args.page_size = "none", 0, world.page_size
+        # Two kinds of state, of different size, in slots.
+        self.states = [np.zeros((8, size), np.uint8) for size in (24, 40)]
+        if world.states is not None:
+            args.state_type, args.state_data_ptrs = "mamba", [pool.ctypes.data for pool in self.states]
+            args.state_data_lens = [pool.nbytes for pool in self.states]
+            args.state_item_lens = [pool.shape[1] for pool in self.states]
         args.kv_head_num, args.total_kv_head_num = heads, HEADS
         server_args = SimpleNamespace(
             host="127.0.0.1",
@@ -145,7 +154,10 @@ class World:
         decode_tp: int = 1,
         mla: bool = False,
         staging: bool = False,
+        states: tuple[int, int] | None = None,
     ):
+        """states: for a model with states, the slot of the request on prefill and on decode."""
+        self.states = states
         self.page_size, self.mla, self.staging = page_size, mla, staging
         monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
         for side in ("BUFFER_SIZE", "POOL_SIZE"):
@@ -258,7 +270,8 @@ class Request:
         for receiver in self.receivers:
             message = {"decode_prefix_len": self.prefix_len, **changes}
             indices = message.pop("kv_indices", self.decode_pages[self.first_page :])
-            receiver.send_metadata(indices, self.aux, None, **message)
+            states = message.pop("states", self.world.states and [self.world.states[1]])
+            receiver.send_metadata(indices, self.aux, states, **message)
         return self
 
     def bootstrap(self, fenced: bool = False) -> Request:
@@ -273,7 +286,8 @@ class Request:
         for sender in self.senders:
             start = self.first_page
             for end in (*ends, self.num_pages):
-                sender.send(np.arange(start, end, dtype=np.int32))
+                states = self.world.states and end == self.num_pages and [self.world.states[0]]
+                sender.send(np.arange(start, end, dtype=np.int32), states or None)
                 start = end
         return self
 

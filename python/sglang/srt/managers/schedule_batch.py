@@ -37,6 +37,8 @@ class Req(engine.Req):
     committed_indices: torch.Tensor | None = None
     # The tree's generation when this request's KV was computed; None before admission.
     kv_generation: int | None = None
+    # The state of a retracted request of a hybrid model, in host memory.
+    state_cpu: list[torch.Tensor] | None = None
     # The key of the message from which the next request is made; see Scheduler.handle_generate_request.
     incoming_extra_key: ClassVar[str | None] = None
 
@@ -60,8 +62,24 @@ class Req(engine.Req):
         self.cache_protected_len = 0
         self.committed_indices = None
 
+    def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
+        """Adds the state that layers without KV have of the request; the engine loses it."""
+        super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
+        if self.mamba_pool_idx is not None:
+            self.state_cpu = req_to_token_pool.mamba_pool.get_cpu_copy(self.mamba_pool_idx)
+
+    def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
+        """Adds the state."""
+        super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
+        self._load_state(req_to_token_pool)
+
+    def _load_state(self, req_to_token_pool) -> None:
+        if self.state_cpu is not None:
+            req_to_token_pool.mamba_pool.load_cpu_copy(self.state_cpu, self.mamba_pool_idx)
+            self.state_cpu = None
+
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
-        """Load the offloaded KV of the tokens from ``start`` on; the tree still holds those before it."""
+        """Load the state and the offloaded KV of the tokens from ``start`` on; the tree holds those before it."""
         end = self.seqlen - 1
         if start < end:
             pool = token_to_kv_pool_allocator.get_kvcache()
@@ -72,3 +90,4 @@ class Req(engine.Req):
                 kv_cache_cpu = [_tail(layer, start, size) for layer in kv_cache_cpu]
             token_to_kv_pool_allocator.load_cpu_copy(kv_cache_cpu, table)
         del self.kv_cache_cpu
+        self._load_state(req_to_token_pool)

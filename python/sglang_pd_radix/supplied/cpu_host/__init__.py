@@ -15,10 +15,35 @@ import os
 import sys
 from functools import lru_cache
 
-from . import allocator, attention, constrained, idle, kernels, memory_pool, mla, nixl, options, parallel, staging
+from . import (
+    allocator,
+    attention,
+    constrained,
+    idle,
+    kernels,
+    linear_attention,
+    memory_pool,
+    mla,
+    nixl,
+    options,
+    parallel,
+    staging,
+)
 
 SWITCH = "SGLANG_USE_CPU_ENGINE"
-PARTS = (allocator, attention, constrained, idle, memory_pool, mla, nixl, options, parallel, staging)
+PARTS = (
+    allocator,
+    attention,
+    constrained,
+    idle,
+    linear_attention,
+    memory_pool,
+    mla,
+    nixl,
+    options,
+    parallel,
+    staging,
+)
 
 _installed = False
 

@@ -178,6 +178,9 @@ class CommonKVManager(engine.CommonKVManager):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
             version, pieces = int(answer["version"]), bool(answer.get("pieces"))
+            if self.has_state and not answer.get("state"):
+                # On a full hit it would not send the state, and this worker would wait for it.
+                version = 0
         except NotTrusted:
             raise
         except Exception as e:
@@ -186,6 +189,24 @@ class CommonKVManager(engine.CommonKVManager):
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
         (self.piece_peers.add if takes and pieces else self.piece_peers.discard)(addr)
         return version
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this worker's model has states beside its KV."""
+        return bool(self.kv_args.state_data_ptrs)
+
+    def _resolve_rank_mapping(self, info) -> None:
+        """Adds, with a radix cache, that states are never cut: a prefill of another TP size cannot be used.
+
+        NIXL has no message for a part of one. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
+        convolution has its queries, keys and values one after the other, each cut by TP.
+        """
+        if self.has_radix and self.has_state and info.attn_tp_size != self.attn_tp_size:
+            raise ValueError(
+                f"it has TP size {info.attn_tp_size} and this decode worker {self.attn_tp_size}; the states of this "
+                "model cannot be cut. Start both with the same --tp-size."
+            )
+        super()._resolve_rank_mapping(info)
 
     def why_unreached(self, addr: str, since: float) -> str | None:
         """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer."""
@@ -290,11 +311,13 @@ class CommonKVManager(engine.CommonKVManager):
         """
         self.rooms.settle()
 
-    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0) -> None:
+    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0) -> None:
         """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them.
 
-        runs: of pages that are contiguous on both sides, in which they are sent.
+        runs: of pages that are contiguous on both sides, in which they are sent. states: sent with it, by slot or page.
         """
+        if states:
+            self.counters.sent_states(states * sum(self.kv_args.state_item_lens))
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
         page_bytes = sum(min(item, theirs) for item in self.kv_args.kv_item_lens)
         self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)
@@ -563,7 +586,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
-        return web.json_response({"version": version, "pieces": int(self.asks_for_pieces)})
+        return web.json_response({"version": version, "pieces": int(self.asks_for_pieces), "state": 1})
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         try:
