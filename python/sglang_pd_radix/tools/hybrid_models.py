@@ -93,3 +93,58 @@ def qwen3_next(
         **base._common_config(shape),
     }
     return config, tensors
+
+
+# Short enough that prompts of tests are several times as long.
+_WINDOW = 128
+
+
+def step3p5(
+    shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
+) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
+    """Step 3.5 with dense MLPs: of two layers one attends to a sliding window and has a KV pool of its own."""
+    weights = base._Weights(seed)
+    tensors = base._embeddings(weights, shape, vocabulary)
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # The weights of its norms count from 1.
+    none = np.zeros(shape.hidden, dtype=np.float32)
+    score = np.full(shape.head_dim, math.sqrt(base._SCORE_STD) - 1, dtype=np.float32)
+    tensors["model.norm.weight"] = none
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        attention = f"{prefix}.self_attn"
+        tensors |= {
+            f"{attention}.q_proj.weight": weights.linear(query, shape.hidden),
+            f"{attention}.k_proj.weight": weights.linear(key_value, shape.hidden),
+            f"{attention}.v_proj.weight": weights.linear(key_value, shape.hidden),
+            f"{attention}.o_proj.weight": weights.linear(shape.hidden, query, base._ATTENTION_GAIN),
+            f"{attention}.q_norm.weight": score,
+            f"{attention}.k_norm.weight": score,
+        }
+        tensors |= base._mlp(weights, shape, prefix)
+        tensors |= {f"{prefix}.{norm}.weight": none for norm in ("input_layernorm", "post_attention_layernorm")}
+    config = {
+        **base._common_config(shape),
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "head_dim": shape.head_dim,
+        "num_attention_groups": shape.kv_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_seq_len": shape.max_positions,
+        "sliding_window": _WINDOW,
+        "layer_types": ["full_attention", "sliding_attention"] * (shape.layers // 2),
+        "attention_other_setting": {"num_attention_heads": shape.heads, "num_attention_groups": shape.kv_heads},
+        "partial_rotary_factors": [1.0] * shape.layers,
+        "rope_theta": [base._ROPE_THETA] * shape.layers,
+        "yarn_only_types": [],
+        "use_head_wise_attn_gate": False,
+        "swiglu_limits": [0.0] * shape.layers,
+        "swiglu_limits_shared": [0.0] * shape.layers,
+        # None of its layers: it has no experts.
+        "moe_layers_enum": "99",
+        "need_fp32_gate": True,
+        "use_moe_router_bias": True,
+        "moe_router_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    }
+    return config, tensors

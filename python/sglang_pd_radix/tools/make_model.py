@@ -398,6 +398,7 @@ _BUILDERS: dict[str, Builder] = {
     "qwen3": _qwen3,
     "mla": _mla,
     "qwen3-next": _hybrid("qwen3_next"),
+    "step3p5": _hybrid("step3p5"),
 }
 
 

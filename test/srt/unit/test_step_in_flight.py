@@ -118,7 +118,7 @@ def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, pag
     behind = 0
 
     @given(script=scripts, size=st.sampled_from([32, 40]))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40 if states is None else 20, deadline=None)
     def play(script, size):
         nonlocal behind
         # Nothing reserved for answers: requests are retracted, and the tree is evicted.
@@ -266,7 +266,6 @@ def test_the_state_of_a_retracted_request_is_that_of_its_tokens(monkeypatch, fla
         try:
             loop.run(between)
         except AssertionError as error:
-            assert "a state that has not taken in" in str(error) or "r" in str(error)
             loop.wrong.append(str(error))
         else:
             loop.check_answers()

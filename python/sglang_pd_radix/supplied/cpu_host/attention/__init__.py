@@ -4,6 +4,7 @@ prefixes.py   which running requests share which KV slots
 levels.py     which of that is worth reading together
 plan.py       the pieces of KV of a step, in blocks, from batch to batch and from step to step
 kernel.py     the computation
+windows.py    layers with a sliding window
 backend.py    the engine's interface
 """
 

@@ -1,4 +1,4 @@
-"""Run by test_linear_attention.py with TRITON_INTERPRET=1: the engine's Triton kernels beside the torch forms.
+"""Run by test_torch_forms.py with TRITON_INTERPRET=1: the engine's Triton kernels beside the torch forms.
 
 Prints one JSON object: the greatest difference of each result.
 """
@@ -13,10 +13,12 @@ from sglang.srt.layers.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import track_mamba_state_if_needed_kernel
 from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
 from sglang_pd_radix.supplied.cpu_host import linear_attention as here
+from sglang_pd_radix.supplied.cpu_host.attention.windows import window_attention
 
-KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 32, 16
+KEY_HEADS, VALUE_HEADS, K, V = 1, 2, 32, 16
 CHANNELS = 12
 
 
@@ -54,7 +56,7 @@ def main() -> dict[str, float]:
     found["gating"] = apart(*zip(fused_gdn_gating(*gate_args), here.gating(*gate_args), strict=True))
 
     # Sequences of less than a chunk, of whole chunks and of more: token by token, as the decode kernel does it.
-    ends = [0, 1, 65, 150]
+    ends = [0, 1, 65, 131]
     slots, tokens, ends_i32 = torch.arange(1, 4, dtype=torch.int32), inputs(ends[-1]), torch.tensor(ends).int()
     theirs = pool.clone()
     args = {**gates, **tokens, "cu_seqlens": ends_i32, "initial_state_indices": slots, **rule}
@@ -97,6 +99,15 @@ def main() -> dict[str, float]:
     norm.weight.data, x, gate = torch.randn(V), torch.randn(9, V), torch.randn(9, V)
     out = fused_norm_gate.rms_norm_gated(x.clone(), gate, norm.weight, None, "silu", eps=1e-6)
     found["norm"] = apart((out, norm(x, gate)))
+    # A sliding window that begins in a prefix and ends with each token; keys and values at mixed slots.
+    prefix, length, window, size = 21, 13, 5, 16
+    slots, q, out = torch.randperm(64)[: prefix + length], torch.randn(length, 4, size), torch.empty(length, 4, size)
+    keys, values, ends = torch.randn(64, 2, size), torch.randn(64, 2, size), torch.tensor([0, length]).int()
+    new, scale = slots[prefix:], size**-0.5
+    before = (torch.tensor([0, prefix]).int(), slots[:prefix], None, True, None, length, 1.0, 1.0, scale)
+    extend_attention_fwd(q, keys[new], values[new], out, keys, values, ends, *before, sliding_window_size=window)
+    mine = window_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
+    found["window"] = apart((out, mine))
     return found
 
 
