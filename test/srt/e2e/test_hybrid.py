@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import requests
+import torch
 from conftest import aggregated_answers
 from pd import FLAG, TP2, Pair, base_prompt, conversations, counter, log_of
 from test_oracle import (  # noqa: F401
@@ -75,6 +76,29 @@ def test_a_full_hit_brings_the_state_and_no_kv(on, truth, page):  # noqa: F811
     assert again["meta_info"]["cached_tokens_details"]["transferred"] == 0
     kv, states = (counter(on.prefill_url, name) - was for name, was in zip(names, before, strict=True))
     assert kv == 0 and states > 0
+
+
+def test_the_truth_is_what_transformers_says(truth, model):
+    """The engine's layers on a CPU host against the reference's; and a state that is lost shows in the next token."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    @torch.no_grad()
+    def answer(ids: list[int], tokens: int, spoil: bool) -> list[int]:
+        out = reference(torch.tensor([ids]), use_cache=True)
+        found = [out.logits[0, -1].argmax().item()]
+        for state in out.past_key_values.recurrent_states if spoil else []:
+            if state is not None:
+                state.zero_()
+        while len(found) < tokens:
+            out = reference(torch.tensor([found[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+            found.append(out.logits[0, -1].argmax().item())
+        return found
+
+    for page in (1, 64):
+        expected = truth["base", page]
+        assert answer(base_prompt(page), len(expected), spoil=False) == expected
+        assert answer(base_prompt(page), 2, spoil=True) != expected[:2]
 
 
 def small(clusters, model, backend, slots):
