@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeReqToTokenPool, DecodeTransferQueue
+from sglang.srt.disaggregation.decode import (
+    DecodePreallocQueue,
+    DecodeReqToTokenPool,
+    DecodeTransferQueue,
+    HybridMambaDecodeReqToTokenPool,
+)
 from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -39,12 +44,32 @@ def make_allocator(
     return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", kv, need_sort=True)
 
 
+def make_state_pool(max_reqs: int, max_len: int, states: int) -> HybridMambaDecodeReqToTokenPool:
+    """Rows for ``max_reqs`` running requests and as many more, and ``states`` slots; a state is two float32 numbers."""
+    one = SimpleNamespace(conv=[(1, 1)], temporal=(1, 1, 1))
+    kinds = SimpleNamespace(conv=torch.float32, temporal=torch.float32)
+    return HybridMambaDecodeReqToTokenPool(
+        max_reqs,
+        max_len,
+        "cpu",
+        False,
+        cache_params=SimpleNamespace(shape=one, dtype=kinds),
+        mamba_layer_ids=[0],
+        speculative_num_draft_tokens=None,
+        enable_mamba_extra_buffer=False,
+        pre_alloc_size=max_reqs,
+        enable_overlap_schedule=True,
+        mamba_size=states,
+    )
+
+
 class DecodeWorker:
     """One decode rank with pages of ``page_size`` tokens and a pool of ``size`` tokens.
 
     max_reqs: requests that run at a time, and as many more that are preallocated, each of at most ``max_len`` tokens.
     reserved: tokens kept for each request's answer. watermark: tokens kept free, None for the default part of the pool.
     tree_type: the engine's ``ChunkCache`` makes it a worker without the flag. options: more arguments of the server.
+    states: slots for the states of a hybrid model's requests; None for a model without.
     """
 
     def __init__(
@@ -61,6 +86,7 @@ class DecodeWorker:
         queue_type: type[Queue] = Queue,
         tree_type: type[BasePrefixCache] = DecodeRadixCache,
         options: Mapping[str, Any] | None = None,
+        states: int | None = None,
     ):
         if group is None:
             if not dist.is_initialized():
@@ -82,7 +108,10 @@ class DecodeWorker:
         )
         set_global_server_args_for_scheduler(args)
         self.allocator = make_allocator(size, page_size, kv)
-        self.pool = DecodeReqToTokenPool(max_reqs, max_len, "cpu", False, pre_alloc_size=max_reqs)
+        if states is None:
+            self.pool = DecodeReqToTokenPool(max_reqs, max_len, "cpu", False, pre_alloc_size=max_reqs)
+        else:
+            self.pool = make_state_pool(max_reqs, max_len, states)
         self.tree = tree_type(
             CacheInitParams(
                 disable=False,

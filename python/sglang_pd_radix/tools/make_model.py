@@ -109,7 +109,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
-        return self.layers * per_layer * 4
+        layers = self.layers // 2 if self.arch == "qwen3-next" else self.layers
+        return layers * per_layer * 4
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizer
@@ -436,10 +437,25 @@ def _common_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-_BUILDERS: dict[str, Callable[[ModelShape, int, Vocabulary], tuple[dict[str, Any], dict[str, Tensor]]]] = {
+Builder = Callable[["ModelShape", int, Vocabulary], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+def _hybrid(name: str) -> Builder:
+    def build(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        from . import hybrid_models
+
+        builder: Builder = getattr(hybrid_models, name)
+        return builder(shape, seed, vocabulary)
+
+    return build
+
+
+_BUILDERS: dict[str, Builder] = {
     "qwen3": _qwen3,
     "mla": _mla,
     "eagle": _eagle,
+    "qwen3-next": _hybrid("qwen3_next"),
+    "step3p5": _hybrid("step3p5"),
 }
 # Where a model of "eagle" has its draft.
 DRAFT = "draft"

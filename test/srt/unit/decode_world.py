@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -47,6 +47,8 @@ class Receiver:
         self.prefix_len = 0
         self.page_indices: list[int] = []
         self.sent_pages = 0
+        # The slot that the state is to be written to, for a model with states.
+        self.state_indices: list[int] | None = None
 
     def poll(self) -> int:
         return self.state
@@ -58,6 +60,9 @@ class Receiver:
         self.prefix_len = decode_prefix_len or 0
         self.page_indices = page_indices.tolist()
         self.aux_index = aux_index
+        self.state_indices = None if state_indices is None else [int(slot) for slot in state_indices]
+        # On a full hit as well.
+        assert (state_indices is not None) == (self.world.states is not None)
         # I4, as prefill checks it.
         check_decode_prefix(
             self.prefix_len, len(self.page_indices), len(self.req.origin_input_ids), self.world.page_size
@@ -92,8 +97,15 @@ class World(DecodeWorker):
         watermark: int | None = 0,
         options: dict | None = None,
         tree_type: type[BasePrefixCache] = DecodeRadixCache,
+        states: int | None = None,
     ):
-        self.kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
+        self.states = states
+        pool: MHATokenToKVPool | HybridLinearKVPool
+        if states is None:
+            self.kv = pool = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
+        else:
+            pool = HybridLinearKVPool(size, torch.float32, page_size, 1, 1, [0], False, "cpu", mamba_pool=None)
+            self.kv = pool.full_kv_pool
         self.kv.cpu_offloading_chunk_size = 8
         super().__init__(
             size,
@@ -102,10 +114,11 @@ class World(DecodeWorker):
             max_len=4 * size,
             reserved=reserved,
             watermark=watermark,
-            kv=self.kv,
+            kv=pool,
             group=group,
             options=options,
             tree_type=tree_type,
+            states=states,
         )
         self._ids = itertools.count(1)
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
@@ -167,6 +180,16 @@ class World(DecodeWorker):
                 token_ids = req.origin_input_ids[: start + offset + 1]
                 self.kv.k_buffer[0][page * self.page_size + offset] = kv_of(token_ids, self.weights)
             receiver.sent_pages += 1
+        if receiver.state_indices is not None and receiver.sent_pages == len(receiver.page_indices):
+            self.state(receiver.state_indices[0]).fill_(kv_of(req.origin_input_ids, self.weights))
+
+    def state(self, slot: int) -> torch.Tensor:
+        """What is in a state slot. A model with states has in it a number that depends on all tokens so far."""
+        return self.pool.mamba_pool.mamba_cache.temporal[0, slot]
+
+    def check_state(self, req: Req, tokens: list[int]) -> None:
+        if self.states is not None:
+            assert self.state(req.mamba_pool_idx).item() == kv_of(tokens, self.weights_of[req.rid]), req.rid
 
     def complete(self, decode_req: DecodeRequest, first_token: int = 7) -> None:
         """All KV and the metadata have arrived."""
@@ -197,6 +220,9 @@ class World(DecodeWorker):
             table[n] = slot
             tokens = req.origin_input_ids + req.output_ids
             self.kv.k_buffer[0][slot] = kv_of(tokens[: n + 1], self.weights_of[req.rid])
+            if self.states is not None:
+                self.check_state(req, tokens[:n])
+                self.state(req.mamba_pool_idx).fill_(kv_of(tokens[: n + 1], self.weights_of[req.rid]))
             req.kv_committed_len = req.kv_allocated_len = n + 1
             req.output_ids.append(token)
             if len(req.output_ids) >= req.sampling_params.max_new_tokens:
@@ -261,6 +287,12 @@ class World(DecodeWorker):
             mine = set(decode_req.kv_receiver.page_indices)
             assert not mine & (free | in_tree | written)
             written |= mine
+        if self.states is not None:
+            # Every state slot is free or a request's, and what is not in the pool is in nobody's tree.
+            slots = self.pool.mamba_pool.free_slots.tolist() + [int(r.mamba_pool_idx) for r in holders]
+            assert sorted(slots) == list(range(1, self.pool.mamba_pool.size + 1))
+            for req in holders:
+                assert self.pool.req_index_to_mamba_index_mapping[req.req_pool_idx] == req.mamba_pool_idx
         # What is known of each prompt that waits, or is waited for, is what the tree would say now.
         places = [dr.place for dr in self.queue.queue + self.transfer.queue if hasattr(dr, "place")]
         watches = [place.watch for place in places if place.watch is not None]
@@ -277,6 +309,7 @@ class World(DecodeWorker):
             tokens = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]
             slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
             self._check_kv(slots, tokens, self.weights_of[req.rid])
+            self.check_state(req, tokens)
         for tokens, slots in self._tree_paths():
             self._check_kv(slots, tokens, self.weights)
 

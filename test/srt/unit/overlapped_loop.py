@@ -41,6 +41,8 @@ class Step:
     def __init__(self, kv: torch.Tensor, steps: list[Step]):
         self._kv, self._steps = kv, steps
         self.written: list[tuple[int, int]] = []
+        # Of a model with states: their slots, and what it leaves there.
+        self.states: list[tuple[torch.Tensor, int, int]] = []
         self.rows: set[int] = set()
         self.over = False
 
@@ -59,6 +61,8 @@ class Step:
         for step in self._steps[self._steps.index(self) :]:
             for slot, value in step.written:
                 self._kv[slot] = value
+            for state, _, value in step.states:
+                state.fill_(value)
 
 
 class LoopScheduler(Scheduler):
@@ -151,8 +155,11 @@ class Loop(World):
         self.wrong: list[str] = []
         self.between: Callable[[], None] = lambda: None
         self.iterations = 0
-        self._load = self.kv.load_cpu_copy
-        self.kv.load_cpu_copy = self._load_when_over
+        self.kv.load_cpu_copy = self._when_over(self.kv.load_cpu_copy)
+        if self.states is not None:
+            states = self.pool.mamba_pool
+            states.load_cpu_copy = self._when_over(states.load_cpu_copy)
+            states.get_cpu_copy = self._when_over(states.get_cpu_copy)
         self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> LoopScheduler:
@@ -212,11 +219,15 @@ class Loop(World):
             self.tell(answer, request)
         return request
 
-    def _load_when_over(self, *args: Any) -> None:
+    def _when_over(self, copy: Callable[..., Any]) -> Callable[..., Any]:
         """As the engine, which waits for the device before it copies a retracted request's KV back."""
-        if self.in_flight:
-            self.in_flight.synchronize()
-        self._load(*args)
+
+        def copy_when_over(*args: Any) -> Any:
+            if self.in_flight:
+                self.in_flight.synchronize()
+            return copy(*args)
+
+        return copy_when_over
 
     # ---- the model ----
 
@@ -232,6 +243,14 @@ class Loop(World):
             assert len(tokens) == length
             step.write(slot, kv_of(tokens, self.weights_of[req.rid]))
             sequences.append((req, tokens))
+        if self.states is not None:
+            slots = self.pool.get_mamba_indices(batch.req_pool_indices).tolist()
+            for (req, tokens), slot in zip(sequences, slots, strict=True):
+                if not req.finished() and self.state(slot).item() != kv_of(tokens[:-1], self.weights_of[req.rid]):
+                    self.wrong.append("a state that has not taken in the tokens before this one, and no more")
+                value = kv_of(tokens, self.weights_of[req.rid])
+                step.states.append((self.state(slot), slot, value))
+                self.state(slot).fill_(value)
         result = GenerationBatchResult(logits_output=LogitsProcessorOutput(next_token_logits=None))
 
         def sample() -> GenerationBatchResult:
@@ -284,6 +303,8 @@ class Loop(World):
                     self.wrong.append("a page with two writers")
                 if req.req_pool_idx in step.rows:
                     self.wrong.append("a row that a step in flight reads")
+                if args[1] is not None and int(args[1][0]) in {slot for _, slot, _ in step.states}:
+                    self.wrong.append("a state with two writers")
             send(page_indices, *args, **kwargs)
             # The fastest of all wires: the KV is there before that step has ended.
             self.deliver(decode_req, len(page_indices))

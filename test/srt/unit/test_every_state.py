@@ -45,6 +45,7 @@ WATCH_DECODES = common.CommonKVManager._watch_decodes
 SWEEP_SOCKETS = common.CommonKVManager._sweep_sockets
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
+PREFILL_SLOT, STATE_SLOTS = 2, 6
 KINDS = {
     "nixl": (nixl_wire.World, TransferBackend.NIXL, NixlKVReceiver, NixlKVSender),
     "mooncake": (mooncake_wire.World, TransferBackend.MOONCAKE, MooncakeKVReceiver, MooncakeKVSender),
@@ -94,7 +95,9 @@ class Half:
         if num_pages and decode_req is not None:
             self.bench.world.deliver(decode_req, num_pages)
         if num_pages:
-            self.sender.send(np.arange(self.sent, self.sent + num_pages, dtype=np.int32))
+            last = self.sent + num_pages == decode_world.pages(len(self.req.origin_input_ids), PAGE)
+            states = [self.bench.states] if self.bench.states and last else None
+            self.sender.send(np.arange(self.sent, self.sent + num_pages, dtype=np.int32), states)
         self.sent += num_pages
         if decode_req is not None and self.sent == decode_world.pages(len(self.req.origin_input_ids), PAGE):
             self.bench.bring_metadata(decode_req)
@@ -108,8 +111,14 @@ class Bench:
         # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
         # some tests start go on in the next ones, in whose world nobody may seem to listen.
         monkeypatch.setattr(common.CommonKVManager, "_sweep_sockets", lambda manager: None)
+        # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
+        monkeypatch.setattr(common.CommonKVManager, "_watch_prefills", lambda manager: None)
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+        kind, _, states = kind.partition(" ")
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
-        self.net = net_type(monkeypatch)
+        # A model with states: more requests than slots. The number is prefill's; decode's are those of its pool.
+        self.states = PREFILL_SLOT if states else None
+        self.net = net_type(monkeypatch, **({"states": (PREFILL_SLOT, 0)} if states else {}))
         self.prefill, self.manager = self.net.prefill[0].manager, self.net.decode[0].manager
         address = self.net.addr if kind == "mooncake" else nixl_wire.ADDR
         self.host, port = address.split(":")
@@ -124,7 +133,9 @@ class Bench:
         # A request that has most of the memory, see `short_of_memory`.
         self.hog: Any = None
 
-        world = self.world = decode_world.World(size=192, page_size=PAGE, max_reqs=4)
+        world = self.world = decode_world.World(
+            size=192, page_size=PAGE, max_reqs=4, states=STATE_SLOTS if states else None
+        )
         world.queue.kv_manager, world.queue.transfer_backend = self.manager, backend
         self.scheduler = self._scheduler(world)
         self.halves: dict[str, Half] = {}
@@ -164,6 +175,7 @@ class Bench:
         def note(receiver, page_indices, aux_index=None, *rest, **more):
             receiver.page_indices, receiver.aux_index = page_indices.tolist(), aux_index
             receiver.prefix_len, receiver.sent_pages = more.get("decode_prefix_len") or 0, 0
+            receiver.state_indices = rest[0]
             return send(receiver, page_indices, aux_index, *rest, **more)
 
         self.monkeypatch.setattr(receiver_type, "send_metadata", note)
@@ -298,6 +310,8 @@ class Bench:
         assert world.tree.protected_size() == 0 and world.tree.locks_taken == world.tree.locks_released
         assert len(world.pool.free_slots) == len(set(world.pool.free_slots)) == world.pool.req_to_token.shape[0]
         assert sorted(world.meta_alloc.free_slots) == list(range(world.meta_alloc.size))
+        if self.states:
+            assert sorted(world.pool.mamba_pool.free_slots.tolist()) == list(range(1, STATE_SLOTS + 1))
         rooms = set(range(FIRST_ROOM, FIRST_ROOM + 1000))
         for owner in (*[self.manager][: int(managers)], world.queue, world.transfer):
             left = {name for name, book in vars(owner).items() if mentions(book, rooms)}
@@ -322,7 +336,8 @@ def mentions(book: Any, rooms: set[int]) -> bool:
     return False
 
 
-@pytest.fixture(params=KINDS)
+# The last: of a model with states, every path gives its slot back.
+@pytest.fixture(params=[*KINDS, *(pytest.param(f"{kind} states", marks=pytest.mark.thorough) for kind in KINDS)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -376,7 +391,12 @@ def unasked(bench: Bench) -> Req:
     req = bench.arrive()
     ended = SimpleNamespace(finished=lambda: True)
     slots = torch.arange(0, bench.world.size + PAGE, PAGE)
-    batch = SimpleNamespace(reqs=[ended] * len(slots), out_cache_loc=slots, req_pool_indices=torch.full_like(slots, -1))
+    batch = SimpleNamespace(
+        reqs=[ended] * len(slots),
+        out_cache_loc=slots,
+        req_pool_indices=torch.full_like(slots, -1),
+        req_to_token_pool=bench.world.pool,
+    )
     bench.scheduler.result_queue = [(batch, SimpleNamespace(copy_done=None))]
     bench.scheduler.process_decode_queue()
     del bench.scheduler.result_queue

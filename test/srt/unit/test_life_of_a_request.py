@@ -15,10 +15,11 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
 
 class Life(RuleBasedStateMachine):
     page_size = 4
+    states: int | None = None
 
     @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
     def begin(self, size, watermark):
-        self.world = World(size=size, page_size=self.page_size, watermark=watermark)
+        self.world = World(size=size, page_size=self.page_size, watermark=watermark, states=self.states)
 
     def pick(self, items, index):
         return items[index % len(items)]
@@ -130,9 +131,10 @@ class Life(RuleBasedStateMachine):
         assert len(world.meta_alloc.free_slots) == world.meta_alloc.size
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_invariants_hold_in_every_life(page_size):
-    machine = type("Life", (Life,), {"page_size": page_size})
+# With states, as many slots as rows, or so few that requests wait for one.
+@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, None), (16, None), (1, 16), (4, 3)])
+def test_invariants_hold_in_every_life(page_size, states):
+    machine = type("Life", (Life,), {"page_size": page_size, "states": states})
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

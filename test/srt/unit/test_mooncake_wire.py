@@ -77,7 +77,7 @@ class Library:
 
 class Counters:
     def __init__(self) -> None:
-        self.sent_bytes = self.saved_bytes = self.runs = self.mismatches = 0
+        self.sent_bytes = self.saved_bytes = self.runs = self.mismatches = self.state_bytes = 0
 
     def mismatched(self) -> None:
         self.mismatches += 1
@@ -86,6 +86,9 @@ class Counters:
         self.runs += runs
         self.sent_bytes += num_bytes
         self.saved_bytes += saved_bytes
+
+    def sent_states(self, num_bytes: int) -> None:
+        self.state_bytes += num_bytes
 
 
 class Rank:
@@ -108,6 +111,12 @@ class Rank:
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [self.aux.ctypes.data], [self.aux.nbytes], [64]
         args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
         args.state_type, args.prefill_start_layer, args.page_size = "none", 0, world.page_size
+        # Two kinds of state, of different size, in slots.
+        self.states = [np.zeros((8, size), np.uint8) for size in (24, 40)]
+        if world.states is not None:
+            args.state_type, args.state_data_ptrs = "mamba", [pool.ctypes.data for pool in self.states]
+            args.state_data_lens = [pool.nbytes for pool in self.states]
+            args.state_item_lens = [pool.shape[1] for pool in self.states]
         args.kv_head_num, args.total_kv_head_num = heads, HEADS
         server_args = SimpleNamespace(
             host="127.0.0.1",
@@ -156,7 +165,10 @@ class World:
         staging: bool = False,
         prefill_dp: int = 1,
         decode_dp: int = 1,
+        states: tuple[int, int] | None = None,
     ):
+        """states: for a model with states, the slot of the request on prefill and on decode."""
+        self.states = states
         self.page_size, self.mla, self.staging = page_size, mla, staging
         monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
         for side in ("BUFFER_SIZE", "POOL_SIZE"):
@@ -276,7 +288,8 @@ class Request:
         for receiver in self.receivers:
             message = {"decode_prefix_len": self.prefix_len, **changes}
             indices = message.pop("kv_indices", self.decode_pages[self.first_page :])
-            receiver.send_metadata(indices, self.aux, None, **message)
+            states = message.pop("states", self.world.states and [self.world.states[1]])
+            receiver.send_metadata(indices, self.aux, states, **message)
         return self
 
     def bootstrap(self, fenced: bool = False) -> Request:
@@ -291,7 +304,8 @@ class Request:
         for sender in self.senders:
             start = self.first_page
             for end in (*ends, self.num_pages):
-                sender.send(np.arange(start, end, dtype=np.int32))
+                states = self.world.states and end == self.num_pages and [self.world.states[0]]
+                sender.send(np.arange(start, end, dtype=np.int32), states or None)
                 start = end
         return self
 
@@ -537,7 +551,7 @@ def test_many_requests_at_once(world: World) -> None:
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
-    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1}
+    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "state": 1}
 
 
 # ---- digests of pages ----

@@ -42,7 +42,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
-PAGE, ITEM = 4, 64
+PAGE, ITEM, STATE_ITEM = 4, 64, 96
 GOOD, BAD = 101, 102
 
 
@@ -141,6 +141,9 @@ class Rank:
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [3 * base], [640], [64]
         args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
         args.state_type, args.prefill_start_layer, args.page_size = "none", 0, PAGE
+        if world.states is not None:
+            args.state_type, args.state_data_ptrs = "mamba", [4 * base, 5 * base]
+            args.state_data_lens, args.state_item_lens = [base, base], [STATE_ITEM, 2 * STATE_ITEM]
         args.kv_head_num = 4 // tp
         server_args = SimpleNamespace(
             host="127.0.0.1",
@@ -174,7 +177,15 @@ class Rank:
 class World:
     """A prefill and a decode worker, and a socket to each prefill rank for messages of the test's own making."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefill_tp: int = 1, decode_tp: int = 1):
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
+        states: tuple[int, int] | None = None,
+    ):
+        """states: for a model with states, the slot of the request on prefill and on decode."""
+        self.states = states
         # Their threads outlive the test; they need not look after servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         for side in ("prefills", "decodes"):
@@ -271,7 +282,8 @@ class Request:
         for receiver in self.receivers:
             given = {"decode_prefix_len": self.prefix_len, **changes}
             indices = given.pop("kv_indices", np.arange(32 + self.first_page, 32 + self.num_pages, dtype=np.int32))
-            receiver.send_metadata(indices, 1, None, **given)
+            states = given.pop("states", self.world.states and [self.world.states[1]])
+            receiver.send_metadata(indices, 1, states, **given)
         return self
 
     def frames(self, decode_rank: int = 0) -> list[bytes]:
@@ -294,7 +306,8 @@ class Request:
         for sender in self.senders:
             start = self.first_page
             for end in (*ends, self.num_pages):
-                sender.send(np.arange(start, end, dtype=np.int32))
+                states = self.world.states and end == self.num_pages and [self.world.states[0]]
+                sender.send(np.arange(start, end, dtype=np.int32), states or None)
                 start = end
         return self
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped_loop import Loop, LoopEnds
+from overlapped_loop import Loop, LoopEnds, LoopScheduler
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
@@ -119,16 +119,19 @@ class Play:
 
 
 # Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".
-@pytest.mark.parametrize("flag, page_size", [(True, 1), (True, 4), (False, 1)])
-def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size):
+# With states: so few slots that those of requests that have just ended are used at once.
+@pytest.mark.parametrize(
+    "flag, page_size, states", [(True, 1, None), (True, 4, None), (False, 1, None), (True, 4, 3), (False, 1, 3)]
+)
+def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size, states):
     behind = 0
 
     @given(script=scripts, size=st.sampled_from([32, 40]))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40 if states is None else 20, deadline=None)
     def play(script, size):
         nonlocal behind
         # Nothing reserved for answers: requests are retracted, and the tree is evicted.
-        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4)
+        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4, states=states)
         # Without the flag the engine forgets about those that a pause retracts, and frees what a writer still fills.
         Play(loop, script, () if flag else ("pause", "fail", "abort", "flush")).run()
         behind += len(loop.asked_behind)
@@ -213,6 +216,74 @@ def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeyp
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r3"] == bare.asked_in["r3"] + flag
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch, flag):
+    """Trap 28, of a state: there is one slot, and a step in flight writes to it once more."""
+
+    def play() -> Loop:
+        loop = Loop(flag, size=64, page_size=4, states=1)
+        made: list[DecodeRequest] = []
+
+        def between() -> None:
+            if not made or (loop.told and len(made) == 1):
+                made.append(loop.arrive([1 + len(made)] * 6, max_new=3))
+                loop.handshake(made[-1])
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+            if len(loop.told) == 2 and loop.in_flight is None:
+                raise LoopEnds
+            assert loop.iterations < 50, "the loop does not come to an end"
+
+        try:
+            loop.run(between)
+        except AssertionError as error:
+            assert "a state with two writers" in str(error)
+        else:
+            loop.check_answers()
+        return loop
+
+    fenced = play()
+    assert len(fenced.told) == 2
+    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    bare = play()
+    assert bare.wrong
+    assert fenced.asked_in["r2"] == bare.asked_in["r2"] + flag
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_the_state_of_a_retracted_request_is_that_of_its_tokens(monkeypatch, flag):
+    """A step in flight takes in one token more than the request that is saved has been told."""
+
+    def play() -> Loop:
+        loop = Loop(flag, size=32, page_size=1, reserved=0, states=4)
+        made: list[DecodeRequest] = []
+
+        def between() -> None:
+            while len(made) < 2:
+                made.append(loop.arrive([1 + len(made)] * 8, max_new=14))
+                loop.handshake(made[-1])
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+            if len(loop.told) == 2 and loop.in_flight is None:
+                raise LoopEnds
+            retracted.extend(loop.queue.retracted_queue)
+            assert loop.iterations < 80, "the loop does not come to an end"
+
+        retracted: list = []
+        try:
+            loop.run(between)
+        except AssertionError as error:
+            loop.wrong.append(str(error))
+        else:
+            loop.check_answers()
+        assert retracted
+        return loop
+
+    assert not play().wrong
+    monkeypatch.setattr(LoopScheduler, "_end_step", lambda scheduler: None)
+    assert play().wrong
 
 
 def test_a_flush_comes_through_right_after_the_last_answer():

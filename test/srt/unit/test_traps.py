@@ -32,10 +32,13 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import decode_radix_cache, radix_cache
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-ROWS = [*range(1, 22), 26, 27, 30, 31]
+ROWS = [*range(1, 22), 26, 27, 30, 31, 32]
 
 # Rows without a test of their own here: why, and the test (file::name) that has them if there is one.
 ELSEWHERE = {
@@ -236,22 +239,42 @@ def heard(status: TransferStatus, agent: str, kv: bool = False, aux: bool = Fals
         status.state_from.add(agent)
 
 
-def test_trap_05_a_model_with_state_is_refused_at_the_start(monkeypatch):
-    """A full hit of a model with state never completed, since lists of nothing counted as state to come.
+@pytest.mark.parametrize("prefix_len", [0, 8, 16])
+def test_trap_05_a_full_hit_brings_the_state(prefix_len):
+    """A full hit of a model with state never completed. On the wire: test_state_wire.py."""
+    prefill = Prefill(16, prefix_len)
+    pool = SimpleNamespace(req_index_to_mamba_index_mapping=torch.tensor([5], dtype=torch.int32))
+    prefill.req.mamba_pool_idx, vars(pool)["req_to_token"] = torch.tensor(5), prefill.req_to_token_pool.req_to_token
+    prefill.req_to_token_pool = pool
+    # By its type the engine knows what it has to send.
+    prefill.token_to_kv_pool_allocator.get_kvcache = lambda: object.__new__(HybridLinearKVPool)
+    prefill.prefill(8)
+    assert [states for _, states in prefill.states][-1] == [5]
+    assert all(states is None for _, states in prefill.states[:-1])
 
-    Here no such model gets a decode tree.
-    """
+
+@pytest.mark.parametrize("state_pool", [True, False])
+def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkeypatch, state_pool):
+    """Another tree than the engine's for KV alone, or an ordinary one beside a pool that has state to send."""
 
     class MambaRadixCache(RadixCache):
         pass
 
     def engines(scheduler: Scheduler) -> None:
-        scheduler.tree_cache = object.__new__(MambaRadixCache)
+        scheduler.tree_cache = object.__new__(RadixCache if state_pool else MambaRadixCache)
 
+    class Pool:
+        pass
+
+    if state_pool:
+        Pool.get_state_buf_infos = lambda self: None
     monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", engines)
     scheduler = object.__new__(Scheduler)
     scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True)
-    with pytest.raises(ValueError, match="MambaRadixCache .*Start this decode worker without the flag"):
+    runner = SimpleNamespace(hybrid_gdn_config=None, token_to_kv_pool=Pool())
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner)
+    named = r"state \(Pool\)" if state_pool else "MambaRadixCache "
+    with pytest.raises(ValueError, match=f"{named}.*Start this decode worker without the flag"):
         scheduler.init_cache_with_memory_pool()
     scheduler.server_args.disaggregation_decode_enable_radix_cache = False
     scheduler.init_cache_with_memory_pool()
@@ -293,6 +316,7 @@ class Prefill(SchedulerDisaggregationPrefillMixin):
 
     def __init__(self, prompt_len: int, prefix_len: int) -> None:
         self.sent: list[tuple[list[int], bool]] = []
+        self.states: list[tuple[list[int], Any]] = []
         self.metadata_set = 0
         self.token_to_kv_pool_allocator = SimpleNamespace(page_size=PAGE, get_kvcache=lambda: None)
         table = torch.arange(0, 64, dtype=torch.int32).reshape(1, -1)
@@ -304,6 +328,7 @@ class Prefill(SchedulerDisaggregationPrefillMixin):
             fill_ids=[],
             start_send_idx=prefix_len,
             req_pool_idx=0,
+            mamba_pool_idx=None,
             rid="r",
             bootstrap_room=7,
             disagg_kv_sender=SimpleNamespace(send=self._send),
@@ -316,6 +341,7 @@ class Prefill(SchedulerDisaggregationPrefillMixin):
         # So does the engine's sender tell the last chunk.
         self.left -= len(pages)
         self.sent.append((pages.tolist(), self.left == 0))
+        self.states.append((pages.tolist(), None if states is None else [int(state) for state in states]))
 
     def prefill(self, chunk: int) -> None:
         prompt_len = len(self.req.origin_input_ids)
@@ -1076,6 +1102,35 @@ def test_trap_27_a_promised_prefix_is_there_when_the_delta_lands(page_size):
 
 
 # ---- the list ----
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
+def test_trap_32_requests_wait_for_a_state_slot(flag):
+    """Admission ran into the allocator's assertion: rows and pages were left, state slots were not.
+
+    Here none is kept for a prefix, so each slot is free or a request's. Pages are left throughout.
+    """
+    world = World(size=256, max_reqs=8, states=2, tree_type=DecodeRadixCache if flag else ChunkCache)
+    decode_reqs = [world.arrive(tokens(i, 9), max_new=3, peer_takes_prefix=flag) for i in range(5)]
+    for decode_req in decode_reqs:
+        world.handshake(decode_req)
+    retracted = False
+    for _ in range(20):
+        world.step()
+        assert len(world.transfer.queue) + len(world.running) <= 2
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+        if len(world.running) == 2 and not retracted:
+            # It gives its slot back, and waits for one like others.
+            retracted = True
+            world.retract(world.running[-1])
+            assert world.pool.mamba_pool.available_size() == 1
+        world.decode()
+    assert retracted and [len(dr.req.output_ids) for dr in decode_reqs] == [3] * 5
+    assert world.pool.mamba_pool.available_size() == 2
+    if flag:
+        world.check()
 
 
 def test_a_second_live_request_of_one_room_is_refused():

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DecodePreallocQueue", "DecodeRequest", "DecodeTransferQueue"]
+__all__ = ["DecodePreallocQueue", "DecodeRequest", "DecodeTransferQueue", "HybridMambaDecodeReqToTokenPool"]
 
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
@@ -61,8 +61,9 @@ class DecodeRequest(engine.DecodeRequest):
 
     error: str | None = None
     failed_at: float = 0.0
-    # What prefill is asked for.
+    # What prefill is asked for: pages, and the slot of the state, if the model has any.
     page_indices: np.ndarray | None = None
+    state_indices: list[int] | None = None
 
     def lose(self, error: Exception | str) -> None:
         """Have the next reduction fail this request."""
@@ -101,6 +102,39 @@ class DecodeRequest(engine.DecodeRequest):
         except Exception as e:
             self.lose(e)
             return time.monotonic() - self.failed_at > self.kv_receiver.kv_mgr.waiting_timeout
+
+
+class HybridMambaDecodeReqToTokenPool(engine.HybridMambaDecodeReqToTokenPool):
+    """Rows and state slots of the requests of a hybrid model. The state pool may have fewer slots than there are rows.
+
+    The prefix cache holds no states, so all slots are requests' or free, and a request has its own from its admission
+    to its end.
+    """
+
+    def _init_mamba_pool(self, *args, **kwargs) -> None:
+        """Adds that the tables from rows to slots have an entry for each row; the engine makes one for each slot."""
+        super()._init_mamba_pool(*args, **kwargs)
+        rows = len(self.req_to_token)
+        slots = self.req_index_to_mamba_index_mapping
+        self.req_index_to_mamba_index_mapping = slots.new_zeros(rows)
+        if self.enable_mamba_extra_buffer:
+            tracked = self.req_index_to_mamba_ping_pong_track_buffer_mapping
+            self.req_index_to_mamba_ping_pong_track_buffer_mapping = tracked.new_zeros(rows, tracked.shape[1])
+
+    def available_size(self) -> int:
+        """Replaces the engine's number of free rows: requests for which there are a row and the state slots it takes.
+
+        All admissions ask this. The engine's run into an assertion when rows are left and slots are not.
+        """
+        each = 1 + (self.mamba_ping_pong_track_buffer_size if self.enable_mamba_extra_buffer else 0)
+        return min(len(self.free_slots), self.mamba_pool.available_size() // each)
+
+
+def _free_row(pool: Any, req: Req) -> None:
+    """Give back a request's row, and its state slot if it has one."""
+    if req.mamba_pool_idx is not None:
+        pool.free_mamba_cache(req)
+    pool.free(req)
 
 
 def _takes_prefix(decode_req: engine.DecodeRequest) -> bool:
@@ -686,7 +720,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
         except Exception:
             if slots is not None:
-                pool.free(req)
+                _free_row(pool, req)
             if delta is not None:
                 allocator.free(delta)
             self.radix.dec_lock_ref(node)
@@ -718,18 +752,28 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
         page_indices = decode_req.page_indices = kv_to_page_indices(delta, self.token_to_kv_pool_allocator.page_size)
-        if self._late is not None and np.isin(page_indices, self._late.pages.cpu()).any():
+        if req.mamba_pool_idx is not None:
+            # However much of the prompt decode holds: no state of a prefix is kept.
+            decode_req.state_indices = [int(req.mamba_pool_idx)]
+        if self._late is not None and self._is_late(self._late, page_indices, decode_req.state_indices):
             self._unasked.append(decode_req)
         else:
             self._ask(decode_req)
 
+    @staticmethod
+    def _is_late(late: LateStep, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
+        """Whether a step in flight may still write to what a prefill is about to be asked to write."""
+        if state_indices is not None and not late.states.isdisjoint(state_indices):
+            return True
+        return bool(np.isin(page_indices, late.pages.cpu()).any())
+
     def _ask(self, decode_req: engine.DecodeRequest) -> None:
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
-        page_indices = decode_req.page_indices
+        page_indices, states = decode_req.page_indices, decode_req.state_indices
         if getattr(receiver, "peer_takes_prefix", False):
-            receiver.send_metadata(page_indices, index, None, decode_prefix_len=req.decode_prefix_len)
+            receiver.send_metadata(page_indices, index, states, decode_prefix_len=req.decode_prefix_len)
         else:
-            receiver.send_metadata(page_indices, index, None)
+            receiver.send_metadata(page_indices, index, states)
         req.time_stats.set_decode_transfer_queue_entry_time()
 
     # ---- retraction ----
@@ -776,7 +820,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.scheduler.stream_output([req], req.return_logprob)
         if req.req_pool_idx is not None:
             release_kv_cache(req, self.tree_cache, is_insert=False)
-        req.kv_cache_cpu = req.draft_kv_cache_cpu = None
+        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = None
 
 
 class _Writers:
@@ -886,6 +930,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             length = req.kv_allocated_len - req.cache_protected_len
             pool.req_to_token[req.req_pool_idx, :length] = table[:length]
             pool.free_slots.remove(req.req_pool_idx)
+            if req.mamba_pool_idx is not None:
+                states = pool.mamba_pool
+                states.free_slots = states.free_slots[states.free_slots != req.mamba_pool_idx]
+                pool.req_index_to_mamba_index_mapping[req.req_pool_idx] = req.mamba_pool_idx
             allocator.free_pages = allocator.free_pages[~torch.isin(allocator.free_pages, table[:length] // page)]
             req.kv_allocated_len = req.kv_committed_len = length
             req.last_node, req.cache_protected_len = tree.root_node, 0

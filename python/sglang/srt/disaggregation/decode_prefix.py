@@ -168,6 +168,7 @@ class KvTransferCounters:
             self._sent = counter("kv_transfer_sent_bytes", "KV bytes handed to the transfer backend.")
             self._saved = counter("kv_transfer_saved_bytes", "KV bytes not sent because decode held them.")
             self._runs = counter("kv_transfer_runs", "Runs of pages, contiguous on both sides, in which KV was sent.")
+            self._states = counter("kv_transfer_state_bytes", "Bytes of states of hybrid models that were sent.")
         else:
             self._prompt = counter("decode_prompt_tokens", "Prompt tokens of committed requests.")
             self._hit = counter("decode_prefix_hit_tokens", "Prompt tokens that the decode tree held.")
@@ -197,6 +198,10 @@ class KvTransferCounters:
             self._runs.inc(runs)
             self._sent.inc(num_bytes)
             self._saved.inc(saved_bytes)
+
+    def sent_states(self, num_bytes: int) -> None:
+        if self.enabled:
+            self._states.inc(num_bytes)
 
     def committed(self, prompt_len: int, prefix_len: int) -> None:
         if self.enabled:

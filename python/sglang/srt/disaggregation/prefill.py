@@ -91,7 +91,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.
 
         A chunk that ends at or below the cursor sends nothing and leaves the cursor alone; the engine would move it
-        back. When decode holds the whole prompt, the last chunk still brings the metadata.
+        back. When decode holds the whole prompt, the last chunk still brings the metadata and the state, if any.
         """
         page_size = self.token_to_kv_pool_allocator.page_size
         end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
@@ -102,4 +102,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             super().send_kv_chunk(req, last_chunk, end_idx)
             return
         self.disagg_metadata_buffers.set_buf(req)
-        req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), None)
+        states = None
+        if req.mamba_pool_idx is not None:
+            # As the engine finds it for any last chunk.
+            states = [int(self.req_to_token_pool.req_index_to_mamba_index_mapping[req.req_pool_idx])]
+        req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), states)

@@ -45,6 +45,12 @@ class LateStep:
         """The rows of ``req_to_token`` that it may still read for them."""
         return set(self.batch.req_pool_indices[self.ended].tolist())
 
+    @cached_property
+    def states(self) -> set[int]:
+        """The state slots of a hybrid model that it may still write to for them; their rows are nobody else's yet."""
+        pool = self.batch.req_to_token_pool
+        return set(pool.get_mamba_indices(self.batch.req_pool_indices[self.ended]).tolist())
+
 
 def late_step(scheduler: Any, page_size: int) -> LateStep | None:
     """The step whose result has not been processed, if a request that it was launched with has ended; else None.

@@ -46,6 +46,8 @@ class Req(engine.Req):
     kv_generation: int | None = None
     # The draft model's KV while it is retracted, as the pool's get_cpu_copy returns it.
     draft_kv_cache_cpu: list | None = None
+    # The state of a retracted request of a hybrid model, in host memory.
+    state_cpu: list[torch.Tensor] | None = None
     # The key of the message from which the next request is made; see Scheduler.handle_generate_request.
     incoming_extra_key: ClassVar[str | None] = None
 
@@ -70,26 +72,35 @@ class Req(engine.Req):
         self.committed_indices = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds the draft model's KV, which the engine leaves behind; a resumed request then drafts with another's."""
+        """Adds what the engine loses: the draft model's KV, and the state that layers without KV have of it."""
         super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
         draft_pool = getattr(token_to_kv_pool_allocator, "draft_kv_pool", None)
         if draft_pool is not None:
             table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
             self.draft_kv_cache_cpu = draft_pool.get_cpu_copy(table)
+        if self.mamba_pool_idx is not None:
+            self.state_cpu = req_to_token_pool.mamba_pool.get_cpu_copy(self.mamba_pool_idx)
 
     def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds the draft model's KV."""
+        """Adds the draft model's KV and the state."""
         super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
         self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, 0)
+        self._load_state(req_to_token_pool)
 
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
-        """Load the offloaded KV of the tokens from ``start`` on; the tree still holds those before it."""
+        """Load the state and the offloaded KV of the tokens from ``start`` on; the tree holds those before it."""
         end = self.seqlen - 1
         if start < end:
             table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
             _load(token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache(), self.kv_cache_cpu, table, start)
         del self.kv_cache_cpu
         self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, start)
+        self._load_state(req_to_token_pool)
+
+    def _load_state(self, req_to_token_pool) -> None:
+        if self.state_cpu is not None:
+            req_to_token_pool.mamba_pool.load_cpu_copy(self.state_cpu, self.mamba_pool_idx)
+            self.state_cpu = None
 
     def _load_draft_kv(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
         saved, self.draft_kv_cache_cpu = self.draft_kv_cache_cpu, None

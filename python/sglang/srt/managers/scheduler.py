@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
@@ -20,6 +21,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, ge
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache import mamba_radix_cache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow_memory import kv_layout
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Scheduler"]
 
+FLAG = "--disaggregation-decode-enable-radix-cache"
+
 
 class Scheduler(engine.Scheduler):
     """Gives a decode worker its tree and tells from outside what the pools hold."""
@@ -47,17 +51,35 @@ class Scheduler(engine.Scheduler):
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
-        super().init_cache_with_memory_pool()
         if self.server_args.enable_pegaflow:
+            super().init_cache_with_memory_pool()
             self._init_pegaflow()
             return
         if not self.server_args.disaggregation_decode_enable_radix_cache:
+            super().init_cache_with_memory_pool()
             return
+        runner = self.tp_worker.model_runner
+        if runner.hybrid_gdn_config is not None:
+            if self.server_args.speculative_algorithm is not None:
+                raise ValueError(
+                    f"{FLAG} is not verified for speculative decoding with linear attention. Leave "
+                    "--speculative-algorithm out, or start this decode worker without the flag."
+                )
+            # The tree for KV alone: states come from prefill with every request, so none has to be kept for a prefix.
+            with patch.object(mamba_radix_cache, "MambaRadixCache", RadixCache):
+                super().init_cache_with_memory_pool()
+        else:
+            super().init_cache_with_memory_pool()
+            if hasattr(runner.token_to_kv_pool, "get_state_buf_infos") and type(self.tree_cache) is RadixCache:
+                raise ValueError(
+                    f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls state "
+                    f"({type(runner.token_to_kv_pool).__name__}). Start this decode worker without the flag."
+                )
         if type(self.tree_cache) is not RadixCache:
             raise ValueError(
-                "--disaggregation-decode-enable-radix-cache is not verified for this model: the engine chose "
-                f"{type(self.tree_cache).__name__} for it, and only full-attention models (RadixCache) are. "
-                "Start this decode worker without the flag."
+                f"{FLAG} is not verified for this model: the engine chose {type(self.tree_cache).__name__} for it, "
+                "and only models with full attention throughout (RadixCache), or linear attention of the kind of "
+                "Qwen3-Next (GDN) in some layers, are. Start this decode worker without the flag."
             )
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
 
@@ -159,6 +181,24 @@ class Scheduler(engine.Scheduler):
         finally:
             self.waiting_queue = [*self.waiting_queue, *waiting]
 
+    def update_running_batch(self, batch):
+        """Adds, on decode, that what cannot be taken back is processed before a request is retracted.
+
+        What is saved of a request is the KV of the tokens whose results have been processed. A step in flight goes
+        further. KV of those tokens is computed again after the resume. But a state that has taken them in cannot let
+        them go; and of overlapped speculation the engine drops the result and has the request draft once more from
+        where that step began, of which nothing is left.
+        """
+        steps = getattr(self, "result_queue", None)
+        if (
+            steps
+            and self.disaggregation_mode == engine.DisaggregationMode.DECODE
+            and (batch.is_spec_v2 or hasattr(self.req_to_token_pool, "mamba_pool"))
+            and (engine.TEST_RETRACT or not batch.check_decode_mem())
+        ):
+            self._end_step()
+        return super().update_running_batch(batch)
+
     def _kv_pool_state(self) -> dict:
         tree = self.tree_cache
         state = {
@@ -181,7 +221,19 @@ class Scheduler(engine.Scheduler):
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if state["idle"]:
                 state["audit"] = tree.audit([])
+        states = getattr(self.req_to_token_pool, "mamba_pool", None)
+        if states is not None:
+            state |= {"state_slots": states.size, "free_state_slots": states.available_size()}
+            if "audit" in state:
+                state["audit"] += self._audit_states(states)
         return state
+
+    def _audit_states(self, states) -> list[str]:
+        """How the state slots contradict that no request is here; one in the retracted queue has none either."""
+        free = states.free_slots.tolist()
+        if sorted(free) == list(range(1, states.size + 1)):
+            return []
+        return [f"{len(set(free))} different state slots are free, {len(free)} in all, and there are {states.size}"]
 
     def _get_cached_tokens_details(self, req) -> dict | None:
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
@@ -300,20 +352,6 @@ class Scheduler(engine.Scheduler):
 
     # ---- speculative decoding ----
 
-    def update_running_batch(self, batch):
-        """Adds that before a request is retracted from overlapped speculation its last result is processed.
-
-        The engine drops that result and has the request draft once more from where that step began, of which nothing is
-        left. Then it resumes where it stood.
-        """
-        decodes = self.disaggregation_mode == engine.DisaggregationMode.DECODE
-        steps = getattr(self, "result_queue", None)
-        if decodes and steps and batch.is_spec_v2 and (engine.TEST_RETRACT or not batch.check_decode_mem()):
-            self.process_batch_result(*steps.popleft())
-            # There is no step to process the result of when the next has been launched.
-            self.last_batch = None
-        return super().update_running_batch(batch)
-
     def _keep_undrafted_out(self, batch, result) -> None:
         """Keep what the draft model has no KV for out of the tree.
 
@@ -400,8 +438,7 @@ class Scheduler(engine.Scheduler):
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do."""
         steps = getattr(self, "result_queue", None)
         if steps and all(req.finished() for req in steps[-1][0].reqs):
-            self.process_batch_result(*steps.popleft())
-            self.last_batch = self.cur_batch = None
+            self._end_step()
             self.running_batch.filter_batch()
 
     # ---- weight updates: they flush, and the engine ends where a flush is refused ----
@@ -461,6 +498,11 @@ class Scheduler(engine.Scheduler):
     def _update(self, update: Callable[[Any], Any], recv_req):
         self._leave_pegaflow()
         return update(recv_req)
+
+    def _end_step(self) -> None:
+        """Process the result of the step in flight now; the loop then finds none."""
+        self.process_batch_result(*self.result_queue.popleft())
+        self.last_batch = self.cur_batch = None
 
     def self_check_during_idle(self) -> None:
         """Puts the leak check off while pages are in quarantine, which it would report as lost."""

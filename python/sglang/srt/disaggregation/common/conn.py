@@ -203,6 +203,9 @@ class CommonKVManager(engine.CommonKVManager):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
             version, drafts = int(answer["version"]), str(answer.get("drafts") or "")
+            if self.has_state and not answer.get("state"):
+                # On a full hit it would not send the state, and this worker would wait for it.
+                version = 0
         except NotTrusted:
             raise
         except Exception as e:
@@ -220,6 +223,24 @@ class CommonKVManager(engine.CommonKVManager):
         for can, peers in abilities.items():
             (peers.add if takes and answer.get(can) else peers.discard)(addr)
         return version
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this worker's model has states beside its KV."""
+        return bool(self.kv_args.state_data_ptrs)
+
+    def _resolve_rank_mapping(self, info) -> None:
+        """Adds, with a radix cache, that states are never cut: a prefill of another TP size cannot be used.
+
+        NIXL has no message for a part of one. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
+        convolution has its queries, keys and values one after the other, each cut by TP.
+        """
+        if self.has_radix and self.has_state and info.attn_tp_size != self.attn_tp_size:
+            raise ValueError(
+                f"it has TP size {info.attn_tp_size} and this decode worker {self.attn_tp_size}; the states of this "
+                "model cannot be cut. Start both with the same --tp-size."
+            )
+        super()._resolve_rank_mapping(info)
 
     def why_unreached(self, addr: str, since: float) -> str | None:
         """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer."""
@@ -417,11 +438,13 @@ class CommonKVManager(engine.CommonKVManager):
         """
         self.rooms.settle()
 
-    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0) -> None:
+    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0) -> None:
         """Add one transfer to the counters: of each page a peer gets its own share of the heads, or all of them.
 
-        runs: of pages that are contiguous on both sides, in which they are sent.
+        runs: of pages that are contiguous on both sides, in which they are sent. states: sent with it, by slot or page.
         """
+        if states:
+            self.counters.sent_states(states * sum(self.kv_args.state_item_lens))
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
         page_bytes = sum(min(item, theirs) for item in self.kv_args.kv_item_lens)
         self.counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)
@@ -765,7 +788,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         plain = self.attn_cp_size == 1 and self.pp_size == 1
         version = self.decode_prefix_version if plain else 0
         can = {"pieces": self.asks_for_pieces, "digests": self.sends_digests, "queued": self.hears_of_waiting}
-        answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}}
+        answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}, "state": 1}
         # Of the process that the server is part of.
         drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
         return web.json_response({**answer, "drafts": drafts} if drafts else answer)

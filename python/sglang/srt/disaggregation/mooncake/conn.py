@@ -229,7 +229,8 @@ class MooncakeKVManager(StagingKVManager):
         for info in writes:
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
-            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs)
+            states = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
+            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, states)
 
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
@@ -243,6 +244,16 @@ class MooncakeKVManager(StagingKVManager):
             # The socket of the engine's message: what has gone over it before must come before.
             address = NetworkAddress(remote, dst_port)
             self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+
+    def maybe_send_extra(self, req: TransferInfo, *args, **kwargs):
+        """Adds that a state that could not be written fails the room; the engine goes on to report a success.
+
+        Not for a decode worker without the flag, for which nothing changes.
+        """
+        failed = super().maybe_send_extra(req, *args, **kwargs)
+        if failed and req.names_prefix:
+            raise RuntimeError(f"its state could not be written to {req.endpoint}:{req.dst_port}")
+        return failed
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""

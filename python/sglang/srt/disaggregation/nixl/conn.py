@@ -256,7 +256,7 @@ class NixlKVManager(engine.NixlKVManager):
         infos = [info for info in self.transfer_infos[bootstrap_room].values() if not info.is_dummy()]
         if len(kv_indices) == 0:
             assert is_last and aux_index is not None
-            return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index)
+            return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index, state_indices)
         for info in infos:
             room_for = len(info.dst_kv_indices[index_slice])
             if room_for != len(kv_indices):
@@ -273,7 +273,8 @@ class NixlKVManager(engine.NixlKVManager):
         for info in infos:
             saved = info.decode_prefix_len // self.kv_args.page_size if is_last else 0
             runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
-            self.count_transfer(info.agent_name, len(kv_indices), saved, runs)
+            states = len(info.dst_state_indices) if is_last and state_indices is not None else 0
+            self.count_transfer(info.agent_name, len(kv_indices), saved, runs, states)
         return handles
 
     def send_kvcache(self, *args, **kwargs):
@@ -287,6 +288,11 @@ class NixlKVManager(engine.NixlKVManager):
     def send_aux(self, *args, **kwargs):
         """Wraps the engine's send to remember what has been posted."""
         return self._post(super().send_aux(*args, **kwargs))
+
+    def maybe_send_extra(self, *args, **kwargs):
+        """Wraps the engine's send of a state to remember what has been posted."""
+        handle = super().maybe_send_extra(*args, **kwargs)
+        return handle if handle is None else self._post(handle)
 
     def _post(self, handle):
         self.posted.append(handle)
@@ -308,16 +314,30 @@ class NixlKVManager(engine.NixlKVManager):
                 )
         super()._handle_node_failure(failed_bootstrap_addr)
 
-    def _send_without_kv(self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int) -> list:
-        """Full hit: the notification that closes the KV part, with nothing before it, and the metadata."""
+    def _send_without_kv(
+        self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int, state_indices: list[int] | None
+    ) -> list:
+        """Full hit: the notification that closes the KV part, with nothing before it, the state and the metadata."""
         handles = []
         for info in infos:
             self.agent.send_notif(info.agent_name, f"{room}_kv_{chunk_id}_1_{self.kv_args.pp_rank}".encode("ascii"))
             peer = self.decode_kv_args_table[info.agent_name]
+            if state_indices is not None:
+                handle = self.maybe_send_extra(
+                    info.agent_name,
+                    state_indices,
+                    peer.dst_state_data_ptrs,
+                    info.dst_state_indices,
+                    peer.gpu_id,
+                    f"{room}_state_{self.kv_args.pp_rank}",
+                    peer.decode_tp_size,
+                )
+                handles += [] if handle is None else [handle]
             handles.append(
                 self.send_aux(info.agent_name, aux_index, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux")
             )
-            self.count_transfer(info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size)
+            states = 0 if state_indices is None else len(info.dst_state_indices)
+            self.count_transfer(info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=states)
         self.end_room(room)
         return handles
 

@@ -15,6 +15,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+from . import windows
 from .kernel import Plan, Workspace, decode_attention
 from .plan import Layout
 
@@ -89,10 +90,20 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
         self._written.rows.clear()
         return choose_levels(self._prefixes, self._shape, COSTS)
 
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """As the engine, but for windows, which it leaves out."""
+        if _has_window(layer):
+            return windows.forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> torch.Tensor:
         """As planned, or as the engine does what the plan is not for."""
+        if _has_window(layer):
+            return windows.forward(q, k, v, layer, forward_batch, save_kv_cache)
         if self._plan is None or not _is_plain(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         pool = forward_batch.token_to_kv_pool
@@ -119,6 +130,12 @@ def _takes(pool: Any, dtype: torch.dtype) -> bool:
     if type(pool) is MHATokenToKVPool:
         return pool.head_dim == pool.v_head_dim and pool.store_dtype == dtype
     return type(pool) is MLATokenToKVPool and pool.store_dtype == dtype
+
+
+def _has_window(layer: Any) -> bool:
+    """Whether a layer's attention is to its sliding window and no different in any other way."""
+    plain = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention and layer.logit_cap == 0
+    return plain and layer.sliding_window_size > -1
 
 
 def _is_plain(layer: Any) -> bool:

@@ -1,0 +1,47 @@
+"""Hybrid models: the state of a retracted request is saved and comes back with its KV.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.mem_cache import memory_pool as engine
+
+__all__ = ["HybridLinearKVPool", "MambaPool"]
+
+
+class MambaPool(engine.MambaPool):
+    """States of linear attention or Mamba layers, one slot for each request."""
+
+    def get_cpu_copy(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """What slot ``slot`` (an int64 scalar) holds, in host memory: a tensor (layers, ...) for each kind of state."""
+        torch.cuda.synchronize()
+        return [states[:, slot].to("cpu", copy=True) for states in self._kinds()]
+
+    def load_cpu_copy(self, saved: list[torch.Tensor], slot: torch.Tensor) -> None:
+        """Write it to a slot, which a step in flight may have used for another request until now."""
+        torch.cuda.synchronize()
+        for states, state in zip(self._kinds(), saved, strict=True):
+            states[:, slot] = state.to(states.device)
+        torch.cuda.synchronize()
+
+    def _kinds(self) -> list[torch.Tensor]:
+        return [*self.mamba_cache.conv, self.mamba_cache.temporal]
+
+
+class HybridLinearKVPool(engine.HybridLinearKVPool):
+    """KV of a model of which only some layers have any; the others have a state in a `MambaPool`."""
+
+    @property
+    def cpu_offloading_chunk_size(self) -> int:
+        """Tokens in a piece of the copies below."""
+        return self.full_kv_pool.cpu_offloading_chunk_size
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> list:
+        """Replaces the engine's NotImplementedError, which ends a decode worker that has to retract a request."""
+        return self.full_kv_pool.get_cpu_copy(indices)
+
+    def load_cpu_copy(self, kv_cache_cpu: list, indices: torch.Tensor) -> None:
+        """The way back, which the engine lacks as well."""
+        self.full_kv_pool.load_cpu_copy(kv_cache_cpu, indices)

@@ -1,0 +1,38 @@
+"""The number of state slots of a decode worker whose prefix cache holds none.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sglang.srt.model_executor import model_runner_kv_cache_mixin as engine
+
+__all__ = ["ModelRunnerKVCacheMixin"]
+
+
+class ModelRunnerKVCacheMixin(engine.ModelRunnerKVCacheMixin):
+    """Sizes the state pool of a hybrid model on decode as without the flag, one slot for each request."""
+
+    def _calculate_mamba_ratio(self) -> int:
+        """Wraps the engine's, which counts two slots and more for each request where there is a prefix cache."""
+        with self._without_checkpoints():
+            return super()._calculate_mamba_ratio()
+
+    def handle_max_mamba_cache(self, total_rest_memory: float) -> float:
+        """Wraps the engine's, which gives half of the memory to states where there is a prefix cache."""
+        with self._without_checkpoints():
+            return super().handle_max_mamba_cache(total_rest_memory)
+
+    @contextmanager
+    def _without_checkpoints(self) -> Iterator[None]:
+        """The decode radix cache holds KV and no states: to the engine's sums it is not there."""
+        args = self.server_args
+        disabled = args.disable_radix_cache
+        args.disable_radix_cache = disabled or args.disaggregation_decode_enable_radix_cache
+        try:
+            yield
+        finally:
+            args.disable_radix_cache = disabled

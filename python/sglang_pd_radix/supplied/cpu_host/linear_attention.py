@@ -1,0 +1,265 @@
+"""Linear attention (gated delta networks, GDN) in torch.
+
+Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024): a head keeps a matrix S of V x K numbers, and a token with the
+query q, key k, value v, decay g <= 0 (its logarithm) and strength beta changes and reads it by
+
+    S = exp(g) S;  S = S + beta (v - S k) k^T;  o = S q
+
+Queries and keys are scaled to length 1, queries by K^-1/2 besides. A request's state is one slot of the engine's pool:
+S of each head, float32 (heads, V, K), and the last inputs of the convolution before it (channels, width - 1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import kernels
+
+if TYPE_CHECKING:
+    import torch
+
+#: Tokens that `gated_delta_rule` takes at once, and between two of the states that it returns; the engine's FLA kernels
+#: have the same, and its scheduler counts on it where it keeps states for a prefix cache (`extra_buffer`).
+CHUNK = 64
+
+
+def gating(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decay and strength, float32 (1, tokens, heads), of tokens with the inputs ``a`` and ``b``, (tokens, heads)."""
+    from torch.nn.functional import softplus
+
+    g = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
+    return g.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(tokens, heads, size) as float32 (heads, tokens, size); each query and key head serves several value heads."""
+    each = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(each, 1).transpose(0, 1) for x in (_unit(q) * q.shape[-1] ** -0.5, _unit(k)))
+    return q, k, v.float().transpose(0, 1)
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Extend sequences. q, k, v: (1, tokens, heads, size), one sequence after the other; g, beta: (1, tokens, heads).
+
+    initial_state: (sequences, heads, V, K). cu_seqlens: where each begins, and the end. Returns the outputs, like
+    ``v``; the states at the ends; and those at the beginning of each chunk of each sequence, (1, chunks, heads, V, K).
+    """
+    import torch
+
+    out, ends, begins = torch.empty_like(v), [], []
+    bounds = cu_seqlens.tolist()
+    for state, start, end in zip(initial_state.float(), bounds, bounds[1:], strict=False):
+        for at in range(start, end, CHUNK):
+            part = slice(at, min(at + CHUNK, end))
+            begins.append(state)
+            query, key, value = _heads_first(q[0, part], k[0, part], v[0, part])
+            read, state = _chunk(query, key, value, g[0, part].t(), beta[0, part].t(), state)
+            out[0, part] = read.transpose(0, 1).to(out.dtype)
+        ends.append(state)
+    return out, torch.stack(ends), torch.stack(begins).unsqueeze(0)
+
+
+def _chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One chunk of one sequence, in the closed form of the paper's section 3.3; heads first. Returns out and state."""
+    import torch
+
+    decay = g.float().cumsum(1)
+    # From token j to token i, j <= i; what is above the diagonal is never used and must not overflow.
+    between = (decay.unsqueeze(2) - decay.unsqueeze(1)).tril().exp().tril()
+    system = (beta.unsqueeze(2) * (k @ k.transpose(1, 2)) * between).tril(-1)
+    # What each token would read of the state before the chunk, and what it writes: of both the changes that earlier
+    # tokens of the chunk make are taken away.
+    known = (k * decay.exp().unsqueeze(2)) @ state.transpose(1, 2)
+    wanted = beta.unsqueeze(2) * (v - known)
+    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = (q * decay.exp().unsqueeze(2)) @ state.transpose(1, 2)
+    out = out + ((q @ k.transpose(1, 2)) * between) @ written
+    left = (decay[:, -1:] - decay).exp().unsqueeze(2)
+    state = decay[:, -1].exp()[:, None, None] * state + written.transpose(1, 2) @ (k * left)
+    return out, state
+
+
+def gated_delta_step(
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    disable_state_update: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """A token of each of several requests. q, k, v: (1, requests, heads, size); a, b: (requests, heads).
+
+    initial_state_source: the pool's states, (slots, heads, V, K), of which those at ``initial_state_indices`` are
+    advanced. Returns the outputs, like ``v``.
+    """
+    import torch
+
+    if disable_state_update or len(cu_seqlens) != q.shape[1] + 1:
+        raise NotImplementedError("On a CPU host, speculative decoding does not run with linear attention.")
+    g, beta = (x[0].unsqueeze(2) for x in gating(A_log, a, b, dt_bias))
+    # One token of each request has the shape of several tokens of one.
+    query, key, value = (x.transpose(0, 1) for x in _heads_first(q[0], k[0], v[0]))
+    slots = initial_state_indices.long()
+    state = initial_state_source[slots].float() * g.exp().unsqueeze(3)
+    change = beta * (value - torch.einsum("rhvk,rhk->rhv", state, key))
+    state += change.unsqueeze(3) * key.unsqueeze(2)
+    initial_state_source[slots] = state.to(initial_state_source.dtype)
+    return torch.einsum("rhvk,rhk->rhv", state, query).to(v.dtype).unsqueeze(0)
+
+
+def _activate(x: torch.Tensor, activation: str | None) -> torch.Tensor:
+    from torch.nn.functional import silu
+
+    return silu(x) if activation in ("silu", "swish") else x
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_states: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    cache_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """The convolution over sequences. x: (channels, tokens), one sequence after the other; weight: (channels, width).
+
+    conv_states: (slots, channels, width - 1), the inputs before a sequence, where ``has_initial_state``; zeros, where
+    not. Those of the sequences are replaced by their last inputs. Returns (channels, tokens).
+    """
+    import torch
+    from torch.nn.functional import conv1d
+
+    out = torch.empty_like(x)
+    bounds = query_start_loc.tolist()
+    kernel = weight.unsqueeze(1)
+    for i, slot in enumerate(cache_indices.tolist()):
+        start, end = bounds[i], bounds[i + 1]
+        before = conv_states[slot].to(x.dtype)
+        joined = torch.cat((before if has_initial_state[i] else torch.zeros_like(before), x[:, start:end]), 1)
+        out[:, start:end] = _activate(conv1d(joined, kernel, bias, groups=len(kernel)), activation)
+        conv_states[slot] = joined[:, joined.shape[1] - before.shape[1] :].to(conv_states.dtype)
+    return out
+
+
+def causal_conv_step(
+    x: torch.Tensor,
+    conv_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_state_indices: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """The same for one token of each of several requests. x: (requests, channels)."""
+    import torch
+
+    slots = conv_state_indices.long()
+    joined = torch.cat((conv_states[slots].to(x.dtype), x.unsqueeze(2)), 2)
+    conv_states[slots] = joined[:, :, 1:].to(conv_states.dtype)
+    out = (joined * weight).sum(2)
+    return _activate(out if bias is None else out + bias, activation)
+
+
+def keep_states(
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Copy the states of the requests that the mask names to the slots that are kept for the prefix cache."""
+    mask = mamba_track_mask[:batch_size]
+    sources, targets = cache_indices[:batch_size][mask].long(), mamba_track_indices[:batch_size][mask].long()
+    for states in (conv_states, ssm_states):
+        states[targets] = states[sources]
+
+
+def _patch_kernels(module: Any) -> None:
+    import torch
+
+    if not isinstance(module, kernels.KernelPlaceholder):
+        return
+    # What the engine calls on a CPU, by the names of the CPU build of sgl_kernel.
+    supplied = {
+        "causal_conv1d_fn_cpu": causal_conv,
+        "causal_conv1d_update_cpu": causal_conv_step,
+        "chunk_gated_delta_rule_cpu": gated_delta_rule,
+    }
+    vars(module).update(supplied)
+    ops = torch.ops.sgl_kernel
+    ops.fused_gdn_gating_cpu, ops.fused_sigmoid_gating_delta_rule_update_cpu = gating, gated_delta_step
+
+
+def _patch_backend(module: Any) -> None:
+    # Both are left out on a CPU, where the engine keeps no states of prefixes (`extra_buffer`).
+    module.FLA_CHUNK_SIZE = CHUNK
+    module.track_mamba_states_if_needed = keep_states
+
+
+def _patch_norm(module: Any) -> None:
+    def forward(self: Any, x: torch.Tensor, g: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        from torch.nn.functional import rms_norm, sigmoid
+
+        gate = g.float()
+        gate = sigmoid(gate) if self.activation == "sigmoid" else _activate(gate, "silu")
+        return (rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps) * gate).to(x.dtype)
+
+    module.FusedRMSNormGated.forward = forward
+
+
+def _patch_server_args(module: Any) -> None:
+    import wrapt
+
+    @wrapt.patch_function_wrapper(module, "ServerArgs._handle_cpu_backends")
+    def exact(wrapped: Callable[[], None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if instance.device == "cpu" and instance.dtype in ("float32", "float"):
+            # Else the inputs of convolutions are kept in bfloat16, and answers depend on where chunks end.
+            os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+        wrapped()
+
+    @wrapt.patch_function_wrapper(module, "ServerArgs._handle_mamba_radix_cache")
+    def handle(wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # It asks for CUDA where states of prefixes are kept (`extra_buffer`), for the sake of the kernels above.
+        asked, module.is_cuda = module.is_cuda, lambda: True
+        try:
+            wrapped(*args, **kwargs)
+        finally:
+            module.is_cuda = asked
+
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "sgl_kernel.mamba": _patch_kernels,
+    "sglang.srt.layers.attention.fla.fused_norm_gate": _patch_norm,
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend": _patch_backend,
+    "sglang.srt.server_args": _patch_server_args,
+}

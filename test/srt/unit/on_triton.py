@@ -1,0 +1,115 @@
+"""Run by test_torch_forms.py with TRITON_INTERPRET=1: the engine's Triton kernels beside the torch forms.
+
+Prints one JSON object: the greatest difference of each result.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from sglang.srt.layers.attention.fla import fused_norm_gate
+from sglang.srt.layers.attention.fla.fused_gdn_gating import fused_gdn_gating
+from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import track_mamba_state_if_needed_kernel
+from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+
+from sglang_pd_radix.supplied.cpu_host import linear_attention as here
+from sglang_pd_radix.supplied.cpu_host.attention.windows import window_attention
+
+KEY_HEADS, VALUE_HEADS, K, V = 1, 2, 32, 16
+CHANNELS = 12
+
+
+def inputs(tokens: int) -> dict[str, torch.Tensor]:
+    shapes = {"q": (KEY_HEADS, K), "k": (KEY_HEADS, K), "v": (VALUE_HEADS, V)}
+    made = {name: torch.randn(1, tokens, *shape) for name, shape in shapes.items()}
+    return made | {name: torch.randn(tokens, VALUE_HEADS) for name in ("a", "b")}
+
+
+def apart(*pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+
+
+def main() -> dict[str, float]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    found = {}
+    gates = {"A_log": torch.randn(VALUE_HEADS) * 0.3, "dt_bias": torch.randn(VALUE_HEADS) - 2}
+    rule = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0}
+    pool = torch.randn(6, VALUE_HEADS, V, K)
+
+    # A decode step of three requests.
+    slots, tokens = torch.tensor([4, 1, 2], dtype=torch.int32), inputs(3)
+    args = {**gates, **tokens, "cu_seqlens": torch.arange(4, dtype=torch.int32), "initial_state_indices": slots, **rule}
+    theirs, ours = pool.clone(), pool.clone()
+    found["step"] = apart(
+        (
+            fused_sigmoid_gating_delta_rule_update(initial_state_source=theirs, **args),
+            here.gated_delta_step(initial_state_source=ours, **args),
+        ),
+        (theirs, ours),
+    )
+    gate_args = (gates["A_log"], tokens["a"], tokens["b"], gates["dt_bias"])
+    found["gating"] = apart(*zip(fused_gdn_gating(*gate_args), here.gating(*gate_args), strict=True))
+
+    # Sequences of less than a chunk, of whole chunks and of more: token by token, as the decode kernel does it.
+    ends = [0, 1, 65, 131]
+    slots, tokens, ends_i32 = torch.arange(1, 4, dtype=torch.int32), inputs(ends[-1]), torch.tensor(ends).int()
+    theirs = pool.clone()
+    args = {**gates, **tokens, "cu_seqlens": ends_i32, "initial_state_indices": slots, **rule}
+    out = fused_sigmoid_gating_delta_rule_update(initial_state_source=theirs, **args)
+    g, beta = here.gating(gates["A_log"], tokens["a"], tokens["b"], gates["dt_bias"])
+    mine = here.gated_delta_rule(tokens["q"], tokens["k"], tokens["v"], g, beta, pool[slots.long()], ends_i32)
+    found["extend"] = apart((out, mine[0]), (theirs[slots.long()], mine[1]))
+
+    # The state at the beginning of the last chunk is that after the chunks before it.
+    args |= {name: tokens[name][:, 65:129] for name in ("q", "k", "v")} | {n: tokens[n][65:129] for n in ("a", "b")}
+    args |= {"cu_seqlens": torch.tensor([0, 64]).int(), "initial_state_indices": slots[2:]}
+    theirs = pool.clone()
+    fused_sigmoid_gating_delta_rule_update(initial_state_source=theirs, **args)
+    assert len(mine[2][0]) == 4
+    found["chunks"] = apart((theirs[slots[2]], mine[2][0, 3]))
+
+    # The convolution, with and without inputs before it.
+    states, weight = torch.randn(5, CHANNELS, 3), torch.randn(CHANNELS, 4)
+    slots, starts = torch.tensor([2, 4, 0], dtype=torch.int32), torch.tensor([0, 1, 13, 21], dtype=torch.int32)
+    x, theirs, ours = torch.randn(CHANNELS, 21), states.clone(), states.clone()
+    more = {"has_initial_state": torch.tensor([True, False, True]), "cache_indices": slots, "query_start_loc": starts}
+    out = causal_conv1d_fn(
+        x.clone(), weight, None, activation="silu", conv_states=theirs, seq_lens_cpu=[1, 12, 8], **more
+    )
+    found["conv"] = apart((out, here.causal_conv(x, weight, None, "silu", ours, **more)), (theirs, ours))
+    x, theirs, ours = torch.randn(3, CHANNELS), states.clone(), states.clone()
+    out = causal_conv1d_update(x.clone(), theirs, weight, None, "silu", conv_state_indices=slots)
+    found["conv step"] = apart((out, here.causal_conv_step(x, ours, weight, None, "silu", slots)), (theirs, ours))
+
+    # States that are kept for a prefix cache.
+    args = (slots, torch.tensor([True, False, True]), torch.tensor([1, 3, 3]))
+    theirs, ours = (states.clone(), pool[:5].clone()), (states.clone(), pool[:5].clone())
+    sizes = [len(t[0].flatten()) for t in theirs]
+    track_mamba_state_if_needed_kernel[(3,)](*theirs, *args, *(t.stride(0) for t in theirs), *sizes, BLOCK_SIZE=1024)
+    here.keep_states(*ours, *args, 3)
+    found["kept"] = apart(*zip(theirs, ours, strict=True))
+
+    # It writes to its input.
+    norm = fused_norm_gate.FusedRMSNormGated(V, eps=1e-6, activation="silu", dtype=torch.float32)
+    norm.weight.data, x, gate = torch.randn(V), torch.randn(9, V), torch.randn(9, V)
+    out = fused_norm_gate.rms_norm_gated(x.clone(), gate, norm.weight, None, "silu", eps=1e-6)
+    found["norm"] = apart((out, norm(x, gate)))
+    # A sliding window that begins in a prefix and ends with each token; keys and values at mixed slots.
+    prefix, length, window, size = 21, 13, 5, 16
+    slots, q, out = torch.randperm(64)[: prefix + length], torch.randn(length, 4, size), torch.empty(length, 4, size)
+    keys, values, ends = torch.randn(64, 2, size), torch.randn(64, 2, size), torch.tensor([0, length]).int()
+    new, scale = slots[prefix:], size**-0.5
+    before = (torch.tensor([0, prefix]).int(), slots[:prefix], None, True, None, length, 1.0, 1.0, scale)
+    extend_attention_fwd(q, keys[new], values[new], out, keys, values, ends, *before, sliding_window_size=window)
+    mine = window_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
+    found["window"] = apart((out, mine))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

@@ -1,0 +1,153 @@
+"""States of hybrid models on the wire: with every prompt, full hits included, written like KV, and never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import test_mooncake_wire as mooncake
+import test_nixl_wire as nixl
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+
+# Slots of one request on prefill and on decode.
+SLOTS = (3, 5)
+# A miss, a hit in part, a full hit; the last with a partly filled page.
+PROMPTS = [(26, 0), (26, 8), (24, 24)]
+
+
+@pytest.fixture
+def over_nixl(monkeypatch) -> nixl.World:
+    return nixl.World(monkeypatch, states=SLOTS)
+
+
+@pytest.fixture
+def over_mooncake(monkeypatch) -> Iterator[mooncake.World]:
+    world = mooncake.World(monkeypatch, states=SLOTS)
+    for pool in world.prefill[0].states:
+        pool[:] = np.arange(1, pool.size + 1).reshape(pool.shape) % 251
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_trap_05_nixl_brings_the_state_however_much_decode_holds(over_nixl, monkeypatch, prompt_len, prefix_len):
+    """Row 5: a full hit of a model with state never completed."""
+    sent: list[int] = []
+    monkeypatch.setattr(KvTransferCounters, "sent_states", lambda self, num_bytes: sent.append(num_bytes))
+    over_nixl.wire.held = True
+    request = over_nixl.request(7, prompt_len, prefix_len).bootstrap()
+    request.send()
+    # Each part is waited for, on both sides: here that of the state alone is missing.
+    state = [t for t in over_nixl.wire.transfers if t.notification == b"7_state_0"]
+    assert len(state) == 1
+    for transfer in over_nixl.wire.transfers:
+        if transfer is not state[0]:
+            transfer.finish()
+    assert request.senders[0].poll() == KVPoll.WaitingForInput
+    assert request.receivers[0].poll() not in (KVPoll.Success, KVPoll.Failed)
+    state[0].finish()
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    base, item = 4 << 20, nixl.STATE_ITEM
+    target = sorted((int(at), int(size)) for at, size, _ in state[0].targets)
+    assert target == [(base + 5 * item, item), (base + (1 << 20) + 5 * 2 * item, 2 * item)]
+    assert sent == [3 * item]
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_nixl_tells_of_a_failure_only_when_the_state_is_written(over_nixl, prompt_len, prefix_len):
+    """A slot that is given to another request while an old state is written to it would spoil that one's answer."""
+    over_nixl.wire.held = True
+    request = over_nixl.request(7, prompt_len, prefix_len).bootstrap()
+    request.receivers[0].fenced = True
+    request.send()
+    for transfer in over_nixl.wire.transfers:
+        if transfer.notification != b"7_state_0":
+            transfer.finish()
+    request.senders[0].fail("out of order")
+    assert request.senders[0].poll() == KVPoll.WaitingForInput
+    assert not over_nixl.prefill[0].told("fail")
+    request.receivers[0].cancel()
+    assert not request.receivers[0].writers_done()
+    for transfer in over_nixl.wire.transfers:
+        transfer.finish()
+    request.wait_senders(KVPoll.Failed)
+    nixl.until(request.receivers[0].writers_done, "the slot is decode's again")
+
+
+def test_nixl_fails_a_request_whose_state_cannot_be_sent(over_nixl):
+    request = over_nixl.request(7).start_prefill().start_decode().ask(states=[])
+    request.wait_senders(KVPoll.WaitingForInput)
+    for sender in request.senders:
+        sender.init(request.num_pages, 1)
+    request.send()
+    request.assert_fails("transfer over NIXL failed")
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_mooncake_brings_the_state_however_much_decode_holds(over_mooncake, prompt_len, prefix_len):
+    request = over_mooncake.request(7, prompt_len, prefix_len).bootstrap()
+    request.send()
+    request.finish()
+    request.assert_landed()
+    source, target = over_mooncake.prefill[0], over_mooncake.decode[0]
+    for theirs, ours in zip(source.states, target.states, strict=True):
+        expected = np.zeros_like(ours)
+        expected[SLOTS[1]] = theirs[SLOTS[0]]
+        assert (ours == expected).all()
+    assert source.manager.counters.state_bytes == 64
+
+
+@pytest.mark.parametrize("prefix_len", [0, 24, None], ids=["miss", "full hit", "no flag"])
+def test_trap_06_a_state_that_mooncake_cannot_write_is_no_success(over_mooncake, monkeypatch, prefix_len):
+    """Row 6: the return code of the state's write is ignored. Without the flag it still is."""
+    library = over_mooncake.prefill[0].library
+    write = library.batch_transfer_sync
+
+    def broken(session: str, sources: list, targets: list, lengths: list) -> int:
+        return -1 if lengths == [24, 40] else write(session, sources, targets, lengths)
+
+    monkeypatch.setattr(library, "batch_transfer_sync", broken)
+    request = over_mooncake.request(7, 24, prefix_len).bootstrap()
+    request.send()
+    if prefix_len is None:
+        request.finish()
+        return
+    ours, theirs = request.fail()
+    assert "its state could not be written" in ours and "its state could not be written" in theirs
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
+def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
+    """NIXL has no way to; Mooncake's would give a rank another's channels of the convolution."""
+    world = nixl.World(monkeypatch, prefill_tp, prefill_tp, states=SLOTS)
+    manager = world.decode[0].manager
+    manager.attn_tp_size = decode_tp
+    info = common.PrefillServerInfo(prefill_tp, 1, 1, 1, nixl.PAGE, "auto", True)
+    with pytest.raises(ValueError, match=f"TP size {prefill_tp} and this decode worker {decode_tp}.*same --tp-size"):
+        manager._resolve_rank_mapping(info)
+    manager.kv_args.state_data_ptrs = []
+    manager._resolve_rank_mapping(info)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_prefill_that_forgets_the_state_of_a_full_hit_is_named_no_prefix(over_mooncake, monkeypatch, says_so):
+    """One with an earlier version of this package. What it is not named a prefix for, it sends in full."""
+    manager, addr = over_mooncake.decode[0].manager, over_mooncake.addr
+    assert manager.prefix_peers[addr]
+    get = common.requests.get
+
+    def older(url: str, **options):
+        reply = get(url, **options)
+        answer = {"version": 1, "pieces": 1, **({"state": 1} if says_so else {})}
+        reply.json = lambda: answer
+        return reply
+
+    monkeypatch.setattr(common.requests, "get", older)
+    assert manager._ask_for_prefix(addr) == int(says_so)
+    assert manager.prefix_peers[addr] == says_so
+    manager.kv_args.state_data_ptrs = []
+    assert manager._ask_for_prefix(addr) == 1
