@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import socket
 import time
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import requests
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, nothing_listens
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -293,6 +294,45 @@ def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
         assert requests.post(url, json=wrong, timeout=5).status_code == 400
     for wrong in (b"", b"{", b'{"room": 1e999, "reason": "x"}'):
         assert requests.post(url, data=wrong, timeout=5).status_code == 400
+
+
+def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
+    """Without the cache the engine asks as it does, and waits."""
+    code = CommonKVReceiver.query_prefill_dp_ranks.__globals__
+    monkeypatch.setitem(code, "_rank_answers", code["RankAnswers"]())
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        addr = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        for _ in range(50):
+            assert CommonKVReceiver.query_prefill_dp_ranks(addr, [5]) == {}
+        assert time.monotonic() - began < 2
+
+
+def test_a_rank_is_told_once_and_asked_for_until_it_is_known():
+    answers, known, asked = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"](), {}, []
+
+    def question(addr: str, rooms: list[int]) -> dict[str, int]:
+        asked.append(rooms)
+        if not known:
+            raise OSError("not yet")
+        return {str(room): known[room] for room in rooms if room in known}
+
+    def ask(*rooms: int) -> dict[str, int]:
+        found = answers.ask("a", list(rooms), question)
+        for thread in list(answers._asking.values()):
+            thread.join()
+        # What came late.
+        told = answers._told["a"]
+        return found | {room: told.pop(room) for room in list(told)}
+
+    assert ask(5, 6) == {}
+    known[5] = 1
+    assert ask(5, 6) == {"5": 1}
+    known[6] = 0
+    assert ask(6) == {"6": 0}
+    assert asked == [[5, 6], [5, 6], [6]] and not any(answers._told.values()) and not answers._asking
 
 
 @pytest.mark.parametrize(

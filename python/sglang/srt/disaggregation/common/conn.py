@@ -68,6 +68,8 @@ REFUSING_S = 0.3
 UNANSWERED_S = 15
 # Seconds that a step of the scheduler waits for the first answer of a prefill, most of which come within.
 ANSWER_S = 0.1
+# Rooms whose DP rank a prefill has told and nobody has asked for, at most.
+MOST_TOLD = 4096
 
 
 def _is_dummy(info) -> bool:
@@ -94,6 +96,39 @@ def _signing(socket, endpoint: str):
 def _host_and_port(addr: str) -> tuple[str, int]:
     parsed = NetworkAddress.parse(addr)
     return parsed.host, parsed.port
+
+
+class RankAnswers:
+    """Which DP ranks of prefills have which rooms, asked in threads: one question to each prefill at a time."""
+
+    def __init__(self) -> None:
+        self._asking: dict[str, threading.Thread] = {}
+        self._told: dict[str, dict[str, int]] = {}
+
+    def ask(self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]) -> dict[str, int]:
+        """What is known of ``rooms``, by number in decimal digits; the rest is asked by ``question``."""
+        told = self._told.setdefault(addr, {})
+        if len(told) > MOST_TOLD:
+            told.clear()
+        lacking = [room for room in rooms if str(room) not in told]
+        if lacking and addr not in self._asking:
+
+            def put() -> None:
+                try:
+                    told.update(question(addr, lacking))
+                except Exception:
+                    logger.exception("Prefill %s cannot say which of its DP ranks has which room", addr)
+                finally:
+                    self._asking.pop(addr, None)
+
+            self._asking[addr] = thread = threading.Thread(target=put, daemon=True, name="ask-dp-ranks")
+            thread.start()
+            thread.join(ANSWER_S)
+        return {room: told.pop(room) for room in map(str, rooms) if room in told}
+
+
+# Of a decode worker with a radix cache.
+_rank_answers: RankAnswers | None = None
 
 
 class CommonKVManager(engine.CommonKVManager):
@@ -128,6 +163,8 @@ class CommonKVManager(engine.CommonKVManager):
         several = self.server_args.dp_size > 1
         self.counters = KvTransferCounters.get(self.server_args, self.system_dp_rank if several else None)
         if self.has_radix:
+            global _rank_answers
+            _rank_answers = _rank_answers or RankAnswers()
             threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             threading.Thread(target=self._watch_decodes, daemon=True, name="watch-decodes").start()
@@ -592,6 +629,14 @@ class CommonKVReceiver(engine.CommonKVReceiver):
             mgr.request_status.pop(bootstrap_room, None)
             mgr.failure_records.pop(bootstrap_room, None)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
+    @staticmethod
+    def query_prefill_dp_ranks(bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
+        """Wraps the engine's question, which holds up the scheduler, and with it all DP ranks, until it is answered."""
+        question = engine.CommonKVReceiver.query_prefill_dp_ranks
+        if _rank_answers is None:
+            return question(bootstrap_addr, bootstrap_rooms)
+        return _rank_answers.ask(bootstrap_addr, bootstrap_rooms, question)
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
