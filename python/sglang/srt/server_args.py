@@ -78,6 +78,13 @@ class ServerArgs(engine.ServerArgs):
         finally:
             engine.logger.setLevel(level)
         self.disable_radix_cache = False
+        if self.speculative_algorithm is not None and self.grammar_backend != "none":
+            self.grammar_backend = "none"
+            logger.warning(
+                "Grammars (json_schema, regex, ebnf, structural_tag) are not verified together with %s and speculative "
+                "decoding: requests with one are refused.",
+                FLAG,
+            )
         logger.info("Decode worker keeps a radix cache: prefill is asked only for KV it does not hold.")
 
     def _check_decode_radix_cache(self) -> None:
