@@ -61,6 +61,8 @@ EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "
 def test_eagle_keeps_the_radix_cache(parse):
     args = parse(*DECODE, *EAGLE, FLAG)
     assert not args.disable_radix_cache and args.speculative_eagle_topk == 1
+    # Requests with a grammar are refused one by one, by the engine's own check.
+    assert args.grammar_backend == "none" and parse(*DECODE, FLAG).grammar_backend != "none"
 
 
 @pytest.mark.parametrize(
