@@ -498,6 +498,7 @@ def check(model, monkeypatch):
         (["--enable-lmcache"], "--enable-lmcache"),
         (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--enable-memory-saver"], "--enable-memory-saver"),
+        (["--tp-size", "2"], "--tensor-parallel-size"),
         (["--dp-size", "2"], "--data-parallel-size"),
         (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--enable-dp-attention"),
         (["--pp-size", "2"], "--pipeline-parallel-size"),
@@ -565,21 +566,24 @@ def test_a_server_of_another_version_is_refused(shared, monkeypatch):
         pegaflow_session.check_server(shared.endpoint)
 
 
-def test_what_has_a_namespace_of_its_own(check, shared, model, tmp_path):
+def test_what_has_a_namespace_of_its_own(model, tmp_path):
     import shutil
 
     from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
+    from sglang.srt.server_args import prepare_server_args
+
+    def name_of(*options, model=model):
+        return model_namespace(prepare_server_args(["--model-path", model, "--device", "cpu", *options]))
 
     other = tmp_path / "other"
     shutil.copytree(model, other)
     (other / "model.safetensors").touch()
-    endpoint = ["--pegaflow-endpoint", shared.endpoint]
     options = [[], ["--page-size", "16"], ["--dtype", "float32"], ["--kv-cache-dtype", "fp8_e5m2"], ["--tp-size", "2"]]
     options += [["--pegaflow-namespace", "mine"], ["--json-model-override-args", '{"rope_theta": 5}']]
-    names = [model_namespace(check(*endpoint, *more)) for more in options]
-    names.append(model_namespace(check(*endpoint, model=str(other))))
+    names = [name_of(*more) for more in options]
+    names.append(name_of(model=str(other)))
     assert len(set(names)) == len(names)
-    assert names[0] == model_namespace(check(*endpoint, *PREFILL))
+    assert names[0] == name_of(*PREFILL)
     layout = [("k0", 1024, "torch.float32")]
     ranks = {rank_namespace(names[0], layout, rank, 2) for rank in (0, 1, None)}
     assert len(ranks) == 3 and rank_namespace(names[0], [("k0", 512, "torch.float32")], 0, 2) not in ranks

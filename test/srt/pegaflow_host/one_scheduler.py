@@ -1,0 +1,185 @@
+"""A real scheduler with its model and overlapped loop, in a process without servers, on a real PegaFlow server.
+
+    python one_scheduler.py MODE MODEL ENDPOINT      MODE: null (aggregated), prefill or decode
+
+It is given the same prompts twice, with its device cache flushed in between, and then one whose peer never comes, which
+is aborted. Prints a JSON object. With `engine/` on PYTHONPATH its pool can be mapped.
+
+A prefill worker has the engine's own stand-in for a peer (its fake bootstrap host). A decode worker has one made here:
+KV drawn at random from the tokens, so that the model's answer depends on every byte of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import zlib
+from types import SimpleNamespace
+
+import torch
+
+PAGE = 16
+FAKE_HOST, NOBODY = "2.2.2.2", "10.255.255.1"
+ROLES = {
+    "null": [],
+    "prefill": ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"],
+    "decode": [
+        *("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"),
+        "--disaggregation-decode-enable-radix-cache",
+    ],
+}
+
+
+class LoopEnds(BaseException):
+    """Thrown into the loop, which has no end of its own."""
+
+
+def make_scheduler(mode: str, model: str, endpoint: str):
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    options = ["--model-path", model, "--device", "cpu", "--attention-backend", "torch_batched", "--dtype", "float32"]
+    options += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--page-size", str(PAGE)]
+    options += ["--chunked-prefill-size", "128", "--skip-tokenizer-init"]
+    options += ["--enable-pegaflow", "--pegaflow-endpoint", endpoint]
+    args = prepare_server_args(options + ROLES[mode])
+    args.check_server_args()
+    scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+    scheduler.schedule_stream = scheduler.device_module.current_stream()
+    return scheduler
+
+
+def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: list[int]) -> None:
+    """Have requests of the fake bootstrap host served as real ones, with KV drawn from their tokens."""
+    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+
+    init = FakeKVReceiver.__init__
+
+    def remember(receiver, *args, bootstrap_room=None, **kwargs):
+        init(receiver, *args, bootstrap_room=bootstrap_room, **kwargs)
+        receiver.room = bootstrap_room
+
+    def send(receiver, pages, index, state=None, decode_prefix_len=None):
+        tokens, kv = prompts[receiver.room], scheduler.token_to_kv_pool_allocator.get_kvcache()
+        prefixes.append(decode_prefix_len)
+        slots = [int(page) * PAGE + i for page in pages for i in range(PAGE)]
+        for end, slot in enumerate(slots[: len(tokens) - decode_prefix_len], decode_prefix_len + 1):
+            drawn = torch.Generator().manual_seed(zlib.crc32(repr(tokens[:end]).encode()))
+            for buffer in (*kv.k_buffer, *kv.v_buffer):
+                buffer[slot] = torch.randn(buffer.shape[1:], generator=drawn)
+        metadata = scheduler.disagg_metadata_buffers
+        metadata.output_ids[index, 0] = 500 + zlib.crc32(repr(tokens).encode()) % 1000
+        metadata.bootstrap_room[index, 0] = receiver.room
+        receiver.has_sent_metadata = True
+
+    FakeKVReceiver.__init__, FakeKVReceiver.send_metadata = remember, send
+    FakeKVReceiver.peer_takes_prefix = FakeKVReceiver.carries_prefix = FakeKVReceiver.fenced = True
+    FakeKVReceiver.metadata_room, FakeKVReceiver.require_staging = None, False
+    FakeKVReceiver.clear = FakeKVReceiver.abort = FakeKVReceiver.cancel = lambda receiver: None
+    FakeKVReceiver.writers_done = lambda receiver: True
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("sglang") and "is_warmup" in vars(module):
+            module.is_warmup = lambda req: False
+    # Patch files run in namespaces of their own.
+    for method in (type(scheduler.disagg_decode_prealloc_queue).add, type(scheduler.tree_cache).takes):
+        method.__globals__["is_warmup"] = lambda req: False
+
+
+def main(mode: str, model: str, endpoint: str) -> None:
+    from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    torch.set_num_threads(1)
+    scheduler = make_scheduler(mode, model, endpoint)
+    tree = scheduler.tree_cache
+    sent: dict[int, list[int]] = {}
+    prefixes: list[int] = []
+    answers: dict[str, list[int]] = {}
+    cached: dict[str, int] = {}
+
+    def tell(message, req=None) -> None:
+        for rid, ids, hit in zip(
+            getattr(message, "rids", []),
+            getattr(message, "output_ids", None) or [],
+            getattr(message, "cached_tokens", None) or [],
+            strict=False,
+        ):
+            answers[rid], cached[rid] = answers.get(rid, []) + list(ids), hit
+
+    scheduler.send_to_tokenizer = scheduler.send_to_detokenizer = SimpleNamespace(send_output=tell)
+    if mode == "decode":
+        stand_in_for_prefill(scheduler, sent, prefixes)
+
+    def request(tokens: list[int], host: str = FAKE_HOST):
+        number = len(sent) + 1
+        sent[number] = tokens
+        sampling = SamplingParams(max_new_tokens=1 if mode == "prefill" else 8, temperature=0, ignore_eos=True)
+        sampling.normalize(None)
+        peer = {} if mode == "null" else {"bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": number}
+        return TokenizedGenerateReqInput(
+            rid=f"r{number}",
+            input_text="",
+            input_ids=list(tokens),
+            mm_inputs=None,
+            sampling_params=sampling,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            **peer,
+        )
+
+    seen = {}
+
+    def look(name: str) -> None:
+        seen[name] = {**tree.pegaflow_state(), **scheduler._kv_pool_state()}
+
+    def script():
+        rnd = random.Random(1)
+        prompts = [[rnd.randrange(400, 1900) for _ in range(300)] for _ in range(4)]
+        for name in ("cold", "warm"):
+            yield [request(tokens) for tokens in prompts]
+            while not scheduler.is_fully_idle():
+                yield []
+            look(name)
+            assert scheduler.flush_cache()
+            # What is saved is in the server's index soon after it has said so.
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                yield []
+        last = request(prompts[0] + [7] * 5, NOBODY)
+        yield [last]
+        end = time.monotonic() + 2
+        while mode != "null" and time.monotonic() < end:
+            yield []
+        yield [AbortReq(rid=last.rid)]
+        end = time.monotonic() + 60
+        while not scheduler.is_fully_idle() and time.monotonic() < end:
+            yield []
+        look("aborted")
+
+    steps = script()
+
+    def receive():
+        for received in steps:
+            return received
+        raise LoopEnds
+
+    scheduler.recv_requests = receive
+    loops = {"null": "", "prefill": "_disagg_prefill", "decode": "_disagg_decode"}
+    try:
+        getattr(scheduler, "event_loop_overlap" + loops[mode])()
+    except LoopEnds:
+        pass
+    result = {"tree": type(tree).__name__, "answers": answers, "cached": cached, "prefixes": prefixes, "seen": seen}
+    print("\n" + json.dumps(result), flush=True)
+    # Threads of the transfer library are still there.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
