@@ -346,6 +346,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 def bench(monkeypatch: pytest.MonkeyPatch, kind: str) -> Iterator[Bench]:
     made = Bench(monkeypatch, kind)
     yield made
+    # ZeroMQ gives a process a thousand.
+    for endpoint in list(common.CommonKVReceiver._socket_cache):
+        common.CommonKVReceiver.close_socket(endpoint)
     if hasattr(made.net, "close"):
         made.net.close()
 

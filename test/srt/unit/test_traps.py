@@ -24,6 +24,7 @@ import torch.distributed as dist
 from decode_world import Receiver, World, aborted, kv_of
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, TransferInfo, TransferStatus
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
@@ -216,6 +217,7 @@ def bare_receiver() -> NixlKVReceiver:
         addr_to_rooms_tracker={"prefill": {7}},
         waiting_timeout=100,
         failure_records={},
+        rooms=Rooms(),
     )
     manager = receiver.kv_mgr
     manager.check_status = manager.request_status.__getitem__
