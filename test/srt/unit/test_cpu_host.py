@@ -532,6 +532,7 @@ def test_options_left_open_become_those_that_run_here(monkeypatch, device, backe
     cpu_host.options._patch_server_args(module)
     args = module.ServerArgs()
     args.device, args.attention_backend, args.disable_overlap_schedule = device, backend, False
+    args.speculative_algorithm = None
     args.enable_torch_compile = backend is not None
     args._handle_cpu_backends()
     assert (args.handled, args.attention_backend, args.disable_overlap_schedule) == (True, expected, False)

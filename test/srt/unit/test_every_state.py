@@ -34,6 +34,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -399,6 +400,7 @@ def unasked(bench: Bench) -> Req:
         out_cache_loc=slots,
         req_pool_indices=torch.full_like(slots, -1),
         req_to_token_pool=bench.world.pool,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
     )
     bench.scheduler.result_queue = [(batch, SimpleNamespace(copy_done=None))]
     bench.scheduler.process_decode_queue()
