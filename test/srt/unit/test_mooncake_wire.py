@@ -485,7 +485,11 @@ def test_many_requests_at_once(world: World) -> None:
 
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
-    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json() == {"version": 1, "pieces": 1, "state": 1}
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json() == {
+        "version": 1,
+        "pieces": 1,
+        "state": 1,
+    }
 
 
 # ---- failures ----
