@@ -115,11 +115,13 @@ def main() -> int:
     args = parser.parse_args()
     shape = ModelShape(arch="qwen3-next")
     options = ["--page-size", str(args.page_size), "--enable-metrics", "--max-mamba-cache-size", "80"]
-    options += ["--max-running-requests", "16", "--mamba-scheduler-strategy", "extra_buffer"]
+    options += ["--max-running-requests", "16"]
+    # Without the flag, a decode worker on a CPU host cannot have it: its steps then take pinned memory.
+    extra = ["--mamba-scheduler-strategy", "extra_buffer"]
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(f"{folder}/model", shape)
-        decode = [[RADIX_FLAG], []]
-        with Cluster(model, decode=2, decode_args=decode, common_args=options, backend=args.backend) as cluster:
+        workers = {"prefill_args": extra, "decode": 2, "decode_args": [[RADIX_FLAG, *extra], []]}
+        with Cluster(model, common_args=options, backend=args.backend, **workers) as cluster:
             bench = Bench(cluster, args.page_size, args.page_size * shape.kv_bytes_per_token)
             on, off = (Side(*side) for side in zip(("on", "off"), cluster.decode_urls, strict=True))
             for number in range(-1, args.rounds):

@@ -33,6 +33,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 SHAPE = ModelShape(arch="qwen3-next")
+# Not for a decode worker without the flag: its steps then take pinned memory, which a CPU host has not.
 EXTRA_BUFFER = ["--mamba-scheduler-strategy", "extra_buffer"]
 SLOTS = ["--max-mamba-cache-size", "80"]
 
@@ -60,8 +61,9 @@ def page(request):
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page], *SLOTS]
-    args += EXTRA_BUFFER if page > 1 else []
-    return clusters.get(model, decode=2, decode_args=[[FLAG], []], common_args=args, backend=backend)
+    extra = EXTRA_BUFFER if page > 1 else []
+    workers = {"prefill_args": extra, "decode": 2, "decode_args": [[FLAG, *extra], []]}
+    return clusters.get(model, common_args=args, backend=backend, **workers)
 
 
 def test_a_full_hit_brings_the_state_and_no_kv(on, truth, page):  # noqa: F811
@@ -105,8 +107,9 @@ def small(clusters, model, backend, slots):
     """Decode 0 has the flag, decode 1 not; their pools hold about three of the six long answers, or as few states."""
     few = ["--num-reserved-decode-tokens", "16", *(["--max-total-tokens", "1024"] if slots is None else [])]
     few += ["--max-mamba-cache-size", str(slots), "--max-running-requests", str(slots)] if slots else []
-    common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS, *EXTRA_BUFFER]
-    return clusters.get(model, decode=2, decode_args=[[*few, FLAG], few], common_args=common, backend=backend)
+    common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS]
+    workers = {"prefill_args": EXTRA_BUFFER, "decode": 2, "decode_args": [[*few, FLAG, *EXTRA_BUFFER], few]}
+    return clusters.get(model, common_args=common, backend=backend, **workers)
 
 
 @pytest.mark.parametrize("slots", [None, 3], ids=["few pages", "few states"])

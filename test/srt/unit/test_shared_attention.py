@@ -297,8 +297,9 @@ def test_sharing_can_be_switched_off(monkeypatch):
     assert read_together(worker) == 0
 
 
-@pytest.mark.parametrize("change", [{"logit_cap": 30.0}, {"sliding_window_size": 8}])
-def test_other_layers_go_to_the_engine(change, monkeypatch):
+# Within its window a layer says what one without says; beyond it: test_torch_forms.py.
+@pytest.mark.parametrize("change", [{"logit_cap": 30.0}, {"sliding_window_size": 64}])
+def test_other_layers_have_no_plan(change, monkeypatch):
     worker = Worker("mha", 1)
     worker.enter(0, worker.new_pages(8), own=3)
     for name, value in change.items():
