@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -45,6 +46,10 @@ def interpreted(*modules):
                     if isinstance(value, JITFunction):
                         function = made.setdefault(value, interpreter.InterpretedFunction(value.fn))
                         started.append(patch.object(module, name, function))
+                        started[-1].start()
+                    elif inspect.isfunction(value) and value.__module__.startswith("sglang_pd_radix."):
+                        # A form in torch for CPU hosts.
+                        started.append(patch.object(module, name, inspect.unwrap(value)))
                         started[-1].start()
             yield
         finally:

@@ -82,6 +82,7 @@ class LoopScheduler(Scheduler):
         self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue = loop.queue, loop.transfer
         self.enable_overlap, self.enable_hicache_storage, self.enable_hierarchical_cache = True, False, False
         self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
+        self.enable_lora = False
         self.spec_algorithm, self.device, self.is_hybrid_swa = SpeculativeAlgorithm.NONE, "cpu", False
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
         self.grammar_manager = SimpleNamespace(

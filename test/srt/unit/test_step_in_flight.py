@@ -58,6 +58,8 @@ class Play:
         assert loop.idle() and not loop.queue.retracted_queue, "requests are left that never end"
         loop.check_answers()
         assert len(loop.meta_alloc.free_slots) == loop.meta_alloc.size
+        # As the next turn of the loop does.
+        loop.scheduler.running_batch.filter_batch()
         loop.scheduler._update_if_idle()
         assert loop.updated == self.asked_for
 

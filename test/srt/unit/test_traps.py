@@ -272,7 +272,7 @@ def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkey
         Pool.get_state_buf_infos = lambda self: None
     monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", engines)
     scheduler = object.__new__(Scheduler)
-    scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True)
+    scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True, enable_pegaflow=False)
     runner = SimpleNamespace(hybrid_gdn_config=None, token_to_kv_pool=Pool())
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     named = r"state \(Pool\)" if state_pool else "MambaRadixCache "
@@ -617,7 +617,9 @@ class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
     kv_mgr = SimpleNamespace(record_failure=lambda room, reason: None)
+    digest_pages = None
     once_metadata_landed = CommonKVReceiver.once_metadata_landed
+    _once_verified = CommonKVReceiver._once_verified
 
     def _is_overdue(self) -> bool:
         return False

@@ -17,16 +17,22 @@ from typing import Any
 from ..allocator import TorchKernel
 
 
+def _instead_of(kernel: Any, form: Any) -> Any:
+    """``form``, from which `inspect.unwrap` finds the kernel that it replaces."""
+    form.__wrapped__ = kernel
+    return form
+
+
 def _patch_extend_attention(module: Any) -> None:
     from .attention import extend_attention
 
-    module.extend_attention_fwd = extend_attention
+    module.extend_attention_fwd = _instead_of(module.extend_attention_fwd, extend_attention)
 
 
 def _patch_decode_attention(module: Any) -> None:
     from .attention import decode_attention
 
-    module.decode_attention_fwd = decode_attention
+    module.decode_attention_fwd = _instead_of(module.decode_attention_fwd, decode_attention)
 
 
 def _patch_attention_utils(module: Any) -> None:
