@@ -17,5 +17,5 @@ _shared_context.instance = zmq.Context.instance  # type: ignore[attr-defined]
 
 @pytest.fixture(autouse=True)
 def one_zmq_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine makes a context for each socket, with threads and descriptors of its own; here are a thousand workers."""
+    """The engine makes a context for each socket, with threads and descriptors; a thousand workers are made here."""
     monkeypatch.setattr(zmq, "Context", _shared_context)
