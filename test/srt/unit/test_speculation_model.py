@@ -1,7 +1,7 @@
 """A real decode worker with EAGLE, with the tree and without: the same tokens, and as many drafts accepted (trap 35).
 
 Without servers, and all of it with the models of `pd-radix make-model --arch eagle`; over the wire it is
-``e2e/test_speculation.py``.
+``e2e/test_speculative_pairs.py``.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ ELSEWHERE = {
     21: "needs the same: test_mooncake_wire.py::test_trap_21_pieces_land_where_they_belong_behind_a_prefix",
     30: "is both tokenizer managers' affair: test_samples.py::test_prefill_that_is_told_later_gives_its_warmup_up, "
     "test_samples.py::test_decode_asks_for_nothing_before_prefill_knows, "
-    "../e2e/test_samples.py::test_samples_are_as_requests_of_their_own_and_kv_comes_once",
+    "../e2e/test_parallel_sampling.py::test_samples_are_as_requests_of_their_own_and_kv_comes_once",
     31: "is row 2, and what the engine's kit checks: ../e2e/test_kits.py::test_cache_hit",
 }
 
