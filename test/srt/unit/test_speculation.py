@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
+from sglang.srt import server_args
 from sglang.srt.disaggregation import decode
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -16,6 +17,14 @@ from test_step_in_flight import Play, scripts
 
 # The engine's own classes, under the patch set's.
 EngineReq, EngineBatch, EngineScheduler = Req.__mro__[1], ScheduleBatch.__mro__[1], Scheduler.__mro__[1]
+
+
+@pytest.fixture(autouse=True)
+def options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers made here speculate, and say so to the whole process; those of other tests do not."""
+    monkeypatch.setattr(server_args, "_global_server_args", server_args._global_server_args)
+
+
 VERSIONS = pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
 
 
