@@ -616,9 +616,8 @@ class CommonKVReceiver(engine.CommonKVReceiver):
     # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
     bootstrap_infos: list[dict] | None = None
     required_prefill_response_num = 0
-    # The delta, when prefill was asked for a digest of it, and whether it has been compared.
+    # The delta, from when prefill is asked for a digest of it until that has been found right.
     digest_pages: npt.NDArray[np.int32] | None = None
-    _verified = False
     _done = False
     _asked_at = 0.0
 
@@ -697,13 +696,13 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
     def _once_verified(self) -> KVPoll:
         """Success, but failure if the pages do not hold what prefill sent."""
-        if self.digest_pages is not None and not self._verified:
+        if self.digest_pages is not None:
             difference = self.kv_mgr.page_digests.difference(self.digest_pages, self.claims())
             if difference is not None:
                 self.kv_mgr.counters.mismatched()
                 self.kv_mgr.record_failure(self.bootstrap_room, difference)
                 return KVPoll.Failed
-            self._verified = True
+            self.digest_pages = None
         return KVPoll.Success
 
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
