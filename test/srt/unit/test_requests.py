@@ -22,10 +22,12 @@ from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers import request_checks
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import REQUEST_CHECKS, SAMPLING_CHECKS, UNCHECKED, check_prompt, check_request
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_pd_radix.tools.cluster import free_ports
 from sglang_pd_radix.tools.make_model import make_model
@@ -70,7 +72,10 @@ REQUEST = {
     "top_logprobs_num": ([0, 100, None], [-1, 1.5, "1", 2**31]),
     "token_ids_logprob": ([[0, 99], [], None], [[100], [-1], 5]),
     "custom_logit_processor": (["a", None], [5, ["a"]]),
-    "bootstrap_host": (["10.0.0.1", None], [5, ["a"]]),
+    "bootstrap_host": (
+        ["10.0.0.1", "prefill-0.rack_2", "::1", "[fe80::1%eth0]", None],
+        [5, ["a"], "", "[::", "10.0.0.1:5", "http://a", "a b", "-a"],
+    ),
     "bootstrap_port": ([8998, None], [0, -1, 65536, "8998"]),
     "bootstrap_room": ([0, 2**63 - 1, None], [-1, 2**63, "5", 1.5]),
     "extra_key": (["a", "", None], [5, ["a"]]),
@@ -215,6 +220,62 @@ def test_a_logit_processor_that_fails_changes_nobodys_logits(wrong, said, greedy
     assert list(info.failed_processors) == [1] and said in info.failed_processors[1]
 
 
+def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):
+    """An option of some of a batch: the tokenizer manager takes the nth entry for the nth request."""
+
+    def ended(rid: str, **of_its_own) -> Req:
+        req = Req(rid, "", [1, 2, 3], SamplingParams(max_new_tokens=1))
+        req.output_ids, req.finished_reason, req.finished_len = [4], FINISH_LENGTH(length=1), 1
+        vars(req).update(of_its_own)
+        return req
+
+    scheduler, messages = object.__new__(Scheduler), []
+    scheduler.spec_algorithm, scheduler.disaggregation_mode = SpeculativeAlgorithm.NONE, DisaggregationMode.NULL
+    scheduler.dp_rank, scheduler.attn_tp_rank, scheduler.get_load = None, 1, lambda: None
+    scheduler.send_to_detokenizer = SimpleNamespace(send_output=messages.append)
+    monkeypatch.setattr(Scheduler, "_get_cached_tokens_details", lambda self, req: None)
+    reqs = [
+        ended("plain"),
+        ended("states", return_hidden_states=True, hidden_states=["of states"]),
+        ended("experts", return_routed_experts=True, routed_experts="of experts"),
+        ended("more", customized_info={"score": ["of more"]}),
+        ended("other", customized_info={"rank": ["of other"]}),
+        ended("plain too"),
+    ]
+    scheduler.stream_output_generation(reqs, False)
+    told = {}
+    for message in messages:
+        parts = {
+            "hidden_states": message.output_hidden_states,
+            "routed_experts": message.routed_experts,
+            **message.customized_info,
+        }
+        for i, rid in enumerate(message.rids):
+            told[rid] = {name: values[i] for name, values in parts.items() if values}
+    assert told == {
+        "plain": {},
+        "states": {"hidden_states": ["of states"]},
+        "experts": {"routed_experts": "of experts"},
+        "more": {"score": ["of more"]},
+        "other": {"rank": ["of other"]},
+        "plain too": {},
+    }
+    # As the engine: one message where all are alike, and one of nobody for a batch of nobody.
+    assert [message.rids for message in messages][0] == ["plain", "plain too"]
+    scheduler.stream_output_generation([], False, is_idle_batch=True)
+    assert messages[-1].rids == []
+
+
+def test_an_empty_logit_processor_is_none(monkeypatch):
+    """The engine takes it for none, and beside a real one in the same batch it ends the scheduler."""
+    taken = []
+    monkeypatch.setattr(Scheduler.__base__, "handle_generate_request", lambda self, req: taken.append(req))
+    scheduler = object.__new__(Scheduler)
+    scheduler.tree_cache, scheduler.server_args = None, SimpleNamespace(enable_custom_logit_processor=True)
+    scheduler.handle_generate_request(SimpleNamespace(custom_logit_processor=""))
+    assert [req.custom_logit_processor for req in taken] == [None]
+
+
 def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
     class Backend(BaseGrammarBackend):
         def dispatch_regex(self, key_string):
@@ -347,6 +408,22 @@ def test_of_each_dp_rank_one_scheduler_tells_prefill(monkeypatch, tp_rank, attn_
     scheduler.tp_rank, scheduler.attn_tp_rank = tp_rank, attn_tp_rank
     scheduler._tell_peer(request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=5), "why")
     assert told == ([("h", 1, 5, "why")] if attn_tp_rank == 0 else [])
+
+
+def test_decode_must_be_told_which_prefill_to_ask():
+    alone, told = request(bootstrap_room=5), request(bootstrap_room=5, bootstrap_host="h")
+    for obj in alone, told:
+        obj.is_single, obj.parallel_sample_num = True, 1
+    for mode in DisaggregationMode:
+        made = manager(mode)
+        made.model_config, made.max_req_input_len, made.mm_processor = SimpleNamespace(vocab_size=VOCAB), 9, None
+        made.server_args.disaggregation_decode_enable_radix_cache = made.server_args.allow_auto_truncate = False
+        if mode == DisaggregationMode.DECODE:
+            with pytest.raises(ValueError, match="bootstrap_host is missing: send the request to the router"):
+                made._validate_rid_not_in_flight(alone)
+            made._validate_rid_not_in_flight(told)
+        else:
+            made._validate_rid_not_in_flight(alone)
 
 
 def test_what_prefill_refuses_goes_to_its_scheduler():

@@ -8,6 +8,7 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ MAX_TOP_LOGPROBS = 128
 MAX_BIAS = 1e30
 # Requests that one may be split into.
 MAX_SAMPLES = 4096
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 # Takes a value that is not None and the size of the vocabulary; returns what is wrong with the value, or "".
 Check = Callable[[Any, int], str]
@@ -125,6 +128,18 @@ def _biases(value: Any, vocab_size: int) -> str:
     return ""
 
 
+def _host(value: Any, vocab_size: int) -> str:
+    if isinstance(value, str):
+        if _HOST_NAME.fullmatch(value):
+            return ""
+        try:
+            ipaddress.ip_address(value[1:-1] if value.startswith("[") and value.endswith("]") else value)
+            return ""
+        except ValueError:
+            pass
+    return "must be the name or the address of a host"
+
+
 def _anything(value: Any, vocab_size: int) -> str:
     return ""
 
@@ -180,7 +195,7 @@ REQUEST_CHECKS: dict[str, Check] = {
     "top_logprobs_num": _whole(0, INT32),
     "token_ids_logprob": _tokens,
     "custom_logit_processor": _text,
-    "bootstrap_host": _text,
+    "bootstrap_host": _host,
     "bootstrap_port": _whole(1, 65535),
     # It travels as 64 bits, and 0 says that there is no metadata yet.
     "bootstrap_room": _whole(0, INT64),

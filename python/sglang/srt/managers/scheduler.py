@@ -274,6 +274,8 @@ class Scheduler(engine.Scheduler):
         """
         if isinstance(self.tree_cache, (DecodeRadixCache, PegaFlowTree)):
             Req.incoming_extra_key = recv_req.extra_key
+        # An empty one is none to the engine, until there is another in its batch, which then ends the worker.
+        recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
         try:
             if recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor:
                 # Made again in each batch; what cannot be made must be known before.
@@ -390,6 +392,19 @@ class Scheduler(engine.Scheduler):
                     self._fail_running(req, reason)
         self._keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
+
+    def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
+        """Adds that each optional part of a message has an entry for all its requests, or for none.
+
+        The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
+        among all: it ends, or tells one client what another has asked for.
+        """
+        alike: dict[tuple, list] = {}
+        for req in reqs:
+            parts = bool(req.return_hidden_states), bool(req.return_routed_experts), *sorted(req.customized_info or ())
+            alike.setdefault(parts, []).append(req)
+        for group in list(alike.values()) or [reqs]:
+            super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
 
     def _fail_running(self, req, reason: str) -> None:
         """Have a request of a batch fail with the batch's result."""

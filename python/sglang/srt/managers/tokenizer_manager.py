@@ -187,6 +187,12 @@ class TokenizerManager(engine.TokenizerManager):
             check_request(item, self.model_config.vocab_size, disaggregated)
             if item.input_ids is not None:
                 self._check_prompt(item, item.input_ids)
+            if self.disaggregation_mode == DisaggregationMode.DECODE and item.bootstrap_host is None:
+                # Without a room either it is no request of a pair, which the scheduler says.
+                if item.bootstrap_room is not None:
+                    raise ValueError(
+                        "bootstrap_host is missing: send the request to the router, which names a prefill."
+                    )
             self._check_room(item.bootstrap_room)
 
     def _validate_one_request(self, obj, input_ids) -> None:
