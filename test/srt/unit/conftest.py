@@ -1,7 +1,17 @@
 """Shared by the unit tests."""
 
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
 import zmq
+
+if TYPE_CHECKING:
+    from ranks import Pair
 
 shared = zmq.Context.instance()
 # The managers of the wire tests have threads that never end, as in the engine, and so their sockets stay open.
@@ -19,3 +29,14 @@ _shared_context.instance = zmq.Context.instance  # type: ignore[attr-defined]
 def one_zmq_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine makes a context for each socket, with threads and descriptors; a thousand workers are made here."""
     monkeypatch.setattr(zmq, "Context", _shared_context)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    """Two TP ranks."""
+    from ranks import Pair
+
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(Path(folder))
+        yield pair
+        pair.stop()

@@ -5,14 +5,9 @@ engine and its peers. A row that cannot be shown without servers, or is shown be
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import multiprocessing.connection
 import re
-import tempfile
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_world import Receiver, World, aborted, kv_of
+from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.rooms import Rooms
@@ -538,81 +534,6 @@ def test_trap_15_nothing_is_called_lost_while_transfers_are_under_way():
 # ---- TP ranks: two processes, each with a world of its own, in lock step ----
 
 
-class Pair:
-    """Two processes that run the same scenario as ranks 0 and 1 of a group. Started once, since that takes long."""
-
-    limit_s = 20
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.starts = folder, 0
-        self.ranks: list[Any] = []
-        self.pipes: list[multiprocessing.connection.Connection] = []
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.starts += 1
-        store = self.folder / f"store{self.starts}"
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, str(store), theirs), daemon=True)
-            process.start()
-            self.ranks.append(process)
-            self.pipes.append(ours)
-        # The group's time-out is short: they meet in it when both have imported the engine, which takes as it takes.
-        self._hear("a rank did not start")
-        for pipe in self.pipes:
-            pipe.send("meet")
-        self._hear("the ranks did not meet")
-
-    def _hear(self, otherwise: str) -> None:
-        for pipe in self.pipes:
-            assert pipe.poll(110), otherwise
-            pipe.recv()
-
-    def stop(self) -> None:
-        for process in self.ranks:
-            process.kill()
-            process.join()
-        self.ranks, self.pipes = [], []
-
-    def run(self, scenario: Callable, *args: Any) -> list[Any]:
-        """What the scenario returns on each rank. Fails, and ends the processes, if a rank hangs or raises."""
-        if not self.ranks:
-            self.start()
-        for pipe in self.pipes:
-            pipe.send((scenario.__name__, args))
-        answers = [pipe.recv() if pipe.poll(self.limit_s) else "hung: no answer" for pipe in self.pipes]
-        if any(isinstance(answer, str) for answer in answers):
-            self.stop()
-            pytest.fail("\n".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers)))
-        return answers
-
-
-def _rank_main(rank: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
-    torch.set_num_threads(1)
-    pipe.send("here")
-    pipe.recv()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=12)
-    )
-    pipe.send("ready")
-    while True:
-        name, args = pipe.recv()
-        try:
-            pipe.send(globals()[name](rank, *args))
-        except BaseException:
-            pipe.send(traceback.format_exc())
-            return
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder))
-        yield pair
-        pair.stop()
-
-
 class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
@@ -916,11 +837,6 @@ def herd(rank: int, lost: str) -> list[tuple]:
     if lost == "patience":
         plan[2] = [patience_ends]
     return me.run(plan)
-
-
-def assert_same(answers: list[list[tuple]]) -> list[tuple]:
-    assert answers[0] == answers[1]
-    return answers[0]
 
 
 def rids_of(decisions: list[tuple], at: int) -> list[str]:
