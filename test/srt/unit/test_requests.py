@@ -15,7 +15,7 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, nothing_listens
-from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -129,13 +129,19 @@ def test_options_that_do_not_go_together():
     with pytest.raises(ValueError, match="leaves no token"):
         check_request(request({"logit_bias": {str(i): -INF for i in range(VOCAB)}}), VOCAB, True)
     # Of these, a worker without a peer can do what it does without this package.
-    for options in ({"top_logprobs_num": VOCAB + 1, "return_logprob": True}, {"session_params": {"id": "a"}}):
+    for options in (
+        {"top_logprobs_num": VOCAB + 1, "return_logprob": True},
+        {"session_params": {"id": "a"}},
+        {"bootstrap_room": 0, "bootstrap_host": "h"},
+    ):
         check_request(request(**options), VOCAB, False)
         with pytest.raises(ValueError, match=next(iter(options))):
             check_request(request(**options), VOCAB, True)
     with pytest.raises(ValueError, match="at most 128"):
         check_request(request(top_logprobs_num=129, return_logprob=True), 1000, True)
     check_request(request(top_logprobs_num=129), 1000, True)
+    # As in a health check.
+    check_request(request(bootstrap_room=0, bootstrap_host=FAKE_BOOTSTRAP_HOST), VOCAB, True)
 
 
 def test_a_prompt_that_the_scheduler_cannot_take():
@@ -418,6 +424,7 @@ def test_decode_must_be_told_which_prefill_to_ask():
         made = manager(mode)
         made.model_config, made.max_req_input_len, made.mm_processor = SimpleNamespace(vocab_size=VOCAB), 9, None
         made.server_args.disaggregation_decode_enable_radix_cache = made.server_args.allow_auto_truncate = False
+        made.server_args.disaggregation_transfer_backend = "nixl"
         if mode == DisaggregationMode.DECODE:
             with pytest.raises(ValueError, match="bootstrap_host is missing: send the request to the router"):
                 made._validate_rid_not_in_flight(alone)

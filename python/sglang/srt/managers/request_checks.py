@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -197,7 +199,7 @@ REQUEST_CHECKS: dict[str, Check] = {
     "custom_logit_processor": _text,
     "bootstrap_host": _host,
     "bootstrap_port": _whole(1, 65535),
-    # It travels as 64 bits, and 0 says that there is no metadata yet.
+    # It travels as 64 bits. 0 is for warm-ups (`check_request`).
     "bootstrap_room": _whole(0, INT64),
     "extra_key": _text,
     "priority": _whole(-INT64, INT64),
@@ -266,6 +268,9 @@ def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -
         _apply("stop_token_ids", _tokens, params.get("stop_token_ids"), vocab_size)
     if not disaggregated:
         return
+    if obj.bootstrap_room == 0 and obj.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
+        # Decode reads it as metadata that is not there yet.
+        raise ValueError("bootstrap_room must not be 0.")
     if obj.return_logprob and (obj.top_logprobs_num or 0) > min(MAX_TOP_LOGPROBS, vocab_size):
         raise ValueError(
             f"top_logprobs_num must be at most {min(MAX_TOP_LOGPROBS, vocab_size)} with PD disaggregation, "

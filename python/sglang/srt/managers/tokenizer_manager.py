@@ -189,7 +189,7 @@ class TokenizerManager(engine.TokenizerManager):
                 self._check_prompt(item, item.input_ids)
             if self.disaggregation_mode == DisaggregationMode.DECODE and item.bootstrap_host is None:
                 # Without a room either it is no request of a pair, which the scheduler says.
-                if item.bootstrap_room is not None:
+                if item.bootstrap_room is not None and self.server_args.disaggregation_transfer_backend != "fake":
                     raise ValueError(
                         "bootstrap_host is missing: send the request to the router, which names a prefill."
                     )
