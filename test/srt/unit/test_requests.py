@@ -16,7 +16,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, Inva
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, nothing_listens
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers import request_checks
@@ -472,6 +472,16 @@ def completion(**options):
     serving.allowed_custom_labels = None
     body = CompletionRequest(model="m", prompt=["a", "b"], **options)
     return serving._convert_to_internal_request(body, None)[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"response_format": ["x"]}, {"response_format": {"type": "json_schema", "schema": "x"}}, ["model", "m"]]
+)
+def test_a_chat_that_cannot_be_read_is_the_clients_error(wrong):
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    ChatCompletionRequest.model_validate({**chat, "response_format": {"type": "text"}})
+    with pytest.raises(ValueError, match="cannot be read"):
+        ChatCompletionRequest.model_validate({**chat, **wrong} if isinstance(wrong, dict) else wrong)
 
 
 def test_echo_with_logprobs_0_asks_for_the_prompts_logprobs():
