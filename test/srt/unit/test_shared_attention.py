@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_requests import PagedRequests
 from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, choose_levels
 from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend as batched
 from sglang_pd_radix.supplied.cpu_host.attention import plan
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @dataclass
-class Worker:
+class Worker(PagedRequests):
     """A pool, a table, one layer and both backends; requests come with slots that others have too."""
 
     kind: str
@@ -65,64 +65,28 @@ class Worker:
         )
         self.batched, self.native = batched.TorchBatchedAttnBackend(runner), TorchNativeAttnBackend(runner)
 
-    def new_pages(self, tokens: int, contiguous: bool = False) -> torch.Tensor:
-        count = -(-tokens // self.page)
-        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        if contiguous:
-            taken.sort()
-        slots = (np.array(taken, np.int64)[:, None] * self.page + np.arange(self.page)).reshape(-1)
-        return torch.from_numpy(slots)
-
     def enter(self, row: int, shared: torch.Tensor, own: int) -> None:
-        """Admit a request with these slots before ``own`` tokens (at least 1) of its own."""
-        slots = torch.cat([shared, self.new_pages(own)])[: len(shared) + own]
+        super().enter(row, shared, own)
+        slots = self.slots(row)
         for buffer in self.buffers:
             fresh = slots[buffer[slots].isnan().flatten(1).any(1)]
             buffer[fresh] = torch.randn(len(fresh), *buffer.shape[1:]).to(self.dtype)
-        self.pool.write((row, slice(0, len(slots))), slots.to(torch.int32))
-        self.lens[row] = len(slots)
 
     def leave(self, row: int, shared: int) -> None:
-        """End a request; its own pages go to the next one, and hold NaNs until they are written."""
-        slots = self.slots(row)[shared:]
-        pages = sorted(set((slots // self.page).tolist()))
+        """Adds that its own pages hold NaNs until they are written."""
+        own = set((self.slots(row)[shared:] // self.page).tolist())
         for buffer in self.buffers:
-            for page in pages:
+            for page in own:
                 buffer[page * self.page : (page + 1) * self.page] = float("nan")
-        self.free_pages = pages + self.free_pages
-        del self.lens[row]
-
-    def slots(self, row: int) -> torch.Tensor:
-        return self.pool.req_to_token[row, : self.lens[row]].long()
+        super().leave(row, shared)
 
     def step(self, rows: list[int] | None = None, padded: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode one token of each request with both backends: [requests, heads * value dim] each.
 
         padded: rows that the engine adds to a batch with DP attention, to the size of another rank's.
         """
-        rows = rows or list(self.lens)
-        last = []
-        for row in rows:
-            length = self.lens[row]
-            slot = int(self.pool.req_to_token[row, length - 1]) + 1
-            if length % self.page == 0:
-                slot = int(self.new_pages(1)[0])
-            last.append(slot)
-            self.lens[row] += 1
-        index, where = torch.tensor(rows), torch.tensor(last)
-        lens = torch.tensor([self.lens[row] for row in rows])
-        self.pool.write((index, lens - 1), where.to(torch.int32))
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(rows),
-            input_ids=torch.zeros(len(rows), dtype=torch.int64),
-            req_pool_indices=index,
-            seq_lens=lens,
-            out_cache_loc=where,
-            seq_lens_sum=int(lens.sum()),
-            req_to_token_pool=self.pool,
-            token_to_kv_pool=self.kv,
-        )
+        batch = self.next_batch(rows)
+        rows, index, lens, where = list(rows or self.lens), batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc
         if padded:
             batch._original_batch_size, batch.batch_size = len(rows), len(rows) + padded
             batch.req_pool_indices = torch.cat([index, index.new_zeros(padded)])

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
+from paged_requests import PagedRequests
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import attention_registry, triton_backend
 from sglang.srt.layers.attention import utils as attention_utils
@@ -45,7 +46,7 @@ def _interpreter():
 
 
 @dataclass
-class Worker:
+class Worker(PagedRequests):
     """A pool, a table, layers, the engine's backend and ours; requests come with slots that others have too."""
 
     heads: int = 4
@@ -110,53 +111,6 @@ class Worker:
         self.shared = attention_registry.ATTENTION_BACKENDS["triton"](self.runner)
         if isinstance(self.shared, triton_shared.SharedPrefixTritonBackend):
             self.shared._costs = replace(self.shared._costs, query=0)
-
-    def new_pages(self, tokens: int) -> torch.Tensor:
-        count = -(-tokens // self.page)
-        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        slots = (np.array(taken, np.int64)[:, None] * self.page + np.arange(self.page)).reshape(-1)
-        return torch.from_numpy(slots)
-
-    def enter(self, row: int, shared: torch.Tensor, own: int) -> None:
-        """Admit a request with these slots before ``own`` tokens (at least 1) of its own."""
-        slots = torch.cat([shared, self.new_pages(own)])[: len(shared) + own]
-        self.pool.write((row, slice(0, len(slots))), slots.to(torch.int32))
-        self.lens[row] = len(slots)
-
-    def leave(self, row: int, shared: int) -> None:
-        pages = sorted(set((self.slots(row)[shared:] // self.page).tolist()))
-        self.free_pages = pages + self.free_pages
-        del self.lens[row]
-
-    def slots(self, row: int) -> torch.Tensor:
-        return self.pool.req_to_token[row, : self.lens[row]].long()
-
-    def next_batch(self, rows: list[int] | None = None) -> ForwardBatch:
-        """The next token of each request."""
-        rows = list(self.lens) if rows is None else rows
-        last = []
-        for row in rows:
-            length = self.lens[row]
-            slot = int(self.pool.req_to_token[row, length - 1]) + 1
-            if length % self.page == 0:
-                slot = int(self.new_pages(1)[0])
-            last.append(slot)
-            self.lens[row] += 1
-        index, where = torch.tensor(rows), torch.tensor(last)
-        lens = torch.tensor([self.lens[row] for row in rows])
-        self.pool.write((index, lens - 1), where.to(torch.int32))
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(rows),
-            input_ids=torch.zeros(len(rows), dtype=torch.int64),
-            req_pool_indices=index,
-            seq_lens=lens,
-            seq_lens_cpu=lens,
-            out_cache_loc=where,
-            seq_lens_sum=int(lens.sum()),
-            req_to_token_pool=self.pool,
-            token_to_kv_pool=self.kv,
-        )
 
     def tell(self, batch: ForwardBatch) -> None:
         """What ForwardBatch.init_new does; see test_shared_attention_model.py."""
