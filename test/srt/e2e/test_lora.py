@@ -116,7 +116,12 @@ def test_adapters_come_and_go_while_requests_run(pair, adapters, truth):
         both(pair, "unload", lora_name="c")
         for name, future in zip((None, "a"), running, strict=True):
             assert future.result() == [truth[name, i] for i in range(3)] * 6
-    body = pair.body(PROMPTS[0], 12, lora_path="c")
+    # The engine loads an adapter that it knows again when it is asked for, and that load has a tree of its own too.
+    answer = pair(PROMPTS[0], 12, lora_path="c")
+    assert answer["output_ids"] == truth["d", 0]
+    assert answer["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
+    both(pair, "unload", lora_name="c")
+    body = pair.body(PROMPTS[0], 12, lora_path="never loaded")
     for url in (pair.prefill_url, pair.decode_url):
         assert requests.post(url + "/generate", json=body, timeout=60).status_code == 400
 
