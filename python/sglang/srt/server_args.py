@@ -164,7 +164,8 @@ class ServerArgs(engine.ServerArgs):
             "--enable-hierarchical-cache": self.enable_hierarchical_cache,
             "--enable-lmcache": self.enable_lmcache,
             "--enable-streaming-session": self.enable_streaming_session,
-            "--enable-lora": bool(self.enable_lora or self.lora_paths),
+            # Decode has no step in which they would be loaded.
+            "--enable-lora-overlap-loading": bool(self.enable_lora_overlap_loading),
             **self._unverified_speculation(),
             "--pipeline-parallel-size above 1": self.pp_size > 1,
             "--attention-context-parallel-size above 1": self.attn_cp_size > 1,

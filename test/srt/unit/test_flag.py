@@ -46,6 +46,7 @@ def test_decode_has_none_without_the_flag(parse):
         ([*DECODE, "--enable-lmcache"], "--enable-lmcache"),
         ([*DECODE, "--enable-streaming-session"], "--enable-streaming-session"),
         ([*DECODE, "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        ([*DECODE, "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading"),
         ([*DECODE, "--enable-hisparse"], "--enable-hisparse"),
     ],
 )
