@@ -146,6 +146,10 @@ def free_ports(count: int, host: str = HOST) -> list[int]:
     return found
 
 
+# The same decode worker for all requests of one X-SMG-Routing-Key, and any for those without.
+BY_ROUTING_KEY = ["--decode-policy", "manual", "--assignment-mode", "min_load"]
+
+
 def has_option(args: Sequence[str], *names: str) -> bool:
     """True if one of the options ``names`` is among ``args``, as ``--name value`` or ``--name=value``."""
     return any(arg.split("=", 1)[0] in names for arg in args)
@@ -352,6 +356,8 @@ class Cluster:
 
     ``routers`` starts one router per entry in the place of the single one: name to (indices of the decode workers that
     it routes to, further options for it). All route to every prefill worker. ``router_urls`` has their addresses.
+    Without a ``policy``, and with none among its options, a router sends all requests of one ``X-SMG-Routing-Key`` to
+    the same decode worker.
 
     ``hosts`` has the host of `netns.TwoHosts` on which the workers of a role run; by default all run on this one. The
     router always does.
@@ -560,8 +566,12 @@ class Cluster:
         ):
             if not has_option([*self._router_args, *more], option):
                 command += [option, value]
+        chosen = self._policy or has_option([*self._router_args, *more], "--policy", "--decode-policy")
         if self._policy:
             command += ["--policy", self._policy]
+        elif not chosen and sum(worker.role == "decode" for worker in workers) > 1:
+            # The router's own default chooses at random among these.
+            command += BY_ROUTING_KEY
         command += [*self._router_args, *more]
         env = dict(self._env)
         for host in self._hosts.values():

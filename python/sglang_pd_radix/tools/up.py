@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode workers (default: 1)")
     parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
-    parser.add_argument("--policy", choices=_POLICIES, help="how the router chooses workers (default: cache_aware)")
+    parser.add_argument(
+        "--policy",
+        choices=_POLICIES,
+        help="how the router chooses workers (default: its own for prefill; of several decode workers the same one for "
+        "all requests with the same header X-SMG-Routing-Key)",
+    )
     parser.add_argument(
         "--radix",
         action=argparse.BooleanOptionalAction,

@@ -17,6 +17,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
 from sglang_pd_radix.tools import up
 from sglang_pd_radix.tools.cluster import (
+    BY_ROUTING_KEY,
     Cluster,
     cpu_options,
     describe_exit,
@@ -355,6 +356,22 @@ def test_aggregated_is_one_engine_without_router(fake, tmp_path):
         answer = json.loads(http(cluster.router_url + "/generate", {})[1])
         assert answer["role"] == "engine" and answer["args"][-1] == "--z"
         assert [p.role for p in cluster.processes] == ["engine"]
+
+
+def test_several_decode_workers_are_chosen_by_the_routing_key(fake, tmp_path):
+    routers = {
+        "one": ([0], []),
+        "two": ([0, 1], []),
+        "chosen": ([0, 1], ["--decode-policy", "random"]),
+    }
+    with Cluster("m", decode=2, commands=fake, log_dir=tmp_path, routers=routers) as cluster:
+        args = {name: json.loads(http(url + "/generate", {})[1])["args"] for name, url in cluster.router_urls.items()}
+    assert {name: BY_ROUTING_KEY[0] in of and BY_ROUTING_KEY[1] in of for name, of in args.items()} == {
+        "one": False,
+        "two": True,
+        "chosen": False,
+    }
+    assert args["chosen"][-2:] == ["--decode-policy", "random"]
 
 
 def test_each_router_has_its_own_decode_workers(fake, tmp_path):
