@@ -196,8 +196,6 @@ class ServerArgs(engine.ServerArgs):
             f"--speculative-algorithm {name} ({', '.join(SPECULATION)} is)": name not in SPECULATION,
             "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
             "a draft that is part of the model (MTP)": self.enable_multi_layer_eagle or not own_draft,
-            f"--speculative-algorithm {name} over Mooncake": self.disaggregation_transfer_backend != "nixl",
-            f"--speculative-algorithm {name} and --tensor-parallel-size above 1": self.tp_size > 1,
             f"--speculative-algorithm {name} and --data-parallel-size above 1": self.dp_size > 1,
             f"--speculative-algorithm {name} and --enable-custom-logit-processor": self.enable_custom_logit_processor,
         }

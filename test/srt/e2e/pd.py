@@ -181,6 +181,29 @@ def check_tp_pair(cluster: Cluster, truth: dict, prefill_tp: int, decode_tp: int
     pair.check_idle()
 
 
+def ask_among_leavers(pair: Pair, prompt: list[int], length: int, apart: float) -> list[Answer]:
+    """What three questions are answered while 12 clients go away: each ``apart`` seconds later in its life, of 10.
+
+    Their prompts have ``length`` tokens of their own.
+    """
+    rnd = random.Random(3)
+
+    def leave(i: int) -> None:
+        body = pair.body(words(rnd, length), 200, rid=f"leaver-{rnd.random()}-{i}")
+        for url in (pair.prefill_url, pair.decode_url):
+            pair._workers.submit(requests.post, url + "/generate", json=body, timeout=60)
+        time.sleep(apart * (i % 10))
+        for url in (pair.prefill_url, pair.decode_url):
+            requests.post(url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
+
+    with ThreadPoolExecutor(3) as pool:
+        leaving = [pool.submit(leave, i) for i in range(12)]
+        answers = [pair(prompt)["output_ids"] for _ in range(3)]
+        for left in leaving:
+            left.result()
+    return answers
+
+
 def hit_lengths(page: int) -> Iterator[tuple[str, list[int], int]]:
     """(name, prompt, what decode must have held) after the prompt ``base`` has been answered, for one page size."""
     base = base_prompt(page)

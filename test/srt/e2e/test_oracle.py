@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from pd import FLAG, Pair, ask, base_prompt, conversations, counter, hit_lengths, wait_idle, words
+from pd import FLAG, Pair, ask, ask_among_leavers, base_prompt, conversations, counter, hit_lengths, wait_idle, words
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -183,22 +183,7 @@ def test_flush_forgets_everything(on, truth, page):
 def test_abort_at_every_stage(on, truth, page):
     """Clients that go away while queued, in transfer or in decode leave nothing behind, and harm nobody."""
     on.flush()
-    rnd = random.Random(3)
-
-    def leave(i: int) -> None:
-        body = on.body(words(rnd, 300), 200, rid=f"leaver-{page}-{i}")
-        for url in (on.prefill_url, on.decode_url):
-            on._workers.submit(requests.post, url + "/generate", json=body, timeout=60)
-        time.sleep(0.02 * (i % 10))
-        for url in (on.prefill_url, on.decode_url):
-            requests.post(url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
-
-    with ThreadPoolExecutor(3) as pool:
-        leaving = [pool.submit(leave, i) for i in range(12)]
-        answers = [on(base_prompt(page))["output_ids"] for _ in range(3)]
-        for left in leaving:
-            left.result()
-    assert answers == [truth["base", page]] * 3
+    assert ask_among_leavers(on, base_prompt(page), 300, 0.02) == [truth["base", page]] * 3
 
 
 def test_pause_and_continue(on, truth):

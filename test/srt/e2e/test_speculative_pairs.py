@@ -7,12 +7,22 @@ Equal tokens say nothing about the draft model's KV, so each request's accept hi
 from __future__ import annotations
 
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
-from pd import FLAG, Ask, Pair, ask, base_prompt, conversations, counter, hit_lengths, log_of, words
+from pd import (
+    FLAG,
+    TP2,
+    Ask,
+    Pair,
+    ask,
+    ask_among_leavers,
+    base_prompt,
+    conversations,
+    counter,
+    hit_lengths,
+    log_of,
+    words,
+)
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
@@ -52,8 +62,6 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, eagle, plain, backend, page):
-    if backend == "mooncake":
-        pytest.skip("refused over Mooncake with the flag")
     return clusters.get(
         eagle,
         decode=4,
@@ -149,22 +157,7 @@ def test_chunked_prefill(pairs, plain):
 
 def test_aborts(pairs, plain, page):
     on, _ = pairs
-    rnd = random.Random(3)
-
-    def leave(i: int) -> None:
-        body = on.body(words(rnd, 200), 200, rid=f"leaver-{on.decode}-{page}-{i}")
-        for url in (on.prefill_url, on.decode_url):
-            on._workers.submit(requests.post, url + "/generate", json=body, timeout=60)
-        time.sleep(0.05 * (i % 8))
-        for url in (on.prefill_url, on.decode_url):
-            requests.post(url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
-
-    with ThreadPoolExecutor(3) as pool:
-        leaving = [pool.submit(leave, i) for i in range(12)]
-        answers = [on(base_prompt(page))["output_ids"] for _ in range(3)]
-        for left in leaving:
-            left.result()
-    assert answers == [plain["base"][page]] * 3
+    assert ask_among_leavers(on, base_prompt(page), 200, 0.05) == [plain["base"][page]] * 3
 
 
 def test_flush(pairs, plain, page):
@@ -181,8 +174,6 @@ def test_flush(pairs, plain, page):
 @pytest.fixture(scope="module")
 def small(clusters, eagle, plain, backend):
     """Decode workers with room for about three of the six long answers, and one with room for all."""
-    if backend == "mooncake":
-        pytest.skip("refused over Mooncake with the flag")
     less = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16"]
     return clusters.get(
         eagle,
@@ -215,3 +206,29 @@ def test_retraction(small, plain, version):
     assert all(retracted.values()), retracted
     on = Pair(small, decode=WORKERS[version][0])
     assert counter(on.decode_url, "sglang:evicted_tokens_total") > 0
+
+
+# ---- TP ranks ----
+
+
+def test_tensor_parallel_sizes(clusters, eagle, plain, backend):
+    """Each rank has its part of the draft's KV too."""
+    cluster = clusters.get(
+        eagle,
+        prefill=2,
+        prefill_args=[[], TP2],
+        decode=2,
+        decode_args=[[*TP2, FLAG], TP2],
+        decode_env=V2,
+        prefill_env=V1,
+        common_args=speculating(eagle, "--page-size", "16"),
+        backend=backend,
+    )
+    for prefill in (0, 1):
+        on, off = (Watched(Pair(cluster, prefill, decode)) for decode in (0, 1))
+        for watched in (on, off):
+            watched.send.flush()
+            assert conversations(watched) == plain["conversations"]
+        assert on.hits > 0 and on.accepted == off.accepted and on.length() > 1.3
+        for watched in (on, off):
+            watched.send.check_idle()

@@ -69,8 +69,6 @@ def test_eagle_keeps_the_radix_cache(parse):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ([*EAGLE, "--tp-size", "2"], "--tensor-parallel-size above 1"),
-        ([*EAGLE, "--disaggregation-transfer-backend", "mooncake"], "over Mooncake"),
         ([*EAGLE, "--enable-custom-logit-processor"], "--enable-custom-logit-processor"),
         (["--speculative-algorithm", "EAGLE"], "MTP"),
     ],
