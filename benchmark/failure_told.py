@@ -10,6 +10,9 @@ answer is seen, half through the router. Three figures for each: seconds until d
 the last of their clients. ``freed`` is when the workers that are left are idle and no book of theirs mentions a room;
 where nobody was lost, after the event has been undone.
 
+What a worker knows, its scheduler sees between two steps, so a step of prefill is measured apart (``step``: the median of
+those before the event, by prefill's own log): with ``--chunk 64`` it is shorter than with 256.
+
 The engine's waits are set to seconds that can be waited for here (`--timeout`, and a heartbeat every 2 s, twice); which
 of them a row is bound by is in its last column.
 """
@@ -20,7 +23,9 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -48,6 +53,8 @@ EACH = 2
 HEAD_START_S = 1.0
 # What two busy cores may take beyond a wait of the engine, seconds.
 SPARE_S = 1.0
+# What prefill logs of each step, and how many of the last ones are looked at.
+STEP, STEPS = re.compile(r"Prefill batch.*?#new-token: (\d+).*?input throughput \(token/s\): ([\d.]+)"), 5
 # The heartbeat of decode, seconds and failures (`deploy.ENV`), and the engine's time-out of one.
 BEAT_S, BEATS, BEAT_TIMEOUT_S = 2, 2, 3
 
@@ -80,6 +87,8 @@ class Row:
     dead: str = ""
     legs: list[Leg] = field(default_factory=list)
     freed_s: float | None = None
+    # Of prefill, before the event.
+    step_s: float | None = None
     stages: str = ""
 
     def ends(self, to: str) -> list[Leg]:
@@ -99,7 +108,7 @@ class Row:
     @property
     def late(self) -> bool:
         """Whether somebody was told nothing, or later than the row allows."""
-        limit = self.limit_s + (SPARE_S if self.bound else self.closed_s or 0.0)
+        limit = self.limit_s + (SPARE_S if self.bound else (self.closed_s or 0.0) + (self.step_s or 0.0))
         return any(self.untold(to) or (self.last(to) or 0.0) > limit for to in self.to)
 
     def untold(self, to: str) -> int:
@@ -167,6 +176,7 @@ class Scene:
         self.row.stages = ", ".join(
             f"{sum(leg.kind == kind for leg in self.row.legs if leg.to != 'prefill')} {kind}" for kind in self.row.kinds
         )
+        self.row.step_s = self._step_s()
         self.event_at = time.monotonic()
         event()
         deadline = self.event_at + patience_s
@@ -178,6 +188,13 @@ class Scene:
             if told and not look:
                 return
             time.sleep(0.1)
+
+    def _step_s(self) -> float | None:
+        """How long a step of prefill has taken of late, seconds; None if it has computed nothing."""
+        prefill = next(process for process in self.cluster.processes if process.role == "prefill")
+        found = STEP.findall(prefill.log_path.read_text(errors="replace"))[-STEPS:]
+        steps = [int(tokens) / float(pace) for tokens, pace in found if float(pace)]
+        return statistics.median(steps) if steps else None
 
     def _empty(self, names: Sequence[str]) -> bool:
         for process in self.cluster.processes:
@@ -296,6 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="model directory (default: a made one)")
     parser.add_argument("--only", default="", help="events, comma-separated (default: all)")
     parser.add_argument("--timeout", type=float, default=15.0, help="the engine's waiting and bootstrap time-outs")
+    parser.add_argument("--chunk", type=int, default=256, help="most tokens of a step of prefill")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -310,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     with deploy.two_hosts() as hosts:
         made = deploy.cluster(
             model, args.backend, hosts, log_dir, prefill=1, decode=1, decode_pool=POOL, env=env,
-            options=["--context-length", "4096"],
+            options=["--context-length", "4096", "--chunked-prefill-size", str(args.chunk)],
             router_args=["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"],
         )  # fmt: skip
         with made as cluster:
@@ -359,6 +377,7 @@ def _line(row: Row) -> str:
         row.event,
         "" if row.closed_s is None else f"{row.closed_s:.2f}",
         *(_cell(row, to) for to in ("decode", "prefill", "router")),
+        "-" if row.step_s is None else f"{row.step_s:.2f}",
     ]
     cells += ["-" if row.freed_s is None else f"{row.freed_s:.1f}", row.bound or "none", row.stages]
     return "| " + " | ".join(cells) + " |"
@@ -368,8 +387,8 @@ def text(backend: str, done: Sequence[Row]) -> str:
     """The table as Markdown."""
     head = [
         f"{backend}: seconds from the event until the last client was told by",
-        "| event | sockets closed | decode | prefill | router | all freed | bound by | requests |",
-        "|---|---|---|---|---|---|---|---|",
+        "| event | sockets closed | decode | prefill | router | step | all freed | bound by | requests |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join(["", *head, *map(_line, done)])
 

@@ -295,6 +295,11 @@ class CommonKVManager(engine.CommonKVManager):
         return None
 
     @property
+    def transfer_timeout(self) -> float:
+        """Seconds that KV may be on its way, on prefill from its last chunk on; the same on decode."""
+        return envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+
+    @property
     def handshake_timeout(self) -> float:
         """Seconds that a request may wait for its prefill to know of it; the same on prefill."""
         return envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
@@ -520,6 +525,8 @@ class CommonKVSender(engine.CommonKVSender):
     # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     _infos: dict = {}
     _why: str | None = None
+    # When its prompt had been computed, by `has_failed_late`.
+    _computed_at: float = 0.0
     # Of the chunks sent so far, when decode asked for it.
     digests: torch.Tensor | None = None
 
@@ -576,6 +583,31 @@ class CommonKVSender(engine.CommonKVSender):
 
     def has_failed(self) -> bool:
         """Whether nothing more will be sent for this request."""
+        return self._failed()
+
+    def lost(self) -> str | None:
+        """Why this request has failed, or fails with its next poll; None if it goes on. It costs next to nothing."""
+        return self.why() if self._failed() else self.kv_mgr.rooms.refused.get(self.bootstrap_room)
+
+    def lose(self, reason: str) -> None:
+        """Fail because the request has failed on another rank for ``reason``, if it has not failed here already."""
+        self._heed_refusal()
+        if not self._failed():
+            self.fail(reason)
+        # Decode is told when nothing is being written.
+        self.poll()
+
+    def has_failed_late(self) -> bool:
+        """Whether this request, whose prompt has been computed, has failed; asked in every step from then on.
+
+        It fails here when its KV has been on its way for as long as decode waits for it. No write over NIXL to a worker
+        that stands still ends by itself. Not for a decode worker without the flag, for which nothing changes.
+        """
+        now = time.monotonic()
+        self._computed_at = self._computed_at or now
+        waited, flagged = now - self._computed_at, any(getattr(i, "names_prefix", False) for i in self._infos.values())
+        if not self._failed() and flagged and waited > self.kv_mgr.transfer_timeout:
+            self.fail(f"decode has not taken all of its KV for {waited:.0f} s")
         return self._failed()
 
     def why(self, default: str = "no reason was recorded") -> str:
