@@ -32,12 +32,15 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache import allocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_pd_radix.supplied.cpu_host.allocator import _patch_allocator
 
 PAGE, CHUNK, POOL, VOCABULARY = nixl_wire.PAGE, 16, 512, 300
 MAX_REQS = 8
@@ -152,7 +155,7 @@ class PrefillScheduler(Scheduler):
     def _receive_nothing(flags: int) -> None:
         raise zmq.ZMQError
 
-    def _forward(self, batch: Any) -> GenerationBatchResult:
+    def _forward(self, batch: Any, pp_proxy_tensors: None = None) -> GenerationBatchResult:
         """One step. What happens while it computes is the test's."""
         self.steps.append({req.rid: req.extend_input_len for req in batch.reqs})
         self.loop.during(self)
@@ -212,8 +215,12 @@ class PrefillLoop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, overlap: bool = True):
         self.overlap, self.ranks, self.wire = overlap, Ranks(ranks), nixl_wire.World(monkeypatch, ranks, ranks)
         self.server_args = Args(page_size=PAGE, pp_max_micro_batch_size=MAX_REQS, disaggregation_mode="prefill")
-        self.server_args.enable_mamba_extra_buffer = lambda: False
+        self.server_args.enable_mamba_extra_buffer, self.server_args.attention_backend = lambda: False, "torch_native"
         set_global_server_args_for_scheduler(cast(Any, self.server_args))
+        for name in ("alloc_extend_kernel", "alloc_decode_kernel"):
+            # Whatever this host is.
+            monkeypatch.setattr(allocator, name, getattr(allocator, name))
+        _patch_allocator(allocator)
         monkeypatch.setattr(schedulers, "broadcast_pyobj", self.ranks.broadcast)
         monkeypatch.setattr(queues, "poll_and_all_reduce_attn_cp_tp_group", self.ranks.poll)
         self.before: Callable[[PrefillScheduler], None] = lambda scheduler: None

@@ -28,7 +28,6 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
-from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -1038,28 +1037,22 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     bench.assert_books_closed()
 
 
-@pytest.mark.parametrize("ranks, logprobs", [(1, False), (2, False), (1, True)])
-def test_a_prompt_that_nobody_waits_for_is_computed_no_further(bench: Bench, ranks: int, logprobs: bool):
-    """The engine computes all chunks of it before it tells prefill's client."""
-    req = begun(bench)
-    half = bench.halves[req.rid]
-    prompt = [*range(100)]
-    computing = SimpleNamespace(
-        disagg_kv_sender=half.sender, origin_input_ids=prompt, fill_ids=prompt[:32], return_logprob=logprobs
-    )
-    prefill = SchedulerDisaggregationPrefillMixin()
-    prefill.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=bench.prefill)
-    prefill.disagg_prefill_inflight_queue, prefill.chunked_req = [], computing
-    prefill.tp_size, prefill.pp_size = ranks, 1
-    prefill.process_disagg_prefill_inflight_queue()
-    assert computing.origin_input_ids == prompt
-    bench.prefill.rooms.lose_decode([req.bootstrap_room], "decode is gone")
-    prefill.process_disagg_prefill_inflight_queue()
-    # One more token makes it a last chunk, with which it ends like any other.
-    expected = prompt[:33] if ranks == 1 and not logprobs else prompt
-    assert computing.origin_input_ids == expected
-    half.ended = True
+@pytest.mark.parametrize("flag", [True, False])
+def test_prefill_gives_up_kv_that_decode_does_not_take(bench: Bench, flag: bool):
+    """Of a decode worker without the flag the engine goes on to wait."""
+    req = sent_in_part(bench)
+    sender = bench.halves[req.rid].sender
+    for info in sender._infos.values():
+        # What a message without the frames of a prefix leaves there.
+        vars(info).update({} if flag else {"dummy": None, "decode_prefix_len": None})
+    assert not sender.has_failed_late()
+    sender._computed_at -= bench.prefill.transfer_timeout + 1
+    assert sender.has_failed_late() == flag
     bench.drain()
+    assert bench.told(req) == 1 and has_failed(bench, req) == flag
+    if flag:
+        assert "has not taken all of its KV" in sender.why() and sender.why() in req.finished_reason.message
+        bench.assert_books_closed()
 
 
 def test_a_request_that_never_comes_to_prefill_leaves_nothing_there(bench: Bench):
