@@ -278,7 +278,7 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
             [],
         ),
         "decode-stopped": (
-            Row("decode is stopped", bootstrap, timeout_s, moving, ("prefill",)),
+            Row("decode is stopped", f"{waiting}; {bootstrap}", timeout_s, moving, ("prefill",)),
             lambda: cluster.pause(["decode-0"]),
             lambda: cluster.resume(["decode-0"]),
             [],
@@ -288,17 +288,17 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
         found["link-cut"] = (
             Row(
                 "the link is cut",
-                f"{beat}; on prefill {bootstrap}",
+                f"{beat}; on prefill {waiting}, {bootstrap}",
                 max(beats, timeout_s),
                 moving,
-                ("decode", "router"),
+                everybody,
             ),
             hosts.cut,
             hosts.restore,
             [],
         )
         found["transfer-hangs"] = (
-            Row("the link carries next to nothing", waiting, timeout_s, moving, ("decode", "router")),
+            Row("the link carries next to nothing", waiting, timeout_s, moving, everybody),
             lambda: hosts.set_rate(64e3),
             lambda: hosts.set_rate(None),
             [],

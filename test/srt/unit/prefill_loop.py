@@ -196,7 +196,7 @@ class PrefillScheduler(Scheduler):
         assert self.token_to_kv_pool_allocator.available_size() + tree.evictable_size() == POOL
         assert sorted(self.req_to_token_pool.free_slots) == [*range(MAX_REQS)]
         assert self.req_to_metadata_buffer_idx_allocator.available_size() == 2 * MAX_REQS
-        assert not (self.waiting_queue or self.disagg_prefill_inflight_queue or self.lost_in_step)
+        assert not (self.waiting_queue or self.disagg_prefill_inflight_queue)
         assert not any(self.disagg_prefill_bootstrap_queue.kv_manager.rooms_held().values())
 
 

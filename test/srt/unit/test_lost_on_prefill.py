@@ -6,6 +6,8 @@ import pytest
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.lost_requests import LostReqs
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 ROOM, OTHER = 7001, 7002
@@ -22,12 +24,12 @@ def lose(loop: PrefillLoop, room: int = ROOM, rank: int = 0) -> None:
     loop.wire.prefill[rank].manager.rooms.lose_decode([room], "decode is gone")
 
 
-def assert_told(scheduler: PrefillScheduler, room: int = ROOM) -> int:
+def assert_told(scheduler: PrefillScheduler, why: str = "decode is gone") -> int:
     """It was told once that it has failed; after how many steps."""
-    ((req, steps),) = [told for told in scheduler.told if told[0].bootstrap_room == room]
+    ((req, steps),) = [told for told in scheduler.told if told[0].bootstrap_room == ROOM]
     assert isinstance(req.finished_reason, FINISH_ABORT)
     # The client hears of the first rank alone.
-    assert scheduler.tp_rank or "decode is gone" in req.finished_reason.message
+    assert scheduler.tp_rank or why in req.finished_reason.message
     assert req.finished_reason.status_code == 500
     return steps
 
@@ -53,20 +55,25 @@ def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop
     assert [scheduler.steps for scheduler in loop.schedulers] == [loop.schedulers[0].steps] * loop.ranks.size
 
 
-def test_what_waits_for_its_turn_is_not_computed_at_all(loop: PrefillLoop):
+@pytest.mark.parametrize("late", [False, True])
+def test_what_waits_for_its_turn_is_not_computed_at_all(loop: PrefillLoop, late: bool):
+    """late: decode stands still, or is slow to give it up itself."""
     loop.arrive(60, OTHER)
-    loop.arrive(100, ROOM)
+    reqs = loop.arrive(100, ROOM)
 
     def during(scheduler: PrefillScheduler) -> None:
         if len(scheduler.steps) == 1 and scheduler.tp_rank == 0:
             assert [req.bootstrap_room for req in scheduler.waiting_queue] == [ROOM]
-            lose(loop)
+            if late:
+                reqs[0].disagg_kv_sender._due_at = 0.0
+            else:
+                lose(loop)
 
     loop.during = during
     loop.run(12)
     for scheduler in loop.schedulers:
         assert not any(f"request-{ROOM}" in step for step in scheduler.steps)
-        assert assert_told(scheduler) == 1
+        assert assert_told(scheduler, "all of its KV" if late else "decode is gone") == 1
         scheduler.assert_nothing_held()
 
 
@@ -117,11 +124,11 @@ def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop, mon
     loop.run(6)
     assert not any(scheduler.told for scheduler in loop.schedulers)
     for req in reqs:
-        req.disagg_kv_sender._computed_at -= 1001
+        req.disagg_kv_sender._due_at -= 1001
     loop.run(2)
     for scheduler in loop.schedulers:
         ((req, _),) = scheduler.told
-        assert "decode has not taken all of its KV for 1001 s" in req.finished_reason.message
+        assert "decode has not got all of its KV in the 1000 s" in req.finished_reason.message
         assert scheduler.tree_cache.protected_size() == 20
     for transfer in loop.wire.wire.transfers:
         transfer.finish()
@@ -158,3 +165,9 @@ def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):
         assert sum(sum(step.values()) for step in scheduler.steps) == 100
         assert [type(req.finished_reason).__name__ for req, _ in scheduler.told] == ["FINISH_LENGTH"]
         scheduler.assert_nothing_held()
+
+
+def test_what_is_lost_reaches_the_ranks_of_one_dp_rank_alone(loop: PrefillLoop):
+    """With DP attention the engine has control messages of the first of all ranks only, and sends them to all."""
+    lost, update = LostReqs({}), UpdateWeightFromDiskReqInput(model_path="")
+    assert loop.schedulers[0]._split_work_and_control_reqs([lost, update]) == ([lost], [update])

@@ -62,9 +62,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
     """Sends the part of a chunk that lies beyond decode's prefix."""
 
-    # Requests that were lost while a chunk of theirs was being computed, until its result has been processed.
-    lost_in_step: tuple[Req, ...] = ()
-
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
         """Adds to this part of every step, idle ones too, what a transfer backend cannot leave to a request's poll.
 
@@ -123,12 +120,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 lose(req)
         req = self.chunked_req
         if lose(req):
+            # From here on it is polled like those that are computed in full, and goes when nothing is being written.
+            # Overlapped, a step in flight has a chunk of it, whose result is processed before that poll.
             self.chunked_req = None
-            if req.is_chunked > 0:
-                # Overlapped, it is part of a step in flight.
-                self.lost_in_step = (*self.lost_in_step, req)
-            else:
-                self.disagg_prefill_inflight_queue.append(req)
+            self.disagg_prefill_inflight_queue.append(req)
 
     def _tell_lost(self, req: Req, reason: str) -> None:
         """Tell the client of a request that it has failed. That it ends here again later, the engine does not tell."""
@@ -147,11 +142,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if values:
                 setattr(output, name, [v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
         super().process_batch_result_disagg_prefill(batch, result)
-        ended = [req for req in self.lost_in_step if req.is_chunked <= 0]
-        if ended:
-            # From here on they are polled like those that are computed in full, and go when nothing is being written.
-            self.lost_in_step = tuple(req for req in self.lost_in_step if req not in ended)
-            self.disagg_prefill_inflight_queue.extend(ended)
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.
@@ -159,9 +149,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         A chunk that ends at or below the cursor sends nothing and leaves the cursor alone; the engine would move it
         back. When decode holds the whole prompt, the last chunk still brings the metadata and the state, if any.
         """
-        if not last_chunk and isinstance(req.disagg_kv_sender, CommonKVSender) and req.disagg_kv_sender.has_failed():
-            # Where it would end is not known of one that is lost.
-            return
         page_size = self.token_to_kv_pool_allocator.page_size
         end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
         if not last_chunk and end - end % page_size <= req.start_send_idx:

@@ -548,8 +548,8 @@ class Scheduler(engine.Scheduler):
             self.tree_cache.prefetch(req.rid, tokens, req.extra_key, req.priority or 0)
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        """Adds that a worker whose pages are being saved or loaded is not idle, nor one with a lost request's step."""
-        idle = super().is_fully_idle(for_health_check) and not self.lost_in_step
+        """Adds that a worker whose pages are being saved or loaded is not idle."""
+        idle = super().is_fully_idle(for_health_check)
         if for_health_check or not isinstance(self.tree_cache, PegaFlowTree):
             return idle
         return idle and not self.tree_cache.busy

@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -296,7 +297,7 @@ class CommonKVManager(engine.CommonKVManager):
 
     @property
     def transfer_timeout(self) -> float:
-        """Seconds that KV may be on its way, on prefill from its last chunk on; the same on decode."""
+        """Seconds for which decode waits for KV that it has asked for; the same on both sides."""
         return envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
 
     @property
@@ -525,8 +526,8 @@ class CommonKVSender(engine.CommonKVSender):
     # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     _infos: dict = {}
     _why: str | None = None
-    # When its prompt had been computed, by `has_failed_late`.
-    _computed_at: float = 0.0
+    # By the clock that began when decode's request was found here. Decode's began a little earlier.
+    _due_at: float = math.inf
     # Of the chunks sent so far, when decode asked for it.
     digests: torch.Tensor | None = None
 
@@ -565,6 +566,7 @@ class CommonKVSender(engine.CommonKVSender):
                 if self.prompt_len is None:
                     raise ValueError("this prefill does not know the length of the prompt")
                 check_decode_prefix(prefix_len, num_pages, self.prompt_len, page_size)
+                self._due_at = time.monotonic() + self.kv_mgr.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")
             return False
@@ -587,7 +589,9 @@ class CommonKVSender(engine.CommonKVSender):
 
     def lost(self) -> str | None:
         """Why this request has failed, or fails with its next poll; None if it goes on. It costs next to nothing."""
-        return self.why() if self._failed() else self.kv_mgr.rooms.refused.get(self.bootstrap_room)
+        if self._failed():
+            return self.why()
+        return self.kv_mgr.rooms.refused.get(self.bootstrap_room) or self._overdue()
 
     def lose(self, reason: str) -> None:
         """Fail because the request has failed on another rank for ``reason``, if it has not failed here already."""
@@ -598,17 +602,21 @@ class CommonKVSender(engine.CommonKVSender):
         self.poll()
 
     def has_failed_late(self) -> bool:
-        """Whether this request, whose prompt has been computed, has failed; asked in every step from then on.
-
-        It fails here when its KV has been on its way for as long as decode waits for it. No write over NIXL to a worker
-        that stands still ends by itself. Not for a decode worker without the flag, for which nothing changes.
-        """
-        now = time.monotonic()
-        self._computed_at = self._computed_at or now
-        waited, flagged = now - self._computed_at, any(getattr(i, "names_prefix", False) for i in self._infos.values())
-        if not self._failed() and flagged and waited > self.kv_mgr.transfer_timeout:
-            self.fail(f"decode has not taken all of its KV for {waited:.0f} s")
+        """Whether this request, whose prompt has been computed, has failed. It does so now if it is overdue."""
+        reason = None if self._failed() else self._overdue()
+        if reason is not None:
+            self.fail(reason)
         return self._failed()
+
+    def _overdue(self) -> str | None:
+        """Why decode, if it is alive, has given this request up: it had its KV for longer to come than it waits.
+
+        No write over NIXL to a worker that stands still ends by itself. None for a decode worker without the flag, for
+        which nothing changes.
+        """
+        if time.monotonic() < self._due_at:
+            return None
+        return f"decode has not got all of its KV in the {self.kv_mgr.transfer_timeout:g} s for which it waits"
 
     def why(self, default: str = "no reason was recorded") -> str:
         """Why this request failed; it leaves the manager's book when first asked for."""
