@@ -10,8 +10,8 @@ answer is seen, half through the router. Three figures for each: seconds until d
 the last of their clients. ``freed`` is when the workers that are left are idle and no book of theirs mentions a room;
 where nobody was lost, after the event has been undone.
 
-What a worker knows, its scheduler sees between two steps, so a step of prefill is measured apart (``step``: the median of
-those before the event, by prefill's own log): with ``--chunk 64`` it is shorter than with 256.
+What a worker knows, its scheduler sees between two steps, so a step of prefill is measured apart (``step``: the median
+of those before the event, by prefill's own log): with ``--chunk 64`` it is shorter than with 256.
 
 The engine's waits are set to seconds that can be waited for here (`--timeout`, and a heartbeat every 2 s, twice); which
 of them a row is bound by is in its last column.

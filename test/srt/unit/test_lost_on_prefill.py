@@ -1,10 +1,9 @@
-"""A prefill computes no further what nobody waits for, on all of its ranks from the same step on, and tells it at once."""
+"""A prefill computes no further what nobody waits for, from the same step on all its ranks, and tells it at once."""
 
 from __future__ import annotations
 
 import pytest
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
-
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
@@ -35,7 +34,7 @@ def assert_told(scheduler: PrefillScheduler, why: str = "decode is gone") -> int
 
 
 def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop):
-    """The engine computes it to its end before it tells the client; ranks see it in different steps, or one does not."""
+    """The engine computes it to its end before it tells the client. A second rank sees it in another step, or never."""
     loop.arrive(100, ROOM)
     loop.arrive(20, OTHER)
 

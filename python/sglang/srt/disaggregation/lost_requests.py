@@ -1,9 +1,9 @@
 """Requests that a prefill has lost while no queue polls them, and how all of its ranks end them in the same step.
 
 The engine looks at a transfer while its request waits for decode, and again when its prompt has been computed. What
-fails in between waits for its turn and is then computed to its end. To stop that, all ranks must do so in the same step,
-and they learn of a failure in different ones. So the rank that receives for all of them says it, as if it had received
-it: the engine hands that on to the others in every step anyway, and where nothing is lost not a byte more.
+fails in between waits for its turn and is then computed to its end. To stop that, all ranks must do so in the same
+step, and they learn of a failure in different ones. So the rank that receives for all of them says it, as if it had
+received it: the engine hands that on to the others in every step anyway, and where nothing is lost not a byte more.
 
 Upstream: not in 0.5.10.post1.
 """

@@ -263,7 +263,7 @@ class Scheduler(engine.Scheduler):
     # ---- requests that cannot be served ----
 
     def init_request_dispatcher(self) -> None:
-        """Adds messages about requests: refused by the other worker or this one's tokenizer manager; lost, on prefill."""
+        """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher(
             [(RefusedReq, self.handle_refused_request), (LostReqs, self.handle_lost_requests)]
@@ -285,7 +285,7 @@ class Scheduler(engine.Scheduler):
             self.recv_from_tokenizer = socket
 
     def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
-        """Adds that what is lost goes to the ranks of one DP rank, with its work; control goes to all, from the first."""
+        """Adds that what is lost goes, like work, to the ranks of one DP rank; control goes to all, from the first."""
         work, control = super()._split_work_and_control_reqs(recv_reqs)
         lost = [one for one in control if isinstance(one, LostReqs)]
         return lost + work, [one for one in control if not isinstance(one, LostReqs)]
