@@ -133,7 +133,8 @@ class Scene:
         self.row, self.threads, self.event_at = row, [], 0.0
         for kind, (prompt, answer) in KINDS.items():
             for _ in range(EACH):
-                self._send(kind, prompt, answer, ("decode", "prefill"))
+                # Who asks a worker itself is not concerned by the end of the router, and nothing of it is freed.
+                self._send(kind, prompt, answer, ("router",) if row.dead == "router" else ("decode", "prefill"))
                 self._send(kind, prompt, answer, ("router",))
             time.sleep(HEAD_START_S)
 
@@ -207,6 +208,9 @@ class Scene:
                     # What runs has neither. A failed request has both until nobody can write for it any more.
                     if any(pool["rooms"].values()) or pool["free_metadata_buffers"] != pool["metadata_buffers"]:
                         return False
+                    if self.row.dead == "router" and pool["free_req_slots"] != pool["req_slots"]:
+                        # What runs is to end too.
+                        return False
         return True
 
     def end(self) -> None:
@@ -263,7 +267,7 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
             Row("the router is killed", "", 1.0, tuple(KINDS), ("router",), dead="router"),
             lambda: cluster.kill("router"),
             again("router"),
-            [],
+            ["prefill-0", "decode-0"],
         ),
         "prefill-stopped": (
             Row("prefill is stopped", beat, beats, moving, ("decode",)),
@@ -364,8 +368,6 @@ def _freed_after(scene: Scene, names: Sequence[str]) -> None:
 
 
 def _cell(row: Row, to: str) -> str:
-    if row.dead == "router" and to != "router":
-        return "-"  # who asks a worker itself is not concerned
     last, untold = row.last(to), row.untold(to)
     if untold:
         return f"{untold} not told"

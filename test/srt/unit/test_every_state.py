@@ -1054,6 +1054,18 @@ def test_prefill_gives_up_kv_that_decode_does_not_take(bench: Bench, flag: bool)
         bench.assert_books_closed()
 
 
+def test_a_prefill_that_stood_still_writes_nothing_any_more(bench: Bench):
+    """It goes on when decode has long given the request up, and its pages away."""
+    req = begun(bench)
+    half = bench.halves[req.rid]
+    half.sender._due_at = 0.0
+    half.send(CHUNK)
+    assert half.sender.has_failed() and half.sender.curr_idx == 0
+    bench.drain()
+    assert bench.told(req) == 1 and has_failed(bench, req)
+    bench.assert_books_closed()
+
+
 def test_a_request_that_never_comes_to_prefill_leaves_nothing_there(bench: Bench):
     """Decode has asked for its KV and then given it up; its client has left before the router's request was read."""
     req = bench.arrive(prefill=False)

@@ -625,10 +625,13 @@ class CommonKVSender(engine.CommonKVSender):
         return self._why
 
     def _heed_refusal(self) -> None:
-        """Fail if decode's request for this room could not be used, or decode has given it up."""
+        """Fail if decode's request for this room could not be used, or decode has given it up, or must have.
+
+        This worker may have stood still for so long: nothing is written then to what decode may have given away.
+        """
         if self._failed():
             return
-        reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room)
+        reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room) or self._overdue()
         if reason is not None:
             self.fail(reason)
 
