@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -391,6 +392,7 @@ class NixlKVManager(engine.NixlKVManager):
 class NixlKVSender(engine.NixlKVSender):
     """NIXL sender that starts at decode's prefix, and whose failure is its own request's only."""
 
+    xfer_handles: list[Any]
     _told = False
 
     def tell_failure(self, reason: str) -> None:
