@@ -75,8 +75,9 @@ class Row:
     """One event. ``bound``: which wait of the engine may pass before it is told; empty: the system knows at once.
 
     kinds, to: of the requests it ends, and whose answers tell of it. Others go on, or have nobody who could answer.
-    dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has closed their sockets
-    is what its clients see first, and from when on it can be known.
+    first: whether only the first that is told counts: decode has asked prefill for few of them, and of the others nothing
+    is overdue. dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has closed
+    their sockets is what its clients see first, and from when on it can be known.
     """
 
     event: str
@@ -85,6 +86,7 @@ class Row:
     kinds: tuple[str, ...]
     to: tuple[str, ...]
     dead: str = ""
+    first: bool = False
     legs: list[Leg] = field(default_factory=list)
     freed_s: float | None = None
     # Of prefill, before the event.
@@ -98,7 +100,10 @@ class Row:
     def last(self, to: str) -> float | None:
         """When the last client of ``to`` was told; None if there was none, or one was not."""
         times = [leg.answered_s for leg in self.ends(to)]
-        return None if None in times else max((t for t in times if t is not None), default=None)
+        told = [t for t in times if t is not None]
+        if self.first:
+            return min(told, default=None)
+        return None if None in times else max(told, default=None)
 
     @property
     def closed_s(self) -> float | None:
@@ -112,7 +117,9 @@ class Row:
         return any(self.untold(to) or (self.last(to) or 0.0) > limit for to in self.to)
 
     def untold(self, to: str) -> int:
-        return sum(leg.answered_s is None for leg in self.ends(to))
+        ends = self.ends(to)
+        untold = sum(leg.answered_s is None for leg in ends)
+        return 0 if self.first and untold < len(ends) else untold
 
 
 class Scene:
@@ -276,7 +283,7 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
             [],
         ),
         "prefill-hangs": (
-            Row("prefill's scheduler hangs", waiting, timeout_s, moving, ("decode",)),
+            Row("prefill's scheduler hangs", waiting, timeout_s, moving, ("decode",), first=True),
             signal_scheduler("prefill-0", signal.SIGSTOP),
             signal_scheduler("prefill-0", signal.SIGCONT),
             [],
@@ -318,6 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="events, comma-separated (default: all)")
     parser.add_argument("--timeout", type=float, default=15.0, help="the engine's waiting and bootstrap time-outs")
     parser.add_argument("--chunk", type=int, default=256, help="most tokens of a step of prefill")
+    parser.add_argument("--tp", type=int, default=1, help="TP ranks of each worker")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -332,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     with deploy.two_hosts() as hosts:
         made = deploy.cluster(
             model, args.backend, hosts, log_dir, prefill=1, decode=1, decode_pool=POOL, env=env,
-            options=["--context-length", "4096", "--chunked-prefill-size", str(args.chunk)],
+            options=["--context-length", "4096", "--chunked-prefill-size", str(args.chunk), "--tp-size", str(args.tp)],
             router_args=["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"],
         )  # fmt: skip
         with made as cluster:

@@ -113,6 +113,9 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 self.tree_cache.release_aborted_request(req.rid)
             if req.mamba_pool_idx is not None:
                 release_kv_cache(req, self.tree_cache, is_insert=False)
+            if self.enable_metrics:
+                # As for those that are polled.
+                self.metrics_collector.increment_transfer_failed_reqs()
         last = self.last_batch if self.enable_overlap else None
         for req in [*last.reqs] if last else []:
             if req is not self.chunked_req:

@@ -390,7 +390,7 @@ class MooncakeKVManager(StagingKVManager):
 class MooncakeKVSender(engine.MooncakeKVSender):
     """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
 
-    _told = False
+    _told = _closed = False
 
     def tell_failure(self, reason: str) -> None:
         """Tell every decode rank that asked this one for KV, once."""
@@ -450,7 +450,8 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     def _close_failed(self, default: str) -> None:
         """Tell decode, and close the books but for the reason."""
-        if self._why is None:
+        if not self._closed:
+            self._closed = True
             self.tell_failure(self.why(default))
             self.clear()
 
@@ -467,7 +468,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         """Replaces the engine's: decode is told also by the ranks on which nothing went wrong."""
         self.conclude_state = KVPoll.Failed
         self._close_failed("failed on another rank of prefill")
-        raise engine.KVTransferError(self.bootstrap_room, self._why)
+        raise engine.KVTransferError(self.bootstrap_room, self.why())
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
