@@ -75,9 +75,9 @@ class Row:
     """One event. ``bound``: which wait of the engine may pass before it is told; empty: the system knows at once.
 
     kinds, to: of the requests it ends, and whose answers tell of it. Others go on, or have nobody who could answer.
-    first: whether only the first that is told counts: decode has asked prefill for few of them, and of the others nothing
-    is overdue. dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has closed
-    their sockets is what its clients see first, and from when on it can be known.
+    first: whether only the first that is told counts: decode has asked prefill for few of them, and of the others
+    nothing is overdue. dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has
+    closed their sockets is what its clients see first, and from when on it can be known.
     """
 
     event: str
