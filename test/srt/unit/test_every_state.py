@@ -945,13 +945,17 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
     assert not rooms.live.keys() & {req.bootstrap_room} and not rooms.refused and not rooms.waiting
 
 
-def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, kind: str):
     """However long that takes: decode says again and again that they are there."""
     queue, rooms = bench.world.queue, bench.prefill.rooms
     req = short_of_memory(bench)
     heard_of(bench, req)
     (before,) = rooms.waiting[req.bootstrap_room].values()
-    bench.halves[req.rid].sender.made_at -= 1e6
+    sender = bench.halves[req.rid].sender
+    sender.made_at -= 1e6
+    if kind.startswith("mooncake"):
+        # The engine's own clock.
+        sender.init_time -= 1e6
     bench.step()
     assert not bench.halves[req.rid].ended
     queue._announced_at -= 1e6

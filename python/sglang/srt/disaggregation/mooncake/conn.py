@@ -421,8 +421,13 @@ class MooncakeKVSender(engine.MooncakeKVSender):
     def poll(self) -> KVPoll:
         """Adds to the engine's poll decode's prefix, and that a failure is reported only when nothing is being sent.
 
-        The request's pages are freed after that.
+        The request's pages are freed after that. And that the engine's time-out counts from when decode last said that
+        the request waits there.
         """
+        rooms = self.kv_mgr.rooms
+        if self.conclude_state is None and self.init_time is not None and self.bootstrap_room in rooms.waiting:
+            unheard = rooms.unheard_s(self.bootstrap_room, self.made_at)
+            self.init_time = max(self.init_time, time.time() - unheard)
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self._heed_refusal()
