@@ -10,6 +10,9 @@ answer is seen, half through the router. Three figures for each: seconds until d
 the last of their clients. ``freed`` is when the workers that are left are idle and no book of theirs mentions a room;
 where nobody was lost, after the event has been undone.
 
+What a worker knows, its scheduler sees between two steps, so a step of prefill is measured apart (``step``: the median
+of those before the event, by prefill's own log): with ``--chunk 64`` it is shorter than with 256.
+
 The engine's waits are set to seconds that can be waited for here (`--timeout`, and a heartbeat every 2 s, twice); which
 of them a row is bound by is in its last column.
 """
@@ -20,7 +23,9 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -48,6 +53,8 @@ EACH = 2
 HEAD_START_S = 1.0
 # What two busy cores may take beyond a wait of the engine, seconds.
 SPARE_S = 1.0
+# What prefill logs of each step, and how many of the last ones are looked at.
+STEP, STEPS = re.compile(r"Prefill batch.*?#new-token: (\d+).*?input throughput \(token/s\): ([\d.]+)"), 5
 # The heartbeat of decode, seconds and failures (`deploy.ENV`), and the engine's time-out of one.
 BEAT_S, BEATS, BEAT_TIMEOUT_S = 2, 2, 3
 
@@ -68,8 +75,9 @@ class Row:
     """One event. ``bound``: which wait of the engine may pass before it is told; empty: the system knows at once.
 
     kinds, to: of the requests it ends, and whose answers tell of it. Others go on, or have nobody who could answer.
-    dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has closed their sockets
-    is what its clients see first, and from when on it can be known.
+    first: whether only the first that is told counts: decode has asked prefill for few of them, and of the others
+    nothing is overdue. dead: who is killed, if somebody is. A busy system takes its time to end processes; that it has
+    closed their sockets is what its clients see first, and from when on it can be known.
     """
 
     event: str
@@ -78,8 +86,11 @@ class Row:
     kinds: tuple[str, ...]
     to: tuple[str, ...]
     dead: str = ""
+    first: bool = False
     legs: list[Leg] = field(default_factory=list)
     freed_s: float | None = None
+    # Of prefill, before the event.
+    step_s: float | None = None
     stages: str = ""
 
     def ends(self, to: str) -> list[Leg]:
@@ -89,7 +100,10 @@ class Row:
     def last(self, to: str) -> float | None:
         """When the last client of ``to`` was told; None if there was none, or one was not."""
         times = [leg.answered_s for leg in self.ends(to)]
-        return None if None in times else max((t for t in times if t is not None), default=None)
+        told = [t for t in times if t is not None]
+        if self.first:
+            return min(told, default=None)
+        return None if None in times else max(told, default=None)
 
     @property
     def closed_s(self) -> float | None:
@@ -99,11 +113,13 @@ class Row:
     @property
     def late(self) -> bool:
         """Whether somebody was told nothing, or later than the row allows."""
-        limit = self.limit_s + (SPARE_S if self.bound else self.closed_s or 0.0)
+        limit = self.limit_s + (SPARE_S if self.bound else (self.closed_s or 0.0) + (self.step_s or 0.0))
         return any(self.untold(to) or (self.last(to) or 0.0) > limit for to in self.to)
 
     def untold(self, to: str) -> int:
-        return sum(leg.answered_s is None for leg in self.ends(to))
+        ends = self.ends(to)
+        untold = sum(leg.answered_s is None for leg in ends)
+        return 0 if self.first and untold < len(ends) else untold
 
 
 class Scene:
@@ -124,7 +140,8 @@ class Scene:
         self.row, self.threads, self.event_at = row, [], 0.0
         for kind, (prompt, answer) in KINDS.items():
             for _ in range(EACH):
-                self._send(kind, prompt, answer, ("decode", "prefill"))
+                # Who asks a worker itself is not concerned by the end of the router, and nothing of it is freed.
+                self._send(kind, prompt, answer, ("router",) if row.dead == "router" else ("decode", "prefill"))
                 self._send(kind, prompt, answer, ("router",))
             time.sleep(HEAD_START_S)
 
@@ -167,6 +184,7 @@ class Scene:
         self.row.stages = ", ".join(
             f"{sum(leg.kind == kind for leg in self.row.legs if leg.to != 'prefill')} {kind}" for kind in self.row.kinds
         )
+        self.row.step_s = self._step_s()
         self.event_at = time.monotonic()
         event()
         deadline = self.event_at + patience_s
@@ -179,6 +197,13 @@ class Scene:
                 return
             time.sleep(0.1)
 
+    def _step_s(self) -> float | None:
+        """How long a step of prefill has taken of late, seconds; None if it has computed nothing."""
+        prefill = next(process for process in self.cluster.processes if process.role == "prefill")
+        found = STEP.findall(prefill.log_path.read_text(errors="replace"))[-STEPS:]
+        steps = [int(tokens) / float(pace) for tokens, pace in found if float(pace)]
+        return statistics.median(steps) if steps else None
+
     def _empty(self, names: Sequence[str]) -> bool:
         for process in self.cluster.processes:
             if process.name in names:
@@ -189,6 +214,9 @@ class Scene:
                 for pool in found:
                     # What runs has neither. A failed request has both until nobody can write for it any more.
                     if any(pool["rooms"].values()) or pool["free_metadata_buffers"] != pool["metadata_buffers"]:
+                        return False
+                    if self.row.dead == "router" and pool["free_req_slots"] != pool["req_slots"]:
+                        # What runs is to end too.
                         return False
         return True
 
@@ -246,7 +274,7 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
             Row("the router is killed", "", 1.0, tuple(KINDS), ("router",), dead="router"),
             lambda: cluster.kill("router"),
             again("router"),
-            [],
+            ["prefill-0", "decode-0"],
         ),
         "prefill-stopped": (
             Row("prefill is stopped", beat, beats, moving, ("decode",)),
@@ -255,13 +283,13 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
             [],
         ),
         "prefill-hangs": (
-            Row("prefill's scheduler hangs", waiting, timeout_s, moving, ("decode",)),
+            Row("prefill's scheduler hangs", waiting, timeout_s, moving, ("decode",), first=True),
             signal_scheduler("prefill-0", signal.SIGSTOP),
             signal_scheduler("prefill-0", signal.SIGCONT),
             [],
         ),
         "decode-stopped": (
-            Row("decode is stopped", bootstrap, timeout_s, moving, ("prefill",)),
+            Row("decode is stopped", f"{waiting}; {bootstrap}", timeout_s, moving, ("prefill",)),
             lambda: cluster.pause(["decode-0"]),
             lambda: cluster.resume(["decode-0"]),
             [],
@@ -271,17 +299,17 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
         found["link-cut"] = (
             Row(
                 "the link is cut",
-                f"{beat}; on prefill {bootstrap}",
+                f"{beat}; on prefill {waiting}, {bootstrap}",
                 max(beats, timeout_s),
                 moving,
-                ("decode", "router"),
+                everybody,
             ),
             hosts.cut,
             hosts.restore,
             [],
         )
         found["transfer-hangs"] = (
-            Row("the link carries next to nothing", waiting, timeout_s, moving, ("decode", "router")),
+            Row("the link carries next to nothing", waiting, timeout_s, moving, everybody),
             lambda: hosts.set_rate(64e3),
             lambda: hosts.set_rate(None),
             [],
@@ -296,6 +324,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="model directory (default: a made one)")
     parser.add_argument("--only", default="", help="events, comma-separated (default: all)")
     parser.add_argument("--timeout", type=float, default=15.0, help="the engine's waiting and bootstrap time-outs")
+    parser.add_argument("--chunk", type=int, default=256, help="most tokens of a step of prefill")
+    parser.add_argument("--tp", type=int, default=1, help="TP ranks of each worker")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -310,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     with deploy.two_hosts() as hosts:
         made = deploy.cluster(
             model, args.backend, hosts, log_dir, prefill=1, decode=1, decode_pool=POOL, env=env,
-            options=["--context-length", "4096"],
+            options=["--context-length", "4096", "--chunked-prefill-size", str(args.chunk), "--tp-size", str(args.tp)],
             router_args=["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"],
         )  # fmt: skip
         with made as cluster:
@@ -346,8 +376,6 @@ def _freed_after(scene: Scene, names: Sequence[str]) -> None:
 
 
 def _cell(row: Row, to: str) -> str:
-    if row.dead == "router" and to != "router":
-        return "-"  # who asks a worker itself is not concerned
     last, untold = row.last(to), row.untold(to)
     if untold:
         return f"{untold} not told"
@@ -359,6 +387,7 @@ def _line(row: Row) -> str:
         row.event,
         "" if row.closed_s is None else f"{row.closed_s:.2f}",
         *(_cell(row, to) for to in ("decode", "prefill", "router")),
+        "-" if row.step_s is None else f"{row.step_s:.2f}",
     ]
     cells += ["-" if row.freed_s is None else f"{row.freed_s:.1f}", row.bound or "none", row.stages]
     return "| " + " | ".join(cells) + " |"
@@ -368,8 +397,8 @@ def text(backend: str, done: Sequence[Row]) -> str:
     """The table as Markdown."""
     head = [
         f"{backend}: seconds from the event until the last client was told by",
-        "| event | sockets closed | decode | prefill | router | all freed | bound by | requests |",
-        "|---|---|---|---|---|---|---|---|",
+        "| event | sockets closed | decode | prefill | router | step | all freed | bound by | requests |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join(["", *head, *map(_line, done)])
 

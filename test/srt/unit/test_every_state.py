@@ -28,7 +28,6 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
-from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -946,13 +945,17 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
     assert not rooms.live.keys() & {req.bootstrap_room} and not rooms.refused and not rooms.waiting
 
 
-def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, kind: str):
     """However long that takes: decode says again and again that they are there."""
     queue, rooms = bench.world.queue, bench.prefill.rooms
     req = short_of_memory(bench)
     heard_of(bench, req)
     (before,) = rooms.waiting[req.bootstrap_room].values()
-    bench.halves[req.rid].sender.made_at -= 1e6
+    sender = bench.halves[req.rid].sender
+    sender.made_at -= 1e6
+    if kind.startswith("mooncake"):
+        # The engine's own clock.
+        sender.init_time -= 1e6
     bench.step()
     assert not bench.halves[req.rid].ended
     queue._announced_at -= 1e6
@@ -1038,28 +1041,35 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     bench.assert_books_closed()
 
 
-@pytest.mark.parametrize("ranks, logprobs", [(1, False), (2, False), (1, True)])
-def test_a_prompt_that_nobody_waits_for_is_computed_no_further(bench: Bench, ranks: int, logprobs: bool):
-    """The engine computes all chunks of it before it tells prefill's client."""
+@pytest.mark.parametrize("flag", [True, False])
+def test_prefill_gives_up_kv_that_decode_does_not_take(bench: Bench, flag: bool):
+    """Of a decode worker without the flag the engine goes on to wait."""
+    if not flag:
+        bench.manager.prefix_peers.clear()
+    req = sent_in_part(bench)
+    sender = bench.halves[req.rid].sender
+    assert not sender.has_failed_late() and sender.lost() is None
+    sender._due_at -= bench.prefill.transfer_timeout
+    assert (sender.lost() is not None) == flag == sender.has_failed_late()
+    # The client is told the reason before the books are closed.
+    assert not flag or "has not got all of its KV" in sender.why()
+    bench.drain()
+    assert bench.told(req) == 1 and has_failed(bench, req) == flag
+    if flag:
+        assert sender.why() in req.finished_reason.message
+        bench.assert_books_closed()
+
+
+def test_a_prefill_that_stood_still_writes_nothing_any_more(bench: Bench):
+    """It goes on when decode has long given the request up, and its pages away."""
     req = begun(bench)
     half = bench.halves[req.rid]
-    prompt = [*range(100)]
-    computing = SimpleNamespace(
-        disagg_kv_sender=half.sender, origin_input_ids=prompt, fill_ids=prompt[:32], return_logprob=logprobs
-    )
-    prefill = SchedulerDisaggregationPrefillMixin()
-    prefill.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=bench.prefill)
-    prefill.disagg_prefill_inflight_queue, prefill.chunked_req = [], computing
-    prefill.tp_size, prefill.pp_size = ranks, 1
-    prefill.process_disagg_prefill_inflight_queue()
-    assert computing.origin_input_ids == prompt
-    bench.prefill.rooms.lose_decode([req.bootstrap_room], "decode is gone")
-    prefill.process_disagg_prefill_inflight_queue()
-    # One more token makes it a last chunk, with which it ends like any other.
-    expected = prompt[:33] if ranks == 1 and not logprobs else prompt
-    assert computing.origin_input_ids == expected
-    half.ended = True
+    half.sender._due_at = 0.0
+    half.send(CHUNK)
+    assert half.sender.has_failed() and half.sender.curr_idx == 0
     bench.drain()
+    assert bench.told(req) == 1 and has_failed(bench, req)
+    bench.assert_books_closed()
 
 
 def test_a_request_that_never_comes_to_prefill_leaves_nothing_there(bench: Bench):

@@ -52,7 +52,7 @@ GOOD, BAD = 101, 102
 class Transfer:
     def __init__(self, wire: Wire, sender: str, peer: str, notification: bytes, targets: Any) -> None:
         self.wire, self.sender, self.peer, self.notification, self.targets = wire, sender, peer, notification, targets
-        self.state = "PROC"
+        self.state, self.released = "PROC", False
 
     def finish(self) -> None:
         if self.state == "PROC":
@@ -114,7 +114,12 @@ class Agent:
         return transfer.state
 
     def check_xfer_state(self, transfer: Transfer) -> str:
+        assert not transfer.released
         return transfer.state
+
+    def release_xfer_handle(self, transfer: Transfer) -> None:
+        assert not transfer.released and transfer.state != "PROC"
+        transfer.released = True
 
     def send_notif(self, peer: str, notification: bytes) -> None:
         if peer not in self.known:
@@ -539,6 +544,21 @@ def test_a_prefix_that_cannot_be_fails_its_request_alone(world, frame, reason):
     other.wait_senders(KVPoll.Success)
     other.wait_receivers(KVPoll.Success)
     world.assert_healthy(GOOD + 100)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_handles_are_given_back_when_their_writes_have_ended(world, fails):
+    """Of one that is under way NIXL would try to call the bytes back. With a lock: another thread uses the agent."""
+    world.wire.held = True
+    request = world.request(BAD).bootstrap().send(4)
+    if fails:
+        request.senders[0].fail("lost")
+    for transfer in world.wire.transfers:
+        assert request.senders[0].poll() == KVPoll.WaitingForInput and not transfer.released
+        transfer.finish()
+    request.wait_senders(KVPoll.Failed if fails else KVPoll.Success)
+    assert world.wire.transfers and all(transfer.released for transfer in world.wire.transfers)
+    assert request.senders[0].poll() == (KVPoll.Failed if fails else KVPoll.Success)
 
 
 @pytest.mark.parametrize("field", ["pages", "agent", "aux", "port", "count", "dummy", "too many"])

@@ -6,16 +6,23 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import contextlib
+import logging
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.page_digest import PageDigests
+from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.mem_cache.common import release_kv_cache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 
@@ -56,25 +63,77 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     """Sends the part of a chunk that lies beyond decode's prefix."""
 
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
-        """Adds to this part of every step, idle ones too, what a transfer backend cannot leave to a request's poll."""
+        """Adds to this part of every step, idle ones too, what a transfer backend cannot leave to a request's poll.
+
+        And that a client need not wait until nothing is being written for its request any more. What that holds, it
+        holds until then.
+        """
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if isinstance(manager, CommonKVManager):
             manager.settle()
-            self._end_lost_prompt()
+            computing = getattr(self, "chunked_req", None)
+            if computing is not None and isinstance(computing.disagg_kv_sender, CommonKVSender):
+                # Its chunks are sent, which may fail, on one rank alone: decode is told, and tells the others.
+                computing.disagg_kv_sender.poll()
+            for req in self.disagg_prefill_inflight_queue:
+                sender = req.disagg_kv_sender
+                if isinstance(sender, CommonKVSender) and not req.finished() and sender.has_failed_late():
+                    self._tell_lost(req, sender.why())
         return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
 
-    def _end_lost_prompt(self) -> None:
-        """Have a prompt whose request has failed end with its next chunk, of one token.
+    def lost_requests(self) -> dict[str, str]:
+        """Why requests have failed, as far as this rank knows, that no queue polls, by rid.
 
-        The engine computes all of it before it tells the client, and with it the router. Not where there are several
-        ranks: they learn of a failure in different steps, and must run the same batches.
+        Those that wait for their turn, and those of which a part is being computed.
         """
-        req = getattr(self, "chunked_req", None)
-        if req is None or self.tp_size * self.pp_size > 1 or req.return_logprob:
-            return
-        sender, done = req.disagg_kv_sender, len(req.fill_ids)
-        if isinstance(sender, CommonKVSender) and sender.has_failed() and len(req.origin_input_ids) > done + 1:
-            req.origin_input_ids = req.origin_input_ids[: done + 1]
+        last = self.last_batch if self.enable_overlap else None
+        unpolled = [*self.waiting_queue, self.chunked_req, *(last.reqs if last else ())]
+        lost: dict[str, str] = {}
+        for req in unpolled:
+            sender = getattr(req, "disagg_kv_sender", None)
+            reason = sender.lost() if isinstance(sender, CommonKVSender) and not req.finished() else None
+            if reason is not None:
+                lost[req.rid] = reason
+        return lost
+
+    def handle_lost_requests(self, recv_req: LostReqs) -> None:
+        """End these requests, in the same step on all ranks: nothing more is computed for them."""
+
+        def lose(req: Req | None) -> bool:
+            if req is None or req.rid not in recv_req.reasons or not isinstance(req.disagg_kv_sender, CommonKVSender):
+                return False
+            req.disagg_kv_sender.lose(recv_req.reasons[req.rid])
+            self._tell_lost(req, recv_req.reasons[req.rid])
+            return True
+
+        for req in filter(lose, [*self.waiting_queue]):
+            self.waiting_queue.remove(req)
+            engine.release_req_to_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
+            if self.enable_hicache_storage:
+                self.tree_cache.release_aborted_request(req.rid)
+            if req.mamba_pool_idx is not None:
+                release_kv_cache(req, self.tree_cache, is_insert=False)
+            if self.enable_metrics:
+                # As for those that are polled.
+                self.metrics_collector.increment_transfer_failed_reqs()
+        last = self.last_batch if self.enable_overlap else None
+        for req in [*last.reqs] if last else []:
+            if req is not self.chunked_req:
+                # Its last chunk. With the result it comes to those that are polled.
+                lose(req)
+        req = self.chunked_req
+        if lose(req):
+            # From here on it is polled like those that are computed in full, and goes when nothing is being written.
+            # Overlapped, a step in flight has a chunk of it, whose result is processed before that poll.
+            self.chunked_req = None
+            self.disagg_prefill_inflight_queue.append(req)
+
+    def _tell_lost(self, req: Req, reason: str) -> None:
+        """Tell the client of a request that it has failed. That it ends here again later, the engine does not tell."""
+        message = f"Prefill transfer failed for request {req.rid}, room {req.bootstrap_room}: {reason}"
+        logger.warning(message)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.stream_output([req], req.return_logprob)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Adds that alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""

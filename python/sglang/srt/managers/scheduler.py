@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.lost_requests import First, LostReqs
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, get_kv_class, prepare_abort
 from sglang.srt.managers import scheduler as engine
@@ -262,9 +263,32 @@ class Scheduler(engine.Scheduler):
     # ---- requests that cannot be served ----
 
     def init_request_dispatcher(self) -> None:
-        """Adds the message about a request that the other worker, or this one's tokenizer manager, has refused."""
+        """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
         super().init_request_dispatcher()
-        self._request_dispatcher += TypeBasedDispatcher([(RefusedReq, self.handle_refused_request)])
+        self._request_dispatcher += TypeBasedDispatcher(
+            [(RefusedReq, self.handle_refused_request), (LostReqs, self.handle_lost_requests)]
+        )
+
+    def recv_requests(self) -> list:
+        """Adds, on prefill, what the rank that receives for all knows of requests that are lost, before all else."""
+        # Elsewhere than on that rank there is no socket. With pipeline parallelism decode names no prefix.
+        socket = self.recv_from_tokenizer
+        if self.disaggregation_mode != engine.DisaggregationMode.PREFILL or socket is None or self.pp_size > 1:
+            return super().recv_requests()
+        lost = self.lost_requests()
+        if not lost:
+            return super().recv_requests()
+        self.recv_from_tokenizer = First(LostReqs(lost), socket)
+        try:
+            return super().recv_requests()
+        finally:
+            self.recv_from_tokenizer = socket
+
+    def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
+        """Adds that what is lost goes, like work, to the ranks of one DP rank; control goes to all, from the first."""
+        work, control = super()._split_work_and_control_reqs(recv_reqs)
+        lost = [one for one in control if isinstance(one, LostReqs)]
+        return lost + work, [one for one in control if not isinstance(one, LostReqs)]
 
     def handle_generate_request(self, recv_req) -> None:
         """Adds that an error ends this request only, and ``extra_key``: the engine receives it and then drops it.

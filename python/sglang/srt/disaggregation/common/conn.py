@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -295,6 +296,11 @@ class CommonKVManager(engine.CommonKVManager):
         return None
 
     @property
+    def transfer_timeout(self) -> float:
+        """Seconds for which decode waits for KV that it has asked for; the same on both sides."""
+        return envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+
+    @property
     def handshake_timeout(self) -> float:
         """Seconds that a request may wait for its prefill to know of it; the same on prefill."""
         return envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
@@ -520,6 +526,8 @@ class CommonKVSender(engine.CommonKVSender):
     # What each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     _infos: dict = {}
     _why: str | None = None
+    # By the clock that began when decode's request was found here. Decode's began a little earlier.
+    _due_at: float = math.inf
     # Of the chunks sent so far, when decode asked for it.
     digests: torch.Tensor | None = None
 
@@ -558,6 +566,7 @@ class CommonKVSender(engine.CommonKVSender):
                 if self.prompt_len is None:
                     raise ValueError("this prefill does not know the length of the prompt")
                 check_decode_prefix(prefix_len, num_pages, self.prompt_len, page_size)
+                self._due_at = time.monotonic() + self.kv_mgr.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")
             return False
@@ -578,6 +587,37 @@ class CommonKVSender(engine.CommonKVSender):
         """Whether nothing more will be sent for this request."""
         return self._failed()
 
+    def lost(self) -> str | None:
+        """Why this request has failed, or fails with its next poll; None if it goes on. It costs next to nothing."""
+        if self._failed():
+            return self.why()
+        return self.kv_mgr.rooms.refused.get(self.bootstrap_room) or self._overdue()
+
+    def lose(self, reason: str) -> None:
+        """Fail because the request has failed on another rank for ``reason``, if it has not failed here already."""
+        self._heed_refusal()
+        if not self._failed():
+            self.fail(reason)
+        # Decode is told when nothing is being written.
+        self.poll()
+
+    def has_failed_late(self) -> bool:
+        """Whether this request, whose prompt has been computed, has failed. It does so now if it is overdue."""
+        reason = None if self._failed() else self._overdue()
+        if reason is not None:
+            self.fail(reason)
+        return self._failed()
+
+    def _overdue(self) -> str | None:
+        """Why decode, if it is alive, has given this request up: it had its KV for longer to come than it waits.
+
+        No write over NIXL to a worker that stands still ends by itself. None for a decode worker without the flag, for
+        which nothing changes.
+        """
+        if time.monotonic() < self._due_at:
+            return None
+        return f"decode has not got all of its KV in the {self.kv_mgr.transfer_timeout:g} s for which it waits"
+
     def why(self, default: str = "no reason was recorded") -> str:
         """Why this request failed; it leaves the manager's book when first asked for."""
         if self._why is None:
@@ -585,10 +625,13 @@ class CommonKVSender(engine.CommonKVSender):
         return self._why
 
     def _heed_refusal(self) -> None:
-        """Fail if decode's request for this room could not be used, or decode has given it up."""
+        """Fail if decode's request for this room could not be used, or decode has given it up, or must have.
+
+        This worker may have stood still for so long: nothing is written then to what decode may have given away.
+        """
         if self._failed():
             return
-        reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room)
+        reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room) or self._overdue()
         if reason is not None:
             self.fail(reason)
 

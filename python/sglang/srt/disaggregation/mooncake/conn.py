@@ -390,7 +390,7 @@ class MooncakeKVManager(StagingKVManager):
 class MooncakeKVSender(engine.MooncakeKVSender):
     """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
 
-    _told = False
+    _told = _closed = False
 
     def tell_failure(self, reason: str) -> None:
         """Tell every decode rank that asked this one for KV, once."""
@@ -421,8 +421,13 @@ class MooncakeKVSender(engine.MooncakeKVSender):
     def poll(self) -> KVPoll:
         """Adds to the engine's poll decode's prefix, and that a failure is reported only when nothing is being sent.
 
-        The request's pages are freed after that.
+        The request's pages are freed after that. And that the engine's time-out counts from when decode last said that
+        the request waits there.
         """
+        rooms = self.kv_mgr.rooms
+        if self.conclude_state is None and self.init_time is not None and self.bootstrap_room in rooms.waiting:
+            unheard = rooms.unheard_s(self.bootstrap_room, self.made_at)
+            self.init_time = max(self.init_time, time.time() - unheard)
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self._heed_refusal()
@@ -450,7 +455,8 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     def _close_failed(self, default: str) -> None:
         """Tell decode, and close the books but for the reason."""
-        if self._why is None:
+        if not self._closed:
+            self._closed = True
             self.tell_failure(self.why(default))
             self.clear()
 
@@ -467,7 +473,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         """Replaces the engine's: decode is told also by the ranks on which nothing went wrong."""
         self.conclude_state = KVPoll.Failed
         self._close_failed("failed on another rank of prefill")
-        raise engine.KVTransferError(self.bootstrap_room, self._why)
+        raise engine.KVTransferError(self.bootstrap_room, self.why())
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):

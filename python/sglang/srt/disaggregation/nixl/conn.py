@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -391,13 +392,25 @@ class NixlKVManager(engine.NixlKVManager):
 class NixlKVSender(engine.NixlKVSender):
     """NIXL sender that starts at decode's prefix, and whose failure is its own request's only."""
 
+    xfer_handles: list[Any]
     _told = False
 
     def tell_failure(self, reason: str) -> None:
         """Left to `poll`: decode gives the pages away when it hears of a failure, so no write may be under way then."""
 
+    def _release(self) -> None:
+        """Give back the handles of writes that have ended. One that is collected gives itself back, without a lock."""
+        handles, self.xfer_handles = self.xfer_handles, []
+        for handle in handles:
+            try:
+                self.kv_mgr.agent.release_xfer_handle(handle)
+            except Exception as e:
+                # Of one that has failed NIXL may keep it.
+                logger.debug("Room %s: %r", self.bootstrap_room, e)
+
     def _tell_and_end(self) -> None:
-        """Tell every decode rank that this rank sends to, once."""
+        """Tell every decode rank that this rank sends to, once. For when no write is under way."""
+        self._release()
         if self._told:
             return
         self._told = True
@@ -465,6 +478,7 @@ class NixlKVSender(engine.NixlKVSender):
             if self.has_sent:
                 if any(state != "DONE" for state in states):
                     return KVPoll.WaitingForInput
+                self._release()
                 manager.end_room(room)
                 return KVPoll.Success
             status = manager.check_status(room)

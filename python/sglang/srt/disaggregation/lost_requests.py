@@ -1,0 +1,34 @@
+"""Requests that a prefill has lost while no queue polls them, and how all of its ranks end them in the same step.
+
+The engine looks at a transfer while its request waits for decode, and again when its prompt has been computed. What
+fails in between waits for its turn and is then computed to its end. To stop that, all ranks must do so in the same
+step, and they learn of a failure in different ones. So the rank that receives for all of them says it, as if it had
+received it: the engine hands that on to the others in every step anyway, and where nothing is lost not a byte more.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["First", "LostReqs"]
+
+
+@dataclass
+class LostReqs:
+    """From the rank that receives to all ranks of a prefill: why requests have failed, by rid."""
+
+    reasons: dict[str, str]
+
+
+class First:
+    """The socket from which a scheduler receives, with ``message`` before anything else."""
+
+    def __init__(self, message: Any, socket: Any):
+        self._messages, self._socket = [message], socket
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        """The next message; raises zmq.ZMQError where there is none, as the socket does."""
+        return self._messages.pop() if self._messages else self._socket.recv_pyobj(flags)
