@@ -24,9 +24,10 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Starts each request's chunk cursor at the prefix that decode holds."""
 
     def _init_kv_manager(self):
-        """Adds what digests of pages are computed from, for a decode worker that asks for them."""
+        """Adds how many layers all pipeline stages have, and what digests of pages are computed from."""
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
+            manager.num_layers = self.scheduler.model_config.num_hidden_layers
             # A decode worker with such a pool has been refused the option, and does not ask.
             with contextlib.suppress(ValueError):
                 manager.page_digests = PageDigests.of_rank(
@@ -34,6 +35,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
                     manager.attn_tp_rank,
                     manager.attn_tp_size,
                     self.scheduler.model_config.get_total_num_kv_heads(),
+                    manager.num_layers if self.pp_size > 1 else None,
                 )
         return manager
 
