@@ -99,6 +99,9 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
         if not last_chunk and end - end % page_size <= req.start_send_idx:
             return
+        if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
+            # The last of several pipeline stages, with --pp-async-batch-depth, goes on without having waited for it.
+            self.launch_event.synchronize()
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:
             super().send_kv_chunk(req, last_chunk, end_idx)

@@ -855,14 +855,16 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         self.app.router.add_post(samples.SAMPLE_ROUTE, self._handle_sample_rooms)
 
     async def _handle_decode_prefix(self, request: web.Request) -> web.Response:
-        # Chunks of context-parallel prefills have cursors that are not verified with a prefix.
-        version = self.decode_prefix_version if self.attn_cp_size == 1 else 0
+        # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
+        # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
+        shared_out = self.attn_cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+        known = self.attn_cp_size is not None
+        version = self.decode_prefix_version if known and not shared_out else 0
         whole = self.pp_size == 1
         can = {
             # The layout of a staging buffer knows of no stages.
             "pieces": self.asks_for_pieces and whole,
-            "digests": self.sends_digests and whole,
-            "stage_digests": self.sends_digests and not whole,
+            "digests" if whole else "stage_digests": self.sends_digests,
             "queued": self.hears_of_waiting,
         }
         answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}, "state": 1}

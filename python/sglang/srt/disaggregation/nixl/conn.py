@@ -483,8 +483,10 @@ class NixlKVSender(engine.NixlKVSender):
                 return KVPoll.Success
             status = manager.check_status(room)
             if status == KVPoll.Success:
-                # A rank that has nothing to send, with context parallelism.
+                # A rank that has nothing to send, with context parallelism; the engine would leave it in its book.
                 manager.end_room(room)
+                manager.request_status.pop(room)
+                self.has_sent = True
             if status != KVPoll.WaitingForInput or self.accept_decode_prefix():
                 return status
         if "PROC" in states:
