@@ -58,9 +58,9 @@ class PageDigests:
 
     def __init__(self, pool, first_head: int = 0, num_layers: int | None = None):
         if type(pool) is MHATokenToKVPool:
-            of_layers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
+            of_layers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
-            of_layers = [(buffer,) for buffer in pool.kv_buffer]
+            of_layers = [[buffer] for buffer in pool.kv_buffer]
         else:
             raise ValueError(
                 f"pages of a {type(pool).__name__} have no digest, only those of plain MHA and MLA pools. "
