@@ -12,18 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from conftest import aggregated_answers
-from pd import FLAG, Pair, conversations, counter, log_of, wait_idle, words
+from pd import FLAG, Pair, conversations, counter, log_of, words
 from test_oracle import (  # noqa: F401
     off,
     on,
     test_a_cold_herd_is_computed_and_sent_once,
     test_abort_at_every_stage,
+    test_conversations_through_the_router,
     test_conversations_with_the_flag,
     test_conversations_without_the_flag,
     test_every_hit_length,
     test_health_checks_leave_nothing,
     test_many_clients_with_one_new_prefix,
     test_samples_of_a_prompt,
+    test_weight_update_leaves_no_stale_kv,
 )
 from test_verify_pages import MISMATCHES, VERIFY
 
@@ -37,6 +39,11 @@ LAYERS = 5
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(make_model(tmp_path_factory.mktemp("model") / "five", ModelShape(layers=LAYERS)))
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "other-five", ModelShape(layers=LAYERS), seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +106,7 @@ def test_stages_go_on_together_when_requests_are_lost(cluster, on, truth):  # no
     on.flush()
     rnd = random.Random(5)
 
-    def lose(i: int) -> None:
+    def lose(i: int) -> set[int]:
         body = on.body(words(rnd, 400), 4, rid=f"lost-{i}")
         halves = [
             on._workers.submit(requests.post, url + "/generate", json=body, timeout=100)
@@ -108,13 +115,12 @@ def test_stages_go_on_together_when_requests_are_lost(cluster, on, truth):  # no
         time.sleep(0.01 * (i % 12))
         # Not on prefill, which hears of it from decode: each stage for itself.
         requests.post(on.decode_url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
-        assert [half.result().status_code for half in halves]
+        return {half.result().status_code for half in halves}
 
     with ThreadPoolExecutor(4) as pool:
         losing = [pool.submit(lose, i) for i in range(24)]
         assert conversations(on, seed=1) == truth["conversations"]
-        for lost in losing:
-            lost.result()
-    # Nothing is left in the queues of either stage, or the first would not be idle; and both still serve.
-    assert all(pool["idle"] for pool in wait_idle(on.prefill_url))
+        answered = set().union(*(lost.result() for lost in losing))
+    # Some were lost, and nobody's end was the worker's; `check_idle` sees that nothing is left in its queues.
+    assert answered == {200, 500}
     assert conversations(on) == truth["conversations"]
