@@ -74,6 +74,20 @@ def test_mooncake_with_stages_of_several_ranks(monkeypatch, made, tp, mla):
     world.assert_books_closed()
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(monkeypatch, made, prefill_tp, decode_tp):
+    sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp, "staging": True}
+    for stages in ((5,), (2, 3)):
+        world = over_mooncake(monkeypatch, made, stages=stages, **sizes)
+        request = world.request(1, 26, 8).bootstrap()
+        # In one piece a rank sends as many runs as there are pieces; in slices, of pages that are no run, one for each.
+        request.send()
+        request.finish()
+        request.assert_landed()
+        runs = [rank.manager.counters.runs for rank in world.prefill]
+        assert (max(runs) < request.num_pages - request.first_page) == (len(stages) == 1)
+
+
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
 def test_nixl_writes_every_layer_of_the_delta_once(monkeypatch, stages, prompt_len, prefix_len, chunks):
