@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from conftest import aggregated_answers
-from pd import FLAG, Pair, conversations, counter, log_of, words
+from pd import FLAG, TP2, Pair, base_prompt, conversations, counter, log_of, words
 from test_oracle import (  # noqa: F401
     off,
     on,
@@ -34,6 +34,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 LAYERS = 5
+STAGES = ["--pp-size", "2", "--chunked-prefill-size", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def cluster(clusters, model, truth, backend, page):
     """Decode 0 has the flag, decode 1 has not, decode 2 verifies what it is sent. Chunks are of 64 tokens."""
     return clusters.get(
         model,
-        prefill_args=["--pp-size", "2", "--chunked-prefill-size", "64"],
+        prefill_args=STAGES,
         decode=3,
         decode_args=[[FLAG], [], [FLAG, VERIFY]],
         common_args=["--page-size", str(page)],
@@ -124,3 +125,22 @@ def test_stages_go_on_together_when_requests_are_lost(cluster, on, truth):  # no
     # Some were lost, and nobody's end was the worker's; `check_idle` sees that nothing is left in its queues.
     assert answered == {200, 500}
     assert conversations(on) == truth["conversations"]
+
+
+def test_latents_come_from_every_stage_to_every_rank(clusters, mla_model, mla_truth, backend):
+    """MLA: two stages of one rank each, and a decode worker of two, each of which has all latents."""
+    held = clusters.get(
+        mla_model,
+        prefill_args=STAGES,
+        decode_args=[FLAG, VERIFY, *TP2],
+        common_args=["--page-size", "16"],
+        backend=backend,
+    )
+    pair = Pair(held)
+    assert conversations(pair) == mla_truth["conversations"]
+    prompt = base_prompt(16)
+    assert [pair(prompt)["output_ids"] for _ in range(2)] == [mla_truth["base", 16]] * 2
+    assert pair(prompt)["meta_info"]["cached_tokens_details"]["transferred"] == 0
+    assert counter(pair.decode_url, MISMATCHES) == 0
+    assert "without being verified" not in log_of(held, pair.decode_url)
+    pair.check_idle()
