@@ -485,6 +485,17 @@ def test_pinned_memory_is_not_asked_for():
     assert module.torch.cat is torch.cat and module.torch.int64 is torch.int64
 
 
+def test_pipeline_stages_have_streams_and_events():
+    from sglang.srt.managers import scheduler_pp_mixin
+
+    cuda = scheduler_pp_mixin.torch.cuda
+    event = cuda.Event()
+    event.record(cuda.current_stream())
+    cuda.current_stream().wait_event(event)
+    event.synchronize()
+    assert scheduler_pp_mixin.torch.zeros is torch.zeros and torch.cuda is not cuda
+
+
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(
     "pending, waits", [({}, False), ({"waiting_queue": [1]}, True), ({"disagg_prefill_inflight_queue": [1]}, True)]

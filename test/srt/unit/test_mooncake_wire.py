@@ -92,25 +92,42 @@ class Counters:
 
 
 class Rank:
-    """One rank of one worker: its pools, its library and its manager. rank, tp: among those of its DP rank."""
+    """One rank of one worker: its pools, its library and its manager.
+
+    rank, tp: among those of its DP rank and pipeline stage.
+    """
 
     def __init__(
-        self, world: World, mode: DisaggregationMode, rank: int, tp: int, dp_rank: int = 0, dp: int = 1
+        self,
+        world: World,
+        mode: DisaggregationMode,
+        rank: int,
+        tp: int,
+        dp_rank: int = 0,
+        dp: int = 1,
+        stage: int = 0,
+        cp_rank: int = 0,
+        cp: int = 1,
     ) -> None:
+        stages = world.stages if mode == DisaggregationMode.PREFILL else [range(world.layers)]
+        layers = stages[stage]
         self.library, self.rank, self.tp, self.dp_rank, self.dp = Library(), rank, tp, dp_rank, dp
+        self.stage, self.cp_rank, self.cp = stage, cp_rank, cp
         heads = HEADS if world.mla else HEADS // tp
         item = world.page_size * heads * HEAD_BYTES
-        buffers = LAYERS if world.mla else 2 * LAYERS
+        # Of the model's buffers, K of all layers and then V, those that are here.
+        self.buffers = [kind * world.layers + layer for kind in range(1 if world.mla else 2) for layer in layers]
+        buffers = len(self.buffers)
         self.kv = [np.zeros((NUM_PAGES, world.page_size, heads, HEAD_BYTES), np.uint8) for _ in range(buffers)]
         self.aux = np.zeros((NUM_AUX, 64), np.uint8)
         args = KVArgs()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank, 0, 0, 0
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank, stage, 0, 0
         args.kv_data_ptrs = [pool.ctypes.data for pool in self.kv]
         args.kv_data_lens = [pool.nbytes for pool in self.kv]
         args.kv_item_lens = [item] * buffers
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [self.aux.ctypes.data], [self.aux.nbytes], [64]
         args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
-        args.state_type, args.prefill_start_layer, args.page_size = "none", 0, world.page_size
+        args.state_type, args.prefill_start_layer, args.page_size = "none", layers.start, world.page_size
         # Two kinds of state, of different size, in slots.
         self.states = [np.zeros((8, size), np.uint8) for size in (24, 40)]
         if world.states is not None:
@@ -125,7 +142,7 @@ class Rank:
             dist_init_addr=None,
             enable_dp_attention=dp > 1,
             dp_size=dp,
-            pp_size=1,
+            pp_size=len(stages),
             load_balance_method="follow_bootstrap_room",
             kv_cache_dtype="auto",
             served_model_name="m",
@@ -146,10 +163,11 @@ class Rank:
         maker.join()
         self.manager = made[0]
         self.manager.counters = Counters()
+        self.manager.num_layers = world.layers
         if world.staging and not world.mla:
             # As the queues of both workers do it, where a tensor's first dimension is the slot.
             slots = [torch.from_numpy(pool).view(-1, heads, HEAD_BYTES) for pool in self.kv]
-            self.manager.set_kv_buffer_tensors(slots[:LAYERS], slots[LAYERS:], world.page_size)
+            self.manager.set_kv_buffer_tensors(slots[: len(layers)], slots[len(layers) :], world.page_size)
 
 
 class World:
@@ -166,9 +184,16 @@ class World:
         prefill_dp: int = 1,
         decode_dp: int = 1,
         states: tuple[int, int] | None = None,
+        stages: tuple[int, ...] = (LAYERS,),
+        prefill_cp: int = 1,
     ):
-        """states: for a model with states, the slot of the request on prefill and on decode."""
+        """states: for a model with states, the slot of the request on prefill and on decode.
+
+        stages: layers of each pipeline stage of prefill. prefill_cp: its context-parallel ranks.
+        """
         self.states = states
+        self.layers = sum(stages)
+        self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
         self.page_size, self.mla, self.staging = page_size, mla, staging
         monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
         for side in ("BUFFER_SIZE", "POOL_SIZE"):
@@ -178,8 +203,8 @@ class World:
         for watched in ("prefills", "decodes"):
             monkeypatch.setattr(common.CommonKVManager, f"_watch_{watched}", lambda manager: None)
         self.current: Rank | None = None
-        for name, value in (("size", 1), ("rank", 0)):
-            monkeypatch.setattr(common, f"get_attention_cp_{name}", lambda value=value: value)
+        monkeypatch.setattr(common, "get_attention_cp_size", lambda: self.current.cp)
+        monkeypatch.setattr(common, "get_attention_cp_rank", lambda: self.current.cp_rank)
         monkeypatch.setattr(common, "get_attention_dp_size", lambda: self.current.dp)
         monkeypatch.setattr(common, "get_attention_dp_rank", lambda: self.current.dp_rank)
         monkeypatch.setattr(common, "get_attention_tp_size", lambda: self.current.tp)
@@ -191,14 +216,15 @@ class World:
         self.addr = f"127.0.0.1:{self.port}"
         self.server = MooncakeKVBootstrapServer("127.0.0.1", self.port)
         until(lambda: self._up(), "the bootstrap server answers")
-        self.prefill = self._ranks(DisaggregationMode.PREFILL, prefill_tp, prefill_dp)
+        self.prefill = self._ranks(DisaggregationMode.PREFILL, prefill_tp, prefill_dp, len(stages), prefill_cp)
         self.decode = self._ranks(DisaggregationMode.DECODE, decode_tp, decode_dp)
         for rank in self.decode:
             until(lambda m=rank.manager: m.try_ensure_parallel_info(self.addr), "prefill's first answer")
         self.fill_prefill()
 
-    def _ranks(self, mode: DisaggregationMode, tp: int, dp: int) -> list[Rank]:
-        return [Rank(self, mode, rank, tp, dp_rank, dp) for dp_rank in range(dp) for rank in range(tp)]
+    def _ranks(self, mode: DisaggregationMode, tp: int, dp: int, stages: int = 1, cp: int = 1) -> list[Rank]:
+        places = itertools.product(range(dp), range(stages), range(cp), range(tp))
+        return [Rank(self, mode, rank, tp, d, dp, stage, cp_rank, cp) for d, stage, cp_rank, rank in places]
 
     def _up(self) -> bool:
         try:
@@ -214,11 +240,11 @@ class World:
 
     def fill_prefill(self) -> None:
         """Every head of every slot gets bytes of its own, and equal heads on all ranks."""
-        heads = np.random.default_rng(0).integers(1, 255, (2 * LAYERS, NUM_PAGES, self.page_size, HEADS, HEAD_BYTES))
-        self.truth = heads.astype(np.uint8)
+        shape = (2 * self.layers, NUM_PAGES, self.page_size, HEADS, HEAD_BYTES)
+        self.truth = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
         for rank in self.prefill:
-            for layer, pool in enumerate(rank.kv):
-                pool[:] = self.truth[layer][:, :, self.heads_of(rank)]
+            for buffer, pool in zip(rank.buffers, rank.kv, strict=True):
+                pool[:] = self.truth[buffer][:, :, self.heads_of(rank)]
             rank.aux[:] = 7
 
     def heads_of(self, rank: Rank) -> slice:
@@ -270,7 +296,7 @@ class Request:
 
     def start_prefill(self) -> Request:
         for rank in [rank for rank in self.world.prefill if rank.dp_rank == self.prefill_dp]:
-            sender = MooncakeKVSender(rank.manager, self.world.addr, self.room, [rank.rank], 0)
+            sender = MooncakeKVSender(rank.manager, self.world.addr, self.room, [rank.rank], rank.stage)
             sender.prompt_len = self.prompt_len
             self.senders.append(sender)
         return self
@@ -562,8 +588,11 @@ def verified(world: World) -> World:
     for rank in (*world.prefill, *world.decode):
         slots = [torch.from_numpy(pool).view(-1, *pool.shape[2:]) for pool in rank.kv]
         pool = object.__new__(MHATokenToKVPool)
-        pool.k_buffer, pool.v_buffer, pool.page_size = slots[:LAYERS], slots[LAYERS:], world.page_size
-        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, HEADS)
+        half = len(slots) // 2
+        pool.k_buffer, pool.v_buffer, pool.page_size = slots[:half], slots[half:], world.page_size
+        pool.start_layer = rank.manager.kv_args.prefill_start_layer
+        num_layers = rank.manager.num_layers if rank.manager.pp_size > 1 else None
+        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, HEADS, num_layers)
     return world
 
 

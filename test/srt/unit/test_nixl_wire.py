@@ -133,19 +133,29 @@ class Agent:
         return inbox
 
 
-class Rank:
-    """One TP rank of one worker: its agent and its manager."""
+def kv_address(kind: int, layer: int) -> int:
+    """Where every rank has the keys (0) or values (1) of a layer."""
+    return (1 + kind + 16 * layer) << 20
 
-    def __init__(self, world: World, mode: DisaggregationMode, rank: int, tp: int) -> None:
-        self.rank, self.tp = rank, tp
+
+class Rank:
+    """One TP rank of one worker, or of one of its pipeline stages: its agent and its manager."""
+
+    def __init__(
+        self, world: World, mode: DisaggregationMode, rank: int, tp: int, stage: int = 0, cp_rank: int = 0, cp: int = 1
+    ) -> None:
+        stages = world.stages if mode == DisaggregationMode.PREFILL else [range(sum(map(len, world.stages)))]
+        self.rank, self.tp, self.stage, self.layers = rank, tp, stage, stages[stage]
+        self.cp_rank, self.cp = cp_rank, cp
         base = 1 << 20
         args = KVArgs()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank, 0, 0, 0
-        args.kv_data_ptrs, args.kv_data_lens = [base, 2 * base], [base, base]
-        args.kv_item_lens = [ITEM // tp, ITEM // tp]
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank, stage, 0, 0
+        args.kv_data_ptrs = [kv_address(kind, layer) for kind in (0, 1) for layer in self.layers]
+        args.kv_data_lens = [base] * len(args.kv_data_ptrs)
+        args.kv_item_lens = [ITEM // tp] * len(args.kv_data_ptrs)
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = [3 * base], [640], [64]
         args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
-        args.state_type, args.prefill_start_layer, args.page_size = "none", 0, PAGE
+        args.state_type, args.prefill_start_layer, args.page_size = "none", self.layers.start, PAGE
         if world.states is not None:
             args.state_type, args.state_data_ptrs = "mamba", [4 * base, 5 * base]
             args.state_data_lens, args.state_item_lens = [base, base], [STATE_ITEM, 2 * STATE_ITEM]
@@ -157,7 +167,7 @@ class Rank:
             dist_init_addr=None,
             enable_dp_attention=False,
             dp_size=1,
-            pp_size=1,
+            pp_size=len(stages),
             load_balance_method="follow_bootstrap_room",
             kv_cache_dtype="auto",
             served_model_name="m",
@@ -168,6 +178,7 @@ class Rank:
         world.current = self
         before = set(threading.enumerate())
         self.manager = NixlKVManager(args, mode, server_args, False)
+        self.manager.num_layers = sum(map(len, world.stages))
         self.threads = set(threading.enumerate()) - before
 
     @property
@@ -188,9 +199,15 @@ class World:
         prefill_tp: int = 1,
         decode_tp: int = 1,
         states: tuple[int, int] | None = None,
+        stages: tuple[int, ...] = (1,),
+        prefill_cp: int = 1,
     ):
-        """states: for a model with states, the slot of the request on prefill and on decode."""
+        """states: for a model with states, the slot of the request on prefill and on decode.
+
+        stages: layers of each pipeline stage of prefill. prefill_cp: its context-parallel ranks.
+        """
         self.states = states
+        self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
         # Their threads outlive the test; they need not look after servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         for side in ("prefills", "decodes"):
@@ -202,8 +219,9 @@ class World:
         library.nixl_agent_config = lambda **options: None
         monkeypatch.setitem(sys.modules, "nixl._api", library)
         for name, value in (("size", 1), ("rank", 0)):
-            monkeypatch.setattr(common, f"get_attention_cp_{name}", lambda value=value: value)
             monkeypatch.setattr(common, f"get_attention_dp_{name}", lambda value=value: value)
+        monkeypatch.setattr(common, "get_attention_cp_size", lambda: self.current.cp)
+        monkeypatch.setattr(common, "get_attention_cp_rank", lambda: self.current.cp_rank)
         monkeypatch.setattr(common, "get_attention_tp_size", lambda: self.current.tp)
         monkeypatch.setattr(common, "get_attention_tp_rank", lambda: self.current.rank)
         monkeypatch.setattr(common, "get_pp_group", lambda: None)
@@ -214,13 +232,14 @@ class World:
             "_get_bootstrap_info_from_server",
             lambda receiver, dp, cp, tp, pp: {
                 "rank_ip": "127.0.0.1",
-                "rank_port": self.prefill[tp].manager.rank_port,
+                "rank_port": self.prefill[(pp * prefill_cp + cp) * prefill_tp + tp].manager.rank_port,
             },
         )
-        self.prefill = [Rank(self, DisaggregationMode.PREFILL, r, prefill_tp) for r in range(prefill_tp)]
+        places = itertools.product(range(len(stages)), range(prefill_cp), range(prefill_tp))
+        self.prefill = [Rank(self, DisaggregationMode.PREFILL, r, prefill_tp, s, c, prefill_cp) for s, c, r in places]
         self.decode = [Rank(self, DisaggregationMode.DECODE, r, decode_tp) for r in range(decode_tp)]
         for rank in self.decode:
-            info = common.PrefillServerInfo(prefill_tp, 1, 1, 1, PAGE, "auto", True)
+            info = common.PrefillServerInfo(prefill_tp, prefill_cp, 1, len(stages), PAGE, "auto", True)
             rank.manager._resolve_rank_mapping(info)
             rank.manager.prefill_info_table[ADDR] = info
             rank.manager.prefix_peers[ADDR] = True
@@ -264,7 +283,7 @@ class Request:
 
     def start_prefill(self) -> Request:
         for rank in self.world.prefill:
-            sender = NixlKVSender(rank.manager, ADDR, self.room, [rank.rank], 0)
+            sender = NixlKVSender(rank.manager, ADDR, self.room, [rank.rank], rank.stage)
             sender.prompt_len = self.prompt_len
             self.senders.append(sender)
         return self
@@ -473,9 +492,10 @@ def with_digests(world: World) -> World:
     for rank in (*world.prefill, *world.decode):
         mine = slice(rank.rank * 8 // rank.tp, (rank.rank + 1) * 8 // rank.tp)
         pool = object.__new__(MHATokenToKVPool)
-        pool.page_size = PAGE
-        pool.k_buffer, pool.v_buffer = ([heads[:, mine].repeat(2, 1, 1)] for _ in "kv")
-        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, 8)
+        pool.page_size, pool.start_layer = PAGE, rank.layers.start
+        pool.k_buffer, pool.v_buffer = ([heads[:, mine].repeat(2, 1, 1) for _ in rank.layers] for _ in "kv")
+        num_layers = rank.manager.num_layers if rank.manager.pp_size > 1 else None
+        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, 8, num_layers)
         rank.manager.digest_peers.add(ADDR)
     return world
 
@@ -497,7 +517,7 @@ def test_success_waits_for_the_digests_and_for_pages_that_agree(monkeypatch, pre
     world.prefill[0].agent.send_notif = sent
     bad.send(3, 5)
     last = world.decode[-1].manager.page_digests
-    last._buffers[1][(32 + 4) * PAGE, 1, 0] += 1
+    last._layers[-1][1][(32 + 4) * PAGE, 1, 0] += 1
     bad.wait_senders(KVPoll.Success)
     until(lambda: bad.receivers[-1].poll() == KVPoll.Failed, "the difference is seen")
     with pytest.raises(Exception, match=f"of KV head {last.first_head + 1} is not what prefill sent"):

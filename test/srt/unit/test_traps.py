@@ -312,6 +312,8 @@ def test_trap_07_a_dummy_rank_is_one_that_says_so():
 class Prefill(SchedulerDisaggregationPrefillMixin):
     """A prefill scheduler as far as sending chunks goes; ``sent`` has (pages, last) as its sender got them."""
 
+    pp_size = 1
+
     def __init__(self, prompt_len: int, prefix_len: int) -> None:
         self.sent: list[tuple[list[int], bool]] = []
         self.states: list[tuple[list[int], Any]] = []

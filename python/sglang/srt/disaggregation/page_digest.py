@@ -7,8 +7,8 @@ The digest of a KV head is multilinear hashing (Carter and Wegman 1981; Lemire a
 as 32-bit words: the sum of word × weight. A weight is a product of three odd numbers: of the word within the head, of
 the token within the delta, and of the layer's K or V buffer. So a single wrong word is always found, and an arbitrary
 difference but for a chance of about 2^-32; and digests of chunks add up, whatever the chunks and page sizes. Each head
-has its own, so that workers of different TP sizes, which hold different heads, can compare. It finds faults, not
-forgers: the weights are public.
+has its own, so that workers of different TP sizes, which hold different heads, can compare. A pipeline stage has one of
+its own layers, whose numbers are those of the whole model. It finds faults, not forgers: the weights are public.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -52,14 +52,15 @@ class PageDigests:
     """Digests of pages of one rank's KV pool.
 
     pool: the target model's, plain MHA or MLA. first_head: number of this rank's first KV head among those of all
-    attention-TP ranks. Raises ValueError for a pool whose KV is not all in such buffers.
+    attention-TP ranks. num_layers: of all pipeline stages, None where there is only this one. Raises ValueError for a
+    pool whose KV is not all in such buffers.
     """
 
-    def __init__(self, pool, first_head: int = 0):
+    def __init__(self, pool, first_head: int = 0, num_layers: int | None = None):
         if type(pool) is MHATokenToKVPool:
-            buffers = [*pool.k_buffer, *pool.v_buffer]
+            of_layers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
-            buffers = list(pool.kv_buffer)
+            of_layers = [[buffer] for buffer in pool.kv_buffer]
         else:
             raise ValueError(
                 f"pages of a {type(pool).__name__} have no digest, only those of plain MHA and MLA pools. "
@@ -67,61 +68,99 @@ class PageDigests:
             )
         self.page_size = pool.page_size
         self.first_head = first_head
-        self.num_heads = _words(buffers[0]).shape[1]
-        self._buffers = [_words(buffer) for buffer in buffers]
-        device = buffers[0].device
-        self._of_word = {n: _odd(WORD, 0, n).to(device) for n in {words.shape[-1] for words in self._buffers}}
-        self._of_buffer = _odd(BUFFER, 0, len(buffers)).tolist()
+        self.num_layers = num_layers or len(of_layers)
+        self.first_layer = 0 if num_layers is None else pool.start_layer
+        # Of each layer that is here, its K and V, or its latents.
+        self._layers = [[_words(buffer) for buffer in buffers] for buffers in of_layers]
+        first = self._layers[0][0]
+        self.num_heads = first.shape[1]
+        self._device = first.device
+        widths = {words.shape[-1] for buffers in self._layers for words in buffers}
+        self._of_word = {n: _odd(WORD, 0, n).to(first.device) for n in widths}
+        # K of all layers of the model, then V.
+        self._of_buffer = _odd(BUFFER, 0, self.num_layers * len(of_layers[0])).tolist()
 
     @classmethod
-    def of_rank(cls, pool, tp_rank: int, tp_size: int, total_heads: int) -> PageDigests:
+    def of_rank(cls, pool, tp_rank: int, tp_size: int, total_heads: int, num_layers: int | None = None) -> PageDigests:
         """Those of one attention-TP rank; with fewer KV heads than ranks, several have the same head."""
-        return cls(pool, 0 if isinstance(pool, MLATokenToKVPool) else tp_rank * total_heads // tp_size)
+        return cls(pool, 0 if isinstance(pool, MLATokenToKVPool) else tp_rank * total_heads // tp_size, num_layers)
 
-    def of(self, pages: npt.NDArray[np.int32], first_page: int = 0) -> torch.Tensor:
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The layers of the model that are in this pool: the first, and the one after the last."""
+        return self.first_layer, self.first_layer + len(self._layers)
+
+    def of(
+        self, pages: npt.NDArray[np.int32], first_page: int = 0, layers: tuple[int, int] | None = None
+    ) -> torch.Tensor:
         """Digests of the heads, int64 [num_heads] on the pool's device.
 
-        pages: page numbers in the pool, of which the first is page ``first_page`` of the delta.
+        pages: page numbers in the pool, of which the first is page ``first_page`` of the delta. layers: the first and
+        the one after the last, among those of the model; None for all that are here.
         """
-        first = self._buffers[0]
-        total = torch.zeros(self.num_heads, dtype=torch.int64, device=first.device)
+        total = torch.zeros(self.num_heads, dtype=torch.int64, device=self._device)
         slots = (pages[:, None].astype(np.int64) * self.page_size + np.arange(self.page_size)).reshape(-1)
         for start in range(0, len(slots), TOKENS):
-            part = torch.from_numpy(slots[start : start + TOKENS]).to(first.device)
-            of_token = _odd(TOKEN, first_page * self.page_size + start, len(part)).to(first.device)[:, None]
-            for words, of_buffer in zip(self._buffers, self._of_buffer, strict=True):
-                rows = words[part].to(torch.int64).mul_(self._of_word[words.shape[-1]])
-                total += (rows.sum(-1) * of_token).sum(0) * of_buffer
+            part = torch.from_numpy(slots[start : start + TOKENS]).to(self._device)
+            of_token = _odd(TOKEN, first_page * self.page_size + start, len(part)).to(self._device)[:, None]
+            for layer in range(*(layers or self.layers)):
+                for kind, words in enumerate(self._layers[layer - self.first_layer]):
+                    rows = words[part].to(torch.int64).mul_(self._of_word[words.shape[-1]])
+                    of_buffer = self._of_buffer[kind * self.num_layers + layer]
+                    total += (rows.sum(-1) * of_token).sum(0) * of_buffer
         return total
 
     def claim(self, digests: torch.Tensor) -> str:
-        """What prefill tells of its heads: the number of the first, a colon, and 16 hexadecimal digits of each."""
-        return f"{self.first_head}:" + "".join(f"{value & (1 << 64) - 1:016x}" for value in digests.tolist())
+        """What prefill tells of its heads: the number of the first, a colon, and 16 hexadecimal digits of each.
+
+        A pipeline stage adds its layers: a colon, the first, a hyphen, and the one after the last.
+        """
+        claim = f"{self.first_head}:" + "".join(f"{value & (1 << 64) - 1:016x}" for value in digests.tolist())
+        return claim if len(self._layers) == self.num_layers else f"{claim}:{self.layers[0]}-{self.layers[1]}"
 
     def difference(self, pages: npt.NDArray[np.int32], claims: Iterable[str]) -> str | None:
         """What is wrong with ``pages``, which hold a whole delta, by the claims of all who wrote them; None if nothing.
 
         Waits for the device.
         """
-        told: dict[int, set[int]] = {}
+        # By layers and head.
+        told: dict[tuple[int, int], dict[int, set[int]]] = {}
         try:
             for claim in claims:
-                for head, digest in _read(claim).items():
-                    told.setdefault(head, set()).add(digest)
+                layers, digests = _read(claim, self.num_layers)
+                for head, digest in digests.items():
+                    told.setdefault(layers, {}).setdefault(head, set()).add(digest)
         except ValueError as e:
             return f"the digest that prefill sent cannot be read: {e}"
-        own = [value & (1 << 64) - 1 for value in self.of(pages).tolist()]
-        for head, digest in enumerate(own, self.first_head):
-            if head not in told:
-                return f"prefill sent no digest of KV head {head}"
-            if told[head] != {digest}:
-                return f"what has arrived of KV head {head} is not what prefill sent (digest of {len(pages)} pages)"
+        own = {layers: [value & (1 << 64) - 1 for value in self.of(pages, layers=layers).tolist()] for layers in told}
+        for head in range(self.first_head, self.first_head + self.num_heads):
+            done = 0
+            for first, end in sorted(layers for layers, heads in told.items() if head in heads):
+                if first != done:
+                    break
+                done = end
+                if told[first, end][head] != {own[first, end][head - self.first_head]}:
+                    return f"what has arrived of KV head {head} is not what prefill sent (digest of {len(pages)} pages)"
+            if done != self.num_layers:
+                where = f" from layer {done} on" if done else ""
+                return f"prefill sent no digest of KV head {head}{where}"
         return None
 
 
-def _read(claim: str) -> dict[int, int]:
-    """Digests by head. Raises ValueError for what is no claim."""
-    first, colon, digits = claim.partition(":")
-    if not colon or not first.isdecimal() or len(digits) % 16 or len(digits) > 16 * MOST_HEADS:
+def _read(claim: str, num_layers: int) -> tuple[tuple[int, int], dict[int, int]]:
+    """The layers of a claim and its digests by head. Raises ValueError for what is no claim."""
+    parts = claim.split(":")
+    first, digits = parts[0], parts[1] if len(parts) > 1 else "?"
+    layers = parts[2].split("-") if len(parts) == 3 else ["0", str(num_layers)]
+    if (
+        len(parts) not in (2, 3)
+        or not first.isdecimal()
+        or len(digits) % 16
+        or len(digits) > 16 * MOST_HEADS
+        or len(layers) != 2
+        or not all(number.isdecimal() for number in layers)
+        or not 0 <= int(layers[0]) < int(layers[1]) <= num_layers
+    ):
         raise ValueError(f"{claim[:40]!r}")
-    return {int(first) + n: int(digits[16 * n : 16 * (n + 1)], 16) for n in range(len(digits) // 16)}
+    digests = {int(first) + n: int(digits[16 * n : 16 * (n + 1)], 16) for n in range(len(digits) // 16)}
+    return (int(layers[0]), int(layers[1])), digests

@@ -31,9 +31,10 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Starts each request's chunk cursor at the prefix that decode holds."""
 
     def _init_kv_manager(self):
-        """Adds what digests of pages are computed from, for a decode worker that asks for them."""
+        """Adds how many layers all pipeline stages have, and what digests of pages are computed from."""
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
+            manager.num_layers = self.scheduler.model_config.num_hidden_layers
             # A decode worker with such a pool has been refused the option, and does not ask.
             with contextlib.suppress(ValueError):
                 manager.page_digests = PageDigests.of_rank(
@@ -41,6 +42,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
                     manager.attn_tp_rank,
                     manager.attn_tp_size,
                     self.scheduler.model_config.get_total_num_kv_heads(),
+                    manager.num_layers if self.pp_size > 1 else None,
                 )
         return manager
 
@@ -156,6 +158,9 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
         if not last_chunk and end - end % page_size <= req.start_send_idx:
             return
+        if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
+            # The last of several pipeline stages, with --pp-async-batch-depth, goes on without having waited for it.
+            self.launch_event.synchronize()
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:
             super().send_kv_chunk(req, last_chunk, end_idx)

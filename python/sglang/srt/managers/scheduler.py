@@ -271,7 +271,7 @@ class Scheduler(engine.Scheduler):
 
     def recv_requests(self) -> list:
         """Adds, on prefill, what the rank that receives for all knows of requests that are lost, before all else."""
-        # Elsewhere than on that rank there is no socket. With pipeline parallelism decode names no prefix.
+        # Elsewhere than on that rank there is no socket. Pipeline stages agree on what they begin.
         socket = self.recv_from_tokenizer
         if self.disaggregation_mode != engine.DisaggregationMode.PREFILL or socket is None or self.pp_size > 1:
             return super().recv_requests()

@@ -30,6 +30,7 @@ from . import (
     nixl,
     options,
     parallel,
+    pipeline,
     speculative,
     staging,
 )
@@ -49,6 +50,7 @@ PARTS = (
     nixl,
     options,
     parallel,
+    pipeline,
     speculative,
     staging,
 )

@@ -145,6 +145,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.listening_peers: set[str] = set()
         self.digest_peers: set[str] = set()
         self.page_digests: PageDigests | None = None
+        # Prefill: layers of the whole model with KV, set by the same queue; None where that is not known.
+        self.num_layers: int | None = None
         # Prefill: its requests, and what decode has said of them. Its lock goes for transfer_infos too.
         self.rooms = Rooms()
         # Decode: questions to prefills that are under way; when each prefill has refused connections, first and last;
@@ -257,9 +259,13 @@ class CommonKVManager(engine.CommonKVManager):
                 "Give both the same --speculative-algorithm and draft model"
             )
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
-        abilities = {"pieces": self.piece_peers, "digests": self.digest_peers, "queued": self.listening_peers}
-        for can, peers in abilities.items():
-            (peers.add if takes and answer.get(can) else peers.discard)(addr)
+        abilities = {
+            ("pieces",): self.piece_peers,
+            ("digests", "stage_digests"): self.digest_peers,
+            ("queued",): self.listening_peers,
+        }
+        for names, peers in abilities.items():
+            (peers.add if takes and any(answer.get(name) for name in names) else peers.discard)(addr)
         return version
 
     @property
@@ -400,6 +406,24 @@ class CommonKVManager(engine.CommonKVManager):
         ports = {(info["rank_ip"], info["rank_port"]) for infos in connections for info in infos}
         return any(nothing_listens(*port) for port in ports or {_host_and_port(addr)})
 
+    def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]):
+        """Mends the engine's for a pipeline stage whose number of layers does not divide that of the model.
+
+        It takes the rest for a draft model's, and writes V of every layer to the place of another's K or V.
+        """
+        total = len(dst_kv_ptrs) // 2
+        if self.pp_size == 1 or total != self.num_layers:
+            return super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
+        here = len(src_kv_ptrs) // 2
+        first = self.kv_args.prefill_start_layer
+        k, v = (dst_kv_ptrs[start + first : start + first + here] for start in (0, total))
+        return src_kv_ptrs[:here], src_kv_ptrs[here:], k, v, here
+
+    @property
+    def samples_tokens(self) -> bool:
+        """Whether this prefill rank is of the last pipeline stage, whose metadata decode is sent."""
+        return self.pp_rank == self.pp_size - 1
+
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Adds that a request that has failed stays so, on decode, and that one that has ended stays forgotten.
 
@@ -530,6 +554,9 @@ class CommonKVSender(engine.CommonKVSender):
     _due_at: float = math.inf
     # Of the chunks sent so far, when decode asked for it.
     digests: torch.Tensor | None = None
+    # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
+    # has become of it here meanwhile: they must run the same batches.
+    agreed: bool = False
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
@@ -871,10 +898,18 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         self.app.router.add_post(samples.SAMPLE_ROUTE, self._handle_sample_rooms)
 
     async def _handle_decode_prefix(self, request: web.Request) -> web.Response:
-        # Chunks of context- or pipeline-parallel prefills have cursors that are not verified with a prefix.
-        plain = self.attn_cp_size == 1 and self.pp_size == 1
-        version = self.decode_prefix_version if plain else 0
-        can = {"pieces": self.asks_for_pieces, "digests": self.sends_digests, "queued": self.hears_of_waiting}
+        # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
+        # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
+        shared_out = self.attn_cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+        known = self.attn_cp_size is not None
+        version = self.decode_prefix_version if known and not shared_out else 0
+        whole = self.pp_size == 1
+        can = {
+            # The layout of a staging buffer knows of no stages.
+            "pieces": self.asks_for_pieces and whole,
+            "digests" if whole else "stage_digests": self.sends_digests,
+            "queued": self.hears_of_waiting,
+        }
         answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}, "state": 1}
         # Of the process that the server is part of.
         drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)

@@ -255,6 +255,15 @@ class MooncakeKVManager(StagingKVManager):
             raise RuntimeError(f"its state could not be written to {req.endpoint}:{req.dst_port}")
         return failed
 
+    def send_aux(self, req: TransferInfo, *args, **kwargs) -> int:
+        """Adds that of several pipeline stages only the last one writes the metadata, which it has sampled.
+
+        Each does for a decode worker without the flag.
+        """
+        if req.names_prefix and not self.samples_tokens:
+            return 0
+        return super().send_aux(req, *args, **kwargs)
+
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
         watched = WatchedQueue(
@@ -424,6 +433,8 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         The request's pages are freed after that. And that the engine's time-out counts from when decode last said that
         the request waits there.
         """
+        if self.agreed:
+            return KVPoll.WaitingForInput
         rooms = self.kv_mgr.rooms
         if self.conclude_state is None and self.init_time is not None and self.bootstrap_room in rooms.waiting:
             unheard = rooms.unheard_s(self.bootstrap_room, self.made_at)
@@ -436,7 +447,8 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             if self.kv_mgr.enable_staging and not self._failed():
                 self._check_staging()
         if self._failed():
-            if self.kv_mgr.is_writing(self.bootstrap_room):
+            # Once it has been reported, a chunk that is taken from the queue only to be dropped does not take it back.
+            if not self._closed and self.kv_mgr.is_writing(self.bootstrap_room):
                 return KVPoll.WaitingForInput
             self._close_failed("no reason was recorded")
             return KVPoll.Failed

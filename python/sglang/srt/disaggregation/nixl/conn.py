@@ -142,6 +142,8 @@ class NixlKVManager(engine.NixlKVManager):
         self.awaited_rooms: set[int] = set()
         # What has been posted since the sender of the moment began, also of a send that then fails.
         self.posted: list = []
+        # Whether this rank writes the metadata of what is being sent, or only says that it has nothing to write.
+        self.writes_metadata = True
         # Failed senders whose writes were still under way when the engine let go of them.
         self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
@@ -255,6 +257,8 @@ class NixlKVManager(engine.NixlKVManager):
     ):
         """Wraps the engine's transfer to count its bytes, and sends a last chunk without KV itself."""
         infos = [info for info in self.transfer_infos[bootstrap_room].values() if not info.is_dummy()]
+        # As the engine does, for a decode worker without the flag.
+        self.writes_metadata = self.samples_tokens or not any(info.names_prefix for info in infos)
         if len(kv_indices) == 0:
             assert is_last and aux_index is not None
             return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index, state_indices)
@@ -276,7 +280,7 @@ class NixlKVManager(engine.NixlKVManager):
             runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
             states = len(info.dst_state_indices) if is_last and state_indices is not None else 0
             self.count_transfer(info.agent_name, len(kv_indices), saved, runs, states)
-        return handles
+        return [handle for handle in handles if handle is not None]
 
     def send_kvcache(self, *args, **kwargs):
         """Wraps the engine's send to remember what has been posted."""
@@ -286,9 +290,16 @@ class NixlKVManager(engine.NixlKVManager):
         """Wraps the engine's send to remember what has been posted."""
         return self._post(super().send_kvcache_slice(*args, **kwargs))
 
-    def send_aux(self, *args, **kwargs):
-        """Wraps the engine's send to remember what has been posted."""
-        return self._post(super().send_aux(*args, **kwargs))
+    def send_aux(self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int, notif: str):
+        """Wraps the engine's send to remember what has been posted.
+
+        Of several pipeline stages the last one writes the metadata, which it has sampled; the others send the
+        notification alone, and None is returned.
+        """
+        if self.writes_metadata:
+            return self._post(super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif))
+        self.agent.send_notif(peer_name, notif.encode("ascii"))
+        return None
 
     def maybe_send_extra(self, *args, **kwargs):
         """Wraps the engine's send of a state to remember what has been posted."""
@@ -324,23 +335,24 @@ class NixlKVManager(engine.NixlKVManager):
             self.agent.send_notif(info.agent_name, f"{room}_kv_{chunk_id}_1_{self.kv_args.pp_rank}".encode("ascii"))
             peer = self.decode_kv_args_table[info.agent_name]
             if state_indices is not None:
-                handle = self.maybe_send_extra(
-                    info.agent_name,
-                    state_indices,
-                    peer.dst_state_data_ptrs,
-                    info.dst_state_indices,
-                    peer.gpu_id,
-                    f"{room}_state_{self.kv_args.pp_rank}",
-                    peer.decode_tp_size,
+                handles.append(
+                    self.maybe_send_extra(
+                        info.agent_name,
+                        state_indices,
+                        peer.dst_state_data_ptrs,
+                        info.dst_state_indices,
+                        peer.gpu_id,
+                        f"{room}_state_{self.kv_args.pp_rank}",
+                        peer.decode_tp_size,
+                    )
                 )
-                handles += [] if handle is None else [handle]
             handles.append(
                 self.send_aux(info.agent_name, aux_index, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux")
             )
             states = 0 if state_indices is None else len(info.dst_state_indices)
             self.count_transfer(info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=states)
         self.end_room(room)
-        return handles
+        return [handle for handle in handles if handle is not None]
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
         """Tell decode agents that ``room`` failed, so that they need not wait for their time-out."""
@@ -461,6 +473,8 @@ class NixlKVSender(engine.NixlKVSender):
 
         A failed request is reported only when none of its writes is under way: its pages are freed after that.
         """
+        if self.agreed:
+            return KVPoll.WaitingForInput
         manager, room = self.kv_mgr, self.bootstrap_room
         status = manager.request_status.get(room)
         if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.rooms.refused:
@@ -483,8 +497,10 @@ class NixlKVSender(engine.NixlKVSender):
                 return KVPoll.Success
             status = manager.check_status(room)
             if status == KVPoll.Success:
-                # A rank that has nothing to send, with context parallelism.
+                # A rank that has nothing to send, with context parallelism; the engine would leave it in its book.
                 manager.end_room(room)
+                manager.request_status.pop(room)
+                self.has_sent = True
             if status != KVPoll.WaitingForInput or self.accept_decode_prefix():
                 return status
         if "PROC" in states:

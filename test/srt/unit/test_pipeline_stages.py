@@ -1,0 +1,496 @@
+"""A prefill of several pipeline stages: each sends its layers of the delta, and begins what all have agreed on.
+
+And of several context-parallel ranks, of which one sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import requests
+import test_mooncake_wire as mooncake
+import test_nixl_wire as nixl
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation import prefill, utils
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.page_digest import PageDigests
+from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
+from sglang.srt.managers import scheduler_pp_mixin
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from test_traps import Prefill
+
+# Layers of each stage; of the second, no stage has a number that divides that of the model.
+STAGES = [(2, 2), (2, 3), (1, 1, 1)]
+# A miss, a hit in part, a full hit: tokens of the prompt and of the prefix, and where chunks end, in pages.
+PROMPTS = [(26, 0, (3, 5)), (26, 8, (3, 5)), (26, 8, ()), (24, 24, ())]
+
+
+@pytest.fixture
+def made() -> Iterator[list]:
+    worlds: list = []
+    yield worlds
+    for world in worlds:
+        world.close()
+
+
+def over_mooncake(monkeypatch, made: list, **options) -> mooncake.World:
+    made.append(mooncake.World(monkeypatch, **options))
+    return made[-1]
+
+
+# ---- what is sent ----
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
+def test_mooncake_brings_every_layer_of_the_delta_and_nothing_else(
+    monkeypatch, made, stages, prompt_len, prefix_len, chunks
+):
+    world = over_mooncake(monkeypatch, made, stages=stages)
+    request = world.request(1, prompt_len, prefix_len).bootstrap()
+    request.send(*chunks)
+    request.finish()
+    request.assert_landed()
+    of_page = world.page_size * mooncake.HEADS * mooncake.HEAD_BYTES
+    for rank, layers in zip(world.prefill, stages, strict=True):
+        counters = rank.manager.counters
+        assert counters.sent_bytes == 2 * layers * of_page * (request.num_pages - request.first_page)
+        assert counters.saved_bytes == 2 * layers * of_page * request.first_page
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize(("tp", "mla"), [((2, 2), False), ((2, 1), False), ((1, 2), False), ((2, 1), True)])
+def test_mooncake_with_stages_of_several_ranks(monkeypatch, made, tp, mla):
+    world = over_mooncake(monkeypatch, made, stages=(2, 3), prefill_tp=tp[0], decode_tp=tp[1], mla=mla)
+    request = world.request(1, 26, 8).bootstrap()
+    request.send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(monkeypatch, made, prefill_tp, decode_tp):
+    sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp, "staging": True}
+    for stages in ((5,), (2, 3)):
+        world = over_mooncake(monkeypatch, made, stages=stages, **sizes)
+        request = world.request(1, 26, 8).bootstrap()
+        # In one piece a rank sends as many runs as there are pieces; in slices, of pages that are no run, one for each.
+        request.send()
+        request.finish()
+        request.assert_landed()
+        runs = [rank.manager.counters.runs for rank in world.prefill]
+        assert (max(runs) < request.num_pages - request.first_page) == (len(stages) == 1)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
+def test_nixl_writes_every_layer_of_the_delta_once(monkeypatch, stages, prompt_len, prefix_len, chunks):
+    world = nixl.World(monkeypatch, stages=stages)
+    request = world.request(7, prompt_len, prefix_len).bootstrap()
+    request.send(*chunks)
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    written: list[int] = []
+    for transfer in world.wire.transfers:
+        if b"_kv_" in transfer.notification:
+            for address, length, _ in np.asarray(transfer.targets).tolist():
+                written += range(address, address + length, nixl.ITEM)
+    pages = range(32 + request.first_page, 32 + request.num_pages)
+    expected = [
+        nixl.kv_address(kind, layer) + nixl.ITEM * page
+        for kind in (0, 1)
+        for layer in range(sum(stages))
+        for page in pages
+    ]
+    assert sorted(written) == sorted(expected)
+
+
+def test_the_engine_takes_layers_for_those_of_a_draft_model(monkeypatch):
+    """Why the addresses are worked out here: two of five layers, and V of the first is written to K of the last."""
+    manager = nixl.World(monkeypatch, stages=(2, 3)).prefill[0].manager
+    of_decode = [nixl.kv_address(kind, layer) for kind in (0, 1) for layer in range(5)]
+    manager.num_layers = None
+    assert manager.get_mha_kv_ptrs_with_pp(manager.kv_args.kv_data_ptrs, of_decode)[3][0] == nixl.kv_address(0, 4)
+    manager.num_layers = 5
+    assert manager.get_mha_kv_ptrs_with_pp(manager.kv_args.kv_data_ptrs, of_decode)[3][0] == nixl.kv_address(1, 0)
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 8])
+def test_what_a_stage_sends_of_a_chunk_has_been_computed(chunk):
+    """On a device, the last stage goes on while it computes; a decode worker with a tree would keep what was there."""
+    for prefix_len in (0, 8):
+        stage = Prefill(22, prefix_len)
+        stage.pp_size = 2
+        events: list[str] = []
+        stage.launch_event = SimpleNamespace(synchronize=lambda events=events: events.append("computed"))
+        stage.req.disagg_kv_sender = SimpleNamespace(send=lambda pages, states, events=events: events.append("sent"))
+        stage.prefill(chunk)
+        # The last chunk is sent when its token is known.
+        assert events[-1] == "sent" and len(events) >= 3
+        assert events[:-1] == ["computed", "sent"] * (len(events) // 2)
+
+
+# ---- the metadata ----
+
+
+@pytest.mark.parametrize("prefix_len", [None, 0, 8, 24])
+def test_mooncake_brings_the_metadata_of_the_last_stage(monkeypatch, made, prefix_len):
+    world = over_mooncake(monkeypatch, made, stages=(1, 1))
+    first, last = world.prefill
+    first.aux[:] = 9
+    request = world.request(1, 24, prefix_len).bootstrap()
+    # The first stage is the last to write.
+    for sender in reversed(request.senders):
+        sender.send(np.arange(request.first_page, request.num_pages, dtype=np.int32))
+        mooncake.until(lambda s=sender: s.poll() == KVPoll.Success, "it is sent")
+    request.finish()
+    # Without the flag on decode it is the engine's, of which each stage writes it.
+    assert (world.decode[0].aux[request.aux] == (9 if prefix_len is None else 7)).all()
+
+
+@pytest.mark.parametrize("prefix_len", [None, 0, 8, 24])
+def test_nixl_brings_the_metadata_of_the_last_stage(monkeypatch, prefix_len):
+    world = nixl.World(monkeypatch, stages=(1, 1))
+    request = world.request(7, 24, prefix_len).bootstrap()
+    request.send()
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    writers = [t.sender for t in world.wire.transfers if t.notification == b"7_aux"]
+    assert writers == [rank.agent.name for rank in world.prefill[0 if prefix_len is None else 1 :]]
+
+
+# ---- every stage counts ----
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_nixl_waits_for_every_stage(monkeypatch, late):
+    world = nixl.World(monkeypatch, stages=(2, 3))
+    world.wire.held = True
+    request = world.request(7).bootstrap()
+    request.send(4)
+    name = world.prefill[late].agent.name
+    mine = [transfer for transfer in world.wire.transfers if transfer.sender == name]
+    for transfer in world.wire.transfers:
+        if transfer not in mine:
+            transfer.finish()
+    for transfer in mine:
+        assert request.receivers[0].poll() not in (KVPoll.Success, KVPoll.Failed)
+        transfer.finish()
+    request.wait_receivers(KVPoll.Success)
+
+
+@pytest.mark.parametrize("writing", [0, 1])
+def test_nixl_keeps_the_pages_until_every_stage_writes_no_more(monkeypatch, writing):
+    world = nixl.World(monkeypatch, stages=(2, 3))
+    world.wire.held = True
+    request = world.request(7).bootstrap()
+    request.receivers[0].fenced = True
+    # Of the other stage nothing has been posted.
+    request.senders[writing].send(np.arange(2, 4, dtype=np.int32))
+    request.receivers[0].fail("a client has left")
+    request.receivers[0].cancel()
+    other = request.senders[1 - writing]
+    nixl.until(lambda: other.poll() == KVPoll.Failed, "the other stage has answered")
+    assert request.senders[writing].poll() == KVPoll.WaitingForInput
+    assert not request.receivers[0].writers_done()
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    request.wait_senders(KVPoll.Failed)
+    nixl.until(request.receivers[0].writers_done, "all stages have answered")
+    assert not any(rank.manager.transfer_infos for rank in world.prefill)
+
+
+@pytest.mark.parametrize("writing", [0, 1])
+def test_mooncake_keeps_the_pages_until_every_stage_writes_no_more(monkeypatch, made, writing):
+    world = over_mooncake(monkeypatch, made, stages=(2, 3))
+    library = world.prefill[writing].library
+    library.gate.clear()
+    request = world.request(1, 26, 8).bootstrap(fenced=True)
+    request.senders[writing].send(np.arange(2, 4, dtype=np.int32))
+    assert library.writing.wait(5)
+    request.receivers[0].fail("a client has left")
+    request.receivers[0].cancel()
+    other = request.senders[1 - writing]
+    mooncake.until(lambda: other.poll() == KVPoll.Failed, "the other stage has answered")
+    assert request.senders[writing].poll() == KVPoll.WaitingForInput
+    assert not request.receivers[0].writers_done()
+    library.gate.set()
+    request.wait_senders(KVPoll.Failed)
+    mooncake.until(request.receivers[0].writers_done, "all stages have answered")
+    mooncake.reasons(request.senders)
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_of_one_stage_is_the_requests(monkeypatch, made, failing):
+    world = over_mooncake(monkeypatch, made, stages=(2, 3))
+    request = world.request(1, 26, 8).bootstrap(fenced=True)
+    request.senders[failing].fail("this stage has lost it")
+    request.wait_receivers(KVPoll.Failed)
+    assert "this stage has lost it" in mooncake.reasons(request.receivers)[0]
+    assert not request.receivers[0].writers_done(), "the other has not answered"
+    request.receivers[0].cancel()
+    request.wait_senders(KVPoll.Failed)
+    mooncake.until(request.receivers[0].writers_done, "the other has answered")
+    mooncake.reasons(request.senders)
+    world.assert_books_closed()
+
+
+def test_a_failure_that_was_reported_is_not_taken_back(monkeypatch, made):
+    """Stages release a request when all have seen its end; where one sees it no more, it would stay for ever."""
+    world = over_mooncake(monkeypatch, made, stages=(2, 3))
+    request = world.request(1, 26, 8).bootstrap()
+    sender = request.senders[0]
+    sender.fail("lost")
+    assert sender.poll() == KVPoll.Failed
+    monkeypatch.setattr(type(sender.kv_mgr), "is_writing", lambda manager, room: True)
+    assert sender.poll() == KVPoll.Failed
+
+
+# ---- digests ----
+
+
+def test_stages_claim_their_layers_and_decode_wants_all():
+    generator = torch.Generator().manual_seed(0)
+    k, v = ([torch.randn((64, 4, 6), generator=generator) for _ in range(5)] for _ in "kv")
+
+    def of_layers(first: int, end: int, num_layers: int | None = 5) -> PageDigests:
+        pool = object.__new__(MHATokenToKVPool)
+        pool.k_buffer, pool.v_buffer, pool.page_size, pool.start_layer = k[first:end], v[first:end], 4, first
+        return PageDigests.of_rank(pool, 0, 1, 4, num_layers)
+
+    pages = np.array([3, 1], np.int32)
+    claims = [one.claim(one.of(pages)) for one in (of_layers(0, 2), of_layers(2, 5))]
+    assert [claim.split(":")[2] for claim in claims] == ["0-2", "2-5"]
+    whole = of_layers(0, 5, None)
+    # One stage, which has all layers, says what a worker without stages says.
+    assert whole.claim(whole.of(pages)).count(":") == 1
+    assert whole.difference(pages, claims) is None
+    assert whole.difference(pages, claims[::-1] * 2) is None
+    assert "no digest of KV head 0 from layer 2 on" in whole.difference(pages, claims[:1])
+    assert "no digest of KV head 0" in whole.difference(pages, claims[1:])
+    v[4][4, 2, 1] += 1
+    assert "KV head 2 is not what prefill sent" in whole.difference(pages, claims)
+
+
+@pytest.mark.parametrize("layers", ["", "2", "0-6", "3-3", "4-2", "-1-2", "a-b", "0-2-5"])
+def test_a_claim_about_layers_that_cannot_be_is_refused(layers):
+    pool = object.__new__(MHATokenToKVPool)
+    pool.k_buffer, pool.v_buffer, pool.page_size = [[torch.zeros((8, 1, 4))] * 5] * 2 + [4]
+    digests = PageDigests(pool)
+    assert "cannot be read" in digests.difference(np.array([1], np.int32), [f"0:{'0' * 16}:{layers}"])
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+def test_pages_of_several_stages_are_verified(monkeypatch, made, tp):
+    world = over_mooncake(monkeypatch, made, stages=(2, 3), prefill_tp=tp[0], decode_tp=tp[1])
+    good, bad = world.request(1, 22, 4), world.request(2, 22, 4, aux=1)
+    mooncake.verified(world)
+    good.bootstrap().send(3, 4)
+    good.finish()
+    good.assert_landed()
+    bad.bootstrap().send(3)
+    bad.wait_senders(KVPoll.Success)
+    mooncake.until(lambda: all(mooncake.room_ended(rank, 2) for rank in world.decode), "all stages have said so")
+    # V of the last layer.
+    world.decode[-1].kv[-1][bad.decode_pages[2], 3, 0, 5] ^= 1
+    assert bad.receivers[-1].poll() == KVPoll.Failed
+    assert "is not what prefill sent" in mooncake.reasons(bad.receivers[-1:])[0]
+
+
+def test_nixl_waits_for_the_digest_of_every_stage(monkeypatch):
+    world = nixl.with_digests(nixl.World(monkeypatch, stages=(2, 3)))
+    request = world.request(7).bootstrap()
+    late: list = []
+    sent = world.prefill[1].agent.send_notif
+    world.prefill[1].agent.send_notif = lambda *notif: late.append(notif) if b"digest" in notif[1] else sent(*notif)
+    request.send(4)
+    request.wait_senders(KVPoll.Success)
+    assert request.receivers[0].poll() not in (KVPoll.Success, KVPoll.Failed) and len(late) == 1
+    sent(*late[0])
+    request.wait_receivers(KVPoll.Success)
+
+
+def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
+    """Staging buffers are laid out for one stage, and a worker that knows no stages would not read their digests."""
+    world = over_mooncake(monkeypatch, made, stages=(2, 3))
+    answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
+    assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "state": 1}
+    manager = world.decode[0].manager
+    assert world.addr in manager.digest_peers and world.addr not in manager.piece_peers
+
+
+# ---- context parallelism: every rank has all KV, and the first sends ----
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
+def test_mooncake_of_context_parallel_ranks(monkeypatch, made, tp, prompt_len, prefix_len, chunks):
+    world = over_mooncake(monkeypatch, made, prefill_tp=tp[0], decode_tp=tp[1], prefill_cp=2)
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()["version"] == 1
+    request = world.request(1, prompt_len, prefix_len).bootstrap()
+    send(request, chunks)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+    assert [rank.manager.counters.sent_bytes > 0 for rank in world.prefill] == [
+        rank.cp_rank == 0 and prefix_len < prompt_len for rank in world.prefill
+    ]
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
+def test_nixl_of_context_parallel_ranks(monkeypatch, prompt_len, prefix_len, chunks):
+    world = nixl.World(monkeypatch, prefill_cp=2)
+    request = world.request(7, prompt_len, prefix_len).bootstrap()
+    send(request, chunks)
+    request.wait_senders(KVPoll.Success)
+    # Stages and ranks look more than once.
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
+    assert {transfer.sender for transfer in world.wire.transfers} == {world.prefill[0].agent.name}
+    for rank in world.prefill:
+        assert not any(rank.manager.rooms_held().values())
+
+
+def send(request: mooncake.Request | nixl.Request, chunks: tuple[int, ...]) -> None:
+    """As the schedulers do: of a rank that decode has not asked, the cursor starts at the prompt's first page."""
+    for sender, rank in zip(request.senders, request.world.prefill, strict=True):
+        start = request.first_page if rank.cp_rank == 0 else 0
+        assert sender.decode_prefix_len // rank.manager.kv_args.page_size == start
+        for end in (*chunks, request.num_pages):
+            sender.send(np.arange(start, end, dtype=np.int32))
+            start = end
+
+
+def test_pages_that_the_engine_shares_out_are_sent_whole(monkeypatch, made):
+    """By their numbers: of a chunk of pages 0, 1 and 9, two ranks send the first two, and page 9 nobody."""
+    world = over_mooncake(monkeypatch, made, prefill_cp=2)
+    chunk = np.array([0, 1, 9], np.int32)
+    managers = [rank.manager for rank in world.prefill]
+    parts = [utils.filter_kv_indices_for_cp_rank(manager, chunk, slice(0, 3))[0] for manager in managers]
+    assert np.concatenate(parts).tolist() == [0, 1]
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()["version"] == 0
+
+
+# ---- what all have agreed on ----
+
+
+class Stage(scheduler_pp_mixin.SchedulerPPMixin):
+    """What a stage's loop has for bootstrapping."""
+
+    enable_metrics = enable_hicache_storage = False
+    attn_cp_cpu_group = attn_tp_cpu_group = None
+
+    def __init__(self, first: bool, senders: list) -> None:
+        self.pp_group = SimpleNamespace(is_first_rank=first)
+        self.waiting_queue: list = []
+        self.aborted: list[str] = []
+        queue = self.disagg_prefill_bootstrap_queue = object.__new__(prefill.PrefillBootstrapQueue)
+        queue.scheduler, queue.tp_rank = self, 0
+        queue.token_to_kv_pool = SimpleNamespace(page_size=nixl.PAGE)
+        queue.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(8)
+        queue.queue = [request(f"r{i}", sender) for i, sender in enumerate(senders)]
+
+    def stream_output(self, reqs, return_logprob) -> None:
+        self.aborted += [req.rid for req in reqs]
+
+    def begun(self) -> list[tuple[str, int]]:
+        return [(req.rid, req.start_send_idx) for req in self.waiting_queue]
+
+
+def request(rid: str, sender) -> SimpleNamespace:
+    stats = SimpleNamespace(
+        trace_ctx=SimpleNamespace(abort=lambda **info: None),
+        set_bootstrap_done_time=lambda: None,
+        set_wait_queue_entry_time=lambda: None,
+    )
+    return SimpleNamespace(
+        rid=rid,
+        disagg_kv_sender=sender,
+        bootstrap_room=sender.bootstrap_room,
+        origin_input_ids=list(range(26)),
+        time_stats=stats,
+        return_logprob=False,
+    )
+
+
+MOMENTS = ["before they vote", "between the votes", "when all have voted", "when the first has begun"]
+
+
+@pytest.fixture
+def two_stages(monkeypatch) -> nixl.World:
+    for module in (prefill, scheduler_pp_mixin):
+        polls = lambda senders, *groups: [int(sender.poll()) for sender in senders]  # noqa: E731
+        monkeypatch.setattr(module, "poll_and_all_reduce_attn_cp_tp_group", polls)
+    return nixl.World(monkeypatch, stages=(1, 1))
+
+
+def bootstrap(world: nixl.World, rooms: list[int], failures: list[tuple[int, int, str]]) -> list[Stage]:
+    """One turn of both stages' loops, in which ``failures`` come: the stage, the request, the moment."""
+    asked = [world.request(room).start_prefill().start_decode().ask() for room in rooms]
+    for one in asked:
+        one.wait_senders(KVPoll.WaitingForInput)
+    stages = [Stage(i == 0, [one.senders[i] for one in asked]) for i in range(2)]
+
+    def happen(moment: str) -> None:
+        for stage, number, when in failures:
+            if when == moment:
+                asked[number].senders[stage].fail("something of this stage's")
+
+    happen(MOMENTS[0])
+    votes = stages[0]._pp_pd_get_bootstrapped_ids()
+    happen(MOMENTS[1])
+    stages[1]._pp_recv_pyobj_from_prev_stage = lambda: votes
+    agreed = stages[1]._pp_pd_get_bootstrapped_ids()
+    happen(MOMENTS[2])
+    passed_on = stages[0].process_bootstrapped_queue(agreed)
+    happen(MOMENTS[3])
+    stages[1].process_bootstrapped_queue(passed_on)
+    return stages
+
+
+rooms = iter(range(1000, 1 << 30))
+
+
+@given(
+    failures=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 2), st.sampled_from(MOMENTS)), max_size=3, unique_by=lambda f: f[:2]
+    )
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_stages_begin_the_same_requests_whatever_fails_when(two_stages, failures):
+    stages = bootstrap(two_stages, [next(rooms) for _ in range(3)], failures)
+    first, second = stages
+    assert first.begun() == second.begun() and first.aborted == second.aborted
+    # Nothing stays behind in either queue, and nobody who has not failed is failed.
+    assert not first.disagg_prefill_bootstrap_queue.queue and not second.disagg_prefill_bootstrap_queue.queue
+    lost = {f"r{number}" for _, number, _ in failures}
+    assert set(first.aborted) <= lost and {rid for rid, _ in first.begun()} | lost == {"r0", "r1", "r2"}
+    assert all(prefix == 8 for _, prefix in first.begun())
+    for stage in stages:
+        for req in stage.waiting_queue:
+            # What failed after the votes has begun, and ends as a transfer that fails.
+            failed = req.disagg_kv_sender.has_failed()
+            assert (req.disagg_kv_sender.poll() == KVPoll.Failed) == failed and not req.disagg_kv_sender.agreed
+
+
+@pytest.mark.parametrize(("stage", "moment"), [(0, MOMENTS[1]), (1, MOMENTS[2]), (1, MOMENTS[3])])
+def test_the_engines_stages_part(two_stages, monkeypatch, stage, moment):
+    """Or the test above would show nothing."""
+    bare = scheduler_pp_mixin.__pd_radix__["originals"]["SchedulerPPMixin"]
+    monkeypatch.setattr(Stage, "process_bootstrapped_queue", bare.process_bootstrapped_queue, raising=False)
+    first, second = bootstrap(two_stages, [next(rooms)], [(stage, 0, moment)])
+    assert first.begun() != second.begun()
+
+
+def test_what_has_failed_on_one_stage_before_the_votes_fails_on_all(two_stages):
+    stages = bootstrap(two_stages, [next(rooms), next(rooms)], [(1, 0, MOMENTS[0])])
+    assert [stage.begun() for stage in stages] == [[("r1", 8)]] * 2
+    assert [stage.aborted for stage in stages] == [["r0"]] * 2
