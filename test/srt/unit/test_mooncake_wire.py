@@ -114,7 +114,7 @@ class Rank:
         # Two kinds of state, of different size, in slots.
         self.states = [np.zeros((8, size), np.uint8) for size in (24, 40)]
         if world.states is not None:
-            args.state_type, args.state_data_ptrs = "mamba", [pool.ctypes.data for pool in self.states]
+            args.state_type, args.state_data_ptrs = world.state_type, [pool.ctypes.data for pool in self.states]
             args.state_data_lens = [pool.nbytes for pool in self.states]
             args.state_item_lens = [pool.shape[1] for pool in self.states]
         args.kv_head_num, args.total_kv_head_num = heads, HEADS
@@ -166,9 +166,12 @@ class World:
         prefill_dp: int = 1,
         decode_dp: int = 1,
         states: tuple[int, int] | None = None,
+        windows: tuple[list[int], list[int]] | None = None,
     ):
-        """states: for a model with states, the slot of the request on prefill and on decode."""
-        self.states = states
+        """states: for a model with states, the slot of the request on prefill and on decode. windows: for one with
+        sliding windows, the pages of its window."""
+        self.state_type = "mamba" if windows is None else "swa"
+        self.states = windows if states is None else ([states[0]], [states[1]])
         self.page_size, self.mla, self.staging = page_size, mla, staging
         monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
         for side in ("BUFFER_SIZE", "POOL_SIZE"):
@@ -288,7 +291,7 @@ class Request:
         for receiver in self.receivers:
             message = {"decode_prefix_len": self.prefix_len, **changes}
             indices = message.pop("kv_indices", self.decode_pages[self.first_page :])
-            states = message.pop("states", self.world.states and [self.world.states[1]])
+            states = message.pop("states", self.world.states and self.world.states[1])
             receiver.send_metadata(indices, self.aux, states, **message)
         return self
 
@@ -304,7 +307,7 @@ class Request:
         for sender in self.senders:
             start = self.first_page
             for end in (*ends, self.num_pages):
-                states = self.world.states and end == self.num_pages and [self.world.states[0]]
+                states = self.world.states and end == self.num_pages and self.world.states[0]
                 sender.send(np.arange(start, end, dtype=np.int32), states or None)
                 start = end
         return self

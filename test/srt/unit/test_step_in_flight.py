@@ -122,18 +122,28 @@ class Play:
 
 # Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".
 # With states: so few slots that those of requests that have just ended are used at once.
+# With windows: so few slots for them that those are, too, and that what lies behind windows has to be freed early.
 @pytest.mark.parametrize(
-    "flag, page_size, states", [(True, 1, None), (True, 4, None), (False, 1, None), (True, 4, 3), (False, 1, 3)]
+    "flag, page_size, states, windows",
+    [
+        (True, 1, None, None),
+        (True, 4, None, None),
+        (False, 1, None, None),
+        (True, 4, 3, None),
+        (False, 1, 3, None),
+        (True, 1, None, (5, 20)),
+        (True, 4, None, (6, 24)),
+    ],
 )
-def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size, states):
+def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size, states, windows):
     behind = 0
 
     @given(script=scripts, size=st.sampled_from([32, 40]))
-    @settings(max_examples=40 if states is None else 20, deadline=None)
+    @settings(max_examples=40 if states is None and windows is None else 20, deadline=None)
     def play(script, size):
         nonlocal behind
         # Nothing reserved for answers: requests are retracted, and the tree is evicted.
-        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4, states=states)
+        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4, states=states, windows=windows)
         # Without the flag the engine forgets about those that a pause retracts, and frees what a writer still fills.
         Play(loop, script, () if flag else ("pause", "fail", "abort", "flush")).run()
         behind += len(loop.asked_behind)
