@@ -76,8 +76,8 @@ class DecodeWorker:
     max_reqs: requests that run at a time, and as many more that are preallocated, each of at most ``max_len`` tokens.
     reserved: tokens kept for each request's answer. watermark: tokens kept free, None for the default part of the pool.
     tree_type: the engine's ``ChunkCache`` makes it a worker without the flag. options: more arguments of the server.
-    states: slots for the states of a hybrid model's requests; None for a model without. windows: of a model with sliding
-    windows, the tokens of one and of the pool for them; ``kv`` is then of `make_window_pool`.
+    states: slots for the states of a hybrid model's requests; None for a model without. windows: of a model with
+    sliding windows, the tokens of one and of the pool for them; ``kv`` is then of `make_window_pool`.
     """
 
     def __init__(

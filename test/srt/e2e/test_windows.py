@@ -96,32 +96,34 @@ def sent(pair: Pair) -> list[float]:
 def test_turns_far_beyond_the_window(on, truth, page):  # noqa: F811
     """Each turn is sent what it lacks and one window, however long the conversation is; the same when all is held."""
     on.flush()
-    item: list[float] = []
-    for again in (False, True):
-        before, previous = sent(on), 0
+    asked: list[tuple[int, int, float, float]] = []
 
-        def ask_and_count(ids, max_new):
-            nonlocal before, previous
-            answer = on(ids, max_new)
-            details, now = answer["meta_info"]["cached_tokens_details"], sent(on)
-            kv, window = (b - a for a, b in zip(before, now, strict=True))
-            before = now
-            # What the turn before has left, or in the second round all, up to the window.
-            held = start(len(ids), page) if again else min(previous // page * page, start(len(ids), page))
-            # The step in flight has left a token more or less.
-            assert details["decode_prefix"] in (held, held - page)
-            assert details["decode_prefix"] + details["transferred"] == len(ids)
-            assert kv == details["transferred_bytes"]
-            # Equal layers, so a page has equal bytes in both pools.
-            pages = -(-len(ids) // page) - start(len(ids), page) // page
-            item.append(window / pages)
-            assert pages <= WINDOW // page + 2
-            previous = len(ids) + max_new - 1
-            return answer
+    def ask_and_count(ids: list[int], max_new: int) -> dict:
+        before = sent(on)
+        answer = on(ids, max_new)
+        details = answer["meta_info"]["cached_tokens_details"]
+        kv, window = (now - was for now, was in zip(sent(on), before, strict=True))
+        assert details["decode_prefix"] + details["transferred"] == len(ids)
+        assert kv == details["transferred_bytes"]
+        asked.append((len(ids), details["decode_prefix"], kv, window))
+        return answer
 
+    for _ in range(2):
         assert [answer["output_ids"] for answer in long_conversation(ask_and_count)] == truth["far"]
         on.check_idle()
-    assert len(set(item)) == 1 and item[0] > 0
+    lengths = [length for length, *_ in asked]
+    assert lengths[-1] > 6 * WINDOW
+    # Half of the layers are of each kind, and alike: a page has the same bytes in both pools.
+    page_bytes = asked[0][2] / -(-lengths[0] // page)
+    rounds = len(asked) // 2
+    for n, (length, prefix, kv, window) in enumerate(asked):
+        first = start(length, page)
+        # What the turn before has left, in the second round that of the first: up to the window, and no further. An
+        # answer's last token may or may not be there.
+        left = 0 if n == 0 else lengths[n - 1] + 24 if n < rounds else length
+        assert min(left // page * page, first) - page <= prefix <= min(left // page * page, first)
+        assert kv == page_bytes * (-(-length // page) - prefix // page)
+        assert window == page_bytes * (-(-length // page) - first // page) <= page_bytes * (WINDOW // page + 2)
 
 
 def test_a_full_hit_brings_the_window(on, truth, page):  # noqa: F811

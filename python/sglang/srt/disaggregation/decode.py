@@ -719,8 +719,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
         kept = sum(need.soon - need.now for need in needs.values())
         if retractable is not None:
-            longest = max((needs[id(req)].at_length for req in running), default=0)
-            kept = max(kept, longest - retractable.windows)
+            # A request that runs can have what all that run hold, also one that is still on its way to there.
+            ours = {id(req) for req in running}
+            lacking = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
+            kept = max(kept, max(lacking, default=0) - retractable.windows)
         if count_retracted:
             kept += sum(self._window_need(req, req.seqlen - 1).soon for req in self.retracted_queue)
         return kept
@@ -879,7 +881,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.scheduler.stream_output([req], req.return_logprob)
         if req.req_pool_idx is not None:
             release_kv_cache(req, self.tree_cache, is_insert=False)
-        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = None
+        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
 
 
 class _Writers:

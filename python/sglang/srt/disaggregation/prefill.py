@@ -108,7 +108,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), self._state_of(req))
 
     def _state_of(self, req: Req) -> list[int] | None:
-        """What the engine sends beside KV with any last chunk: slot of a state or pages of a window, None for others."""
+        """What the engine sends beside KV with any last chunk: slot of a state, pages of a window, None for others."""
         table = self.req_to_token_pool
         if req.mamba_pool_idx is not None:
             return [int(table.req_index_to_mamba_index_mapping[req.req_pool_idx])]

@@ -87,8 +87,8 @@ class Scheduler(engine.Scheduler):
         if type(self.tree_cache) is not RadixCache:
             raise ValueError(
                 f"{FLAG} is not verified for this model: the engine chose {type(self.tree_cache).__name__} for it, "
-                "and only models with full attention throughout (RadixCache), or in some layers linear attention of the kind "
-                "of Qwen3-Next (GDN) or sliding windows, are. Start this decode worker without the flag."
+                "and only models with full attention throughout (RadixCache), or in some layers linear attention of "
+                "the kind of Qwen3-Next (GDN) or sliding windows, are. Start this decode worker without the flag."
             )
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
 
