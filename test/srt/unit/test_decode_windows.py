@@ -171,6 +171,57 @@ def test_a_request_waits_for_windows_as_for_kv():
     world.check()
 
 
+def test_room_is_kept_for_windows_that_grow():
+    """Short prompts take little of the pool, and a whole window each before long."""
+    world = world_of(pool=48, reserved=20)
+    decode_reqs = [world.arrive(tokens(n, 4), max_new=40) for n in range(3)]
+    for decode_req in decode_reqs:
+        world.handshake(decode_req)
+    for decode_req in decode_reqs[:2]:
+        world.step()
+        world.complete(decode_req)
+        world.step()
+    assert not decode_reqs[2].kv_receiver.asked and world.tree.windows.available_size() == 40
+    while world.running:
+        world.decode()
+        assert not world.queue.retracted_queue
+        world.check()
+    world.step()
+    assert decode_reqs[2].kv_receiver.asked
+
+
+def test_a_request_in_transfer_will_be_able_to_finish():
+    """Where what it needs is held by transfers, nothing can be retracted for it, and the engine ends its answer."""
+    world = world_of(pool=32, reserved=0)
+    short, other = world.arrive(tokens(1, 4), max_new=60), world.arrive(tokens(2, 40), max_new=60)
+    for decode_req in (short, other):
+        world.handshake(decode_req)
+    world.step()
+    assert short.kv_receiver.asked and not other.kv_receiver.asked
+    world.complete(short)
+    world.step()
+    while world.running:
+        world.decode()
+        world.step()
+        world.check()
+        assert not world.queue.retracted_queue
+    # The other comes when what is left of this one's window will do, and stays in transfer.
+    assert len(short.req.output_ids) == 60 and other.kv_receiver.asked
+
+
+def test_windows_are_kept_for_who_waits_for_a_transfer():
+    world = world_of(pool=36, reserved=0)
+    leader, follower, other = world.arrive(tokens(1, 44)), world.arrive(tokens(1, 44)), world.arrive(tokens(2, 30))
+    for decode_req in (leader, follower, other):
+        world.handshake(decode_req)
+    world.step()
+    assert leader.kv_receiver.asked and follower.place.coming and not other.kv_receiver.asked
+    world.complete(leader)
+    world.step()
+    assert follower.kv_receiver.asked and not other.kv_receiver.asked
+    world.check()
+
+
 def test_what_lies_behind_windows_is_freed_before_anybody_waits():
     """The engine does it once in a window's length of steps."""
     world = world_of(page_size=1, pool=3 * (WINDOW + 3))

@@ -62,6 +62,8 @@ class Play:
         loop.scheduler.running_batch.filter_batch()
         loop.scheduler._update_if_idle()
         assert loop.updated == self.asked_for
+        # An error would have failed a request, as others have been here.
+        assert not any(decode_req.error for decode_req in self.live)
 
     def between(self) -> None:
         loop = self.loop
@@ -262,6 +264,43 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r2"] == bare.asked_in["r2"] + flag
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_window_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch, page_size):
+    """Trap 28, of windows: the pool has room for one, and a step in flight writes to it once more."""
+
+    def play(max_new: int) -> Loop:
+        loop = Loop(size=256, page_size=page_size, windows=(8, {1: 11, 4: 20}[page_size]), reserved=0)
+        made: list[DecodeRequest] = []
+
+        def between() -> None:
+            if not made or (loop.told and len(made) == 1):
+                made.append(loop.arrive([1 + len(made)] * 33, max_new=max_new + 4 * len(made)))
+                loop.handshake(made[-1])
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+            if len(loop.told) == 2 and loop.in_flight is None:
+                raise LoopEnds
+            assert loop.iterations < 80, "the loop does not come to an end"
+
+        try:
+            loop.run(between)
+        except AssertionError as error:
+            assert "a page of a window with two writers" in str(error)
+        else:
+            loop.check_answers()
+        return loop
+
+    # With some lengths what that step writes to is a page that is not taken.
+    lengths = range(4, 14)
+    fenced = [play(max_new) for max_new in lengths]
+    assert all(len(loop.told) == 2 and not loop.wrong for loop in fenced)
+    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    bare = [play(max_new) for max_new in lengths]
+    assert any(loop.wrong for loop in bare)
+    for ours, theirs in zip(fenced, bare, strict=True):
+        assert ours.asked_in["r2"] == theirs.asked_in["r2"] + bool(theirs.wrong)
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])

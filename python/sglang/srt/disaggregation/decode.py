@@ -638,9 +638,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             except Exception as e:
                 # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
                 decode_req.lose(e)
-            grows = Memory(self.num_reserved_decode_tokens, plan.window.soon - plan.window.now)
-            reserve = reserve.plus(grows)
             admitted.append(decode_req)
+            windows = self._window_reserve(retractable, True, [dr.req for dr in admitted])
+            reserve = Memory(reserve.kv + self.num_reserved_decode_tokens, windows)
             if plan.delta > available and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
@@ -707,14 +707,19 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Of these the engine does not know: they have left one queue and not reached the next.
         arrived = self.num_reserved_decode_tokens * len(self.transfer_queue.arrived)
         kv = self.token_to_kv_pool_allocator.available_size() - allocatable + arrived
-        return Memory(kv, self._window_reserve(retractable, count_retracted) if self.radix.windows is not None else 0)
+        return Memory(kv, self._window_reserve(retractable, count_retracted))
 
-    def _window_reserve(self, retractable: Memory | None, count_retracted: bool) -> int:
-        """The same for windows, which the engine does not reserve: what requests will grow by, and one can finish."""
+    def _window_reserve(self, retractable: Memory | None, count_retracted: bool, admitted: Sequence[Req] = ()) -> int:
+        """The same for windows, which the engine does not reserve: what requests will grow by, and one can finish.
+
+        admitted: in this step, before.
+        """
+        if self.radix.windows is None:
+            return 0
         running = self._running()
         last = self.scheduler.last_batch
         prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
-        others = [*(dr.req for dr in self.transfer_queue.queue), *self._committed(), *prebuilt]
+        others = [*admitted, *(dr.req for dr in self.transfer_queue.queue), *self._committed(), *prebuilt]
         live = {id(req): req for req in (*running, *others) if not req.finished()}
         needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
         kept = sum(need.soon - need.now for need in needs.values())
