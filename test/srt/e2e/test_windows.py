@@ -9,9 +9,8 @@ from __future__ import annotations
 import random
 
 import pytest
-import requests
 from conftest import aggregated_answers
-from pd import FLAG, TP2, Pair, ask, base_prompt, conversations, counter, log_of, words
+from pd import FLAG, TP2, Pair, ask, base_prompt, check_tp_size_is_refused, conversations, counter, log_of, words
 from test_oracle import (  # noqa: F401
     CHUNK,
     off,
@@ -34,6 +33,8 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 SHAPE = ModelShape(arch="step3p5")
+# 1632 tokens in the full pool, 400 in the other.
+RATIO = ["--swa-full-tokens-ratio", "0.25"]
 # What `make-model` gives this layout.
 WINDOW = 128
 
@@ -143,11 +144,12 @@ def test_a_full_hit_brings_the_window(on, truth, page):  # noqa: F811
 
 @pytest.mark.parametrize("short", ["full", "windows"])
 def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend, short):
-    """Decode 0 has the flag, decode 1 not. One of the pools holds about three of the six long answers."""
-    few = ["--num-reserved-decode-tokens", "16", "--max-total-tokens", "1024"]
-    if short == "windows":
-        # The bare engine takes a whole prompt of it.
-        few = ["--num-reserved-decode-tokens", "16", "--max-total-tokens", "1024", "--swa-full-tokens-ratio", "0.25"]
+    """Decode 0 has the flag, decode 1 not. One of the pools holds about three of the six long answers.
+
+    The bare engine takes a whole prompt of each pool, so a short one for windows is nothing for it.
+    """
+    few = ["--num-reserved-decode-tokens", "16"]
+    few += ["--max-total-tokens", "768"] if short == "full" else ["--max-total-tokens", "1024", *RATIO]
     common = ["--page-size", "16", "--chunked-prefill-size", "64"]
     workers = {"decode": 2, "decode_args": [[*few, FLAG], few]}
     cluster = clusters.get(model, common_args=common, backend=backend, **workers)  # noqa: F811
@@ -169,11 +171,4 @@ def test_tensor_parallel_sizes(clusters, model, truth, backend):
     assert conversations(pair) == truth["conversations"]
     assert [pair(base_prompt(16))["output_ids"] for _ in range(2)] == [truth["base", 16]] * 2
     pair.check_idle()
-    other = Pair(cluster, 0, 0)
-    body = other.body(base_prompt(16), 4)
-    waits = other._workers.submit(requests.post, other.prefill_url + "/generate", json=body, timeout=100)
-    reply = requests.post(other.decode_url + "/generate", json=body, timeout=100)
-    assert reply.status_code == 500 and "Start both with the same --tp-size" in reply.text
-    requests.post(other.prefill_url + "/abort_request", json={"abort_all": True}, timeout=30)
-    waits.result()
-    pair.check_idle()
+    check_tp_size_is_refused(Pair(cluster, 0, 0))
