@@ -697,8 +697,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         moving = self.transfer_queue.queue + self.transfer_queue.quarantine
         kept = sum(dr.req.cache_protected_len for dr in moving)
         kept += sum(r.cache_protected_len for r in self._committed())
-        kv, rule = private + max(0, self.radix.protected_size() - kept), self.radix.windows
-        return Memory(kv, 0 if rule is None else sum(rule.rule.held(r.kv_allocated_len) for r in self._running()))
+        kv, windows = private + max(0, self.radix.protected_size() - kept), self.radix.windows
+        if windows is None:
+            return Memory(kv)
+        return Memory(kv, sum(windows.rule.held(req.kv_allocated_len) for req in self._running()))
 
     def _reserve(self, retractable: Memory | None, count_retracted: bool) -> Memory:
         """What admission must leave alone: the engine's reservations for its other requests, and those of windows."""
