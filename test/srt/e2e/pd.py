@@ -182,17 +182,6 @@ def check_tp_pair(cluster: Cluster, truth: dict, prefill_tp: int, decode_tp: int
     pair.check_idle()
 
 
-def check_tp_size_is_refused(pair: Pair) -> None:
-    """Workers of different TP sizes whose model has a state or windows: the handshake says why not."""
-    body = pair.body(base_prompt(16), 4)
-    waits = pair._workers.submit(requests.post, pair.prefill_url + "/generate", json=body, timeout=100)
-    reply = requests.post(pair.decode_url + "/generate", json=body, timeout=100)
-    assert reply.status_code == 500 and "Start both with the same --tp-size" in reply.text
-    requests.post(pair.prefill_url + "/abort_request", json={"abort_all": True}, timeout=30)
-    waits.result()
-    pair.check_idle()
-
-
 def hit_lengths(page: int) -> Iterator[tuple[str, list[int], int]]:
     """(name, prompt, what decode must have held) after the prompt ``base`` has been answered, for one page size."""
     base = base_prompt(page)

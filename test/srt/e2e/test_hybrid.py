@@ -7,9 +7,10 @@ does not overlap steps; larger ones with `extra_buffer`, which does.
 from __future__ import annotations
 
 import pytest
+import requests
 import torch
 from conftest import aggregated_answers
-from pd import FLAG, TP2, Pair, base_prompt, check_tp_size_is_refused, conversations, counter, log_of
+from pd import FLAG, TP2, Pair, base_prompt, conversations, counter, log_of
 from test_oracle import (  # noqa: F401
     CHUNK,
     off,
@@ -135,4 +136,11 @@ def test_tensor_parallel_sizes(clusters, model, truth, backend):
     assert [answer["output_ids"] for answer in again] == [truth["base", 16]] * 2
     assert again[1]["meta_info"]["cached_tokens_details"]["transferred"] == 0
     pair.check_idle()
-    check_tp_size_is_refused(Pair(cluster, 0, 0))
+    other = Pair(cluster, 0, 0)
+    body = other.body(base_prompt(16), 4)
+    waits = other._workers.submit(requests.post, other.prefill_url + "/generate", json=body, timeout=100)
+    reply = requests.post(other.decode_url + "/generate", json=body, timeout=100)
+    assert reply.status_code == 500 and "Start both with the same --tp-size" in reply.text
+    requests.post(other.prefill_url + "/abort_request", json={"abort_all": True}, timeout=30)
+    waits.result()
+    pair.check_idle()
