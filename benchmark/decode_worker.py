@@ -18,12 +18,14 @@ from sglang.srt.disaggregation.decode import (
     HybridMambaDecodeReqToTokenPool,
 )
 from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 
 
@@ -42,6 +44,11 @@ def make_allocator(
     if page_size == 1:
         return TokenToKVPoolAllocator(size, torch.float32, "cpu", kv, need_sort=True)
     return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", kv, need_sort=True)
+
+
+def make_window_pool(size: int, windows: int, page_size: int) -> SWAKVPool:
+    """A pool of ``size`` tokens for one layer with full attention, and of ``windows`` for one with a window."""
+    return SWAKVPool(size, windows, page_size, torch.float32, 1, 1, [1], [0], False, "cpu")
 
 
 def make_state_pool(max_reqs: int, max_len: int, states: int) -> HybridMambaDecodeReqToTokenPool:
@@ -69,7 +76,8 @@ class DecodeWorker:
     max_reqs: requests that run at a time, and as many more that are preallocated, each of at most ``max_len`` tokens.
     reserved: tokens kept for each request's answer. watermark: tokens kept free, None for the default part of the pool.
     tree_type: the engine's ``ChunkCache`` makes it a worker without the flag. options: more arguments of the server.
-    states: slots for the states of a hybrid model's requests; None for a model without.
+    states: slots for the states of a hybrid model's requests; None for a model without. windows: of a model with
+    sliding windows, the tokens of one and of the pool for them; ``kv`` is then of `make_window_pool`.
     """
 
     def __init__(
@@ -81,12 +89,13 @@ class DecodeWorker:
         max_len: int,
         reserved: int,
         watermark: int | None = None,
-        kv: MHATokenToKVPool | None = None,
+        kv: MHATokenToKVPool | SWAKVPool | None = None,
         group: dist.ProcessGroup | None = None,
         queue_type: type[Queue] = Queue,
         tree_type: type[BasePrefixCache] = DecodeRadixCache,
         options: Mapping[str, Any] | None = None,
         states: int | None = None,
+        windows: tuple[int, int] | None = None,
     ):
         if group is None:
             if not dist.is_initialized():
@@ -107,7 +116,15 @@ class DecodeWorker:
             },
         )
         set_global_server_args_for_scheduler(args)
-        self.allocator = make_allocator(size, page_size, kv)
+        window, window_tokens = windows or (None, size)
+        if windows is None:
+            self.allocator = make_allocator(size, page_size, kv)
+        else:
+            kv = kv or make_window_pool(page_size, page_size, page_size)
+            self.allocator = SWATokenToKVPoolAllocator(
+                size, window_tokens, page_size, torch.float32, "cpu", kv, need_sort=True
+            )
+            tree_type = WindowRadixCache if tree_type is DecodeRadixCache else tree_type
         if states is None:
             self.pool = DecodeReqToTokenPool(max_reqs, max_len, "cpu", False, pre_alloc_size=max_reqs)
         else:
@@ -118,6 +135,7 @@ class DecodeWorker:
                 req_to_token_pool=self.pool,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=page_size,
+                sliding_window_size=window,
             )
         )
         if watermark is not None:
@@ -127,8 +145,11 @@ class DecodeWorker:
         self.streamed: list[Req] = []
         self.scheduler = SimpleNamespace(
             server_args=args,
-            tp_worker=SimpleNamespace(is_hybrid_swa=False),
-            running_batch=SimpleNamespace(reqs=[]),
+            tp_worker=SimpleNamespace(
+                is_hybrid_swa=windows is not None,
+                model_runner=SimpleNamespace(swa_max_total_num_tokens=window_tokens),
+            ),
+            running_batch=ScheduleBatch([], self.pool, self.allocator, self.tree),
             waiting_queue=[],
             last_batch=None,
             enable_metrics=False,

@@ -78,6 +78,12 @@ class Clusters:
         self.cluster = self.key = None
 
 
+@pytest.fixture
+def shareable():
+    """Of so many tokens that decode holds of a prompt of a length, those that are of use to it; of most models, all."""
+    return lambda held, length: held
+
+
 @pytest.fixture(scope="session")
 def clusters(tmp_path_factory):
     held = Clusters(tmp_path_factory.mktemp("logs"))

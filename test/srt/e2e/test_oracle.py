@@ -102,7 +102,7 @@ def test_a_cold_herd_is_computed_and_sent_once(on, off, page):
 
 
 @pytest.mark.parametrize("prefill_hit", ["shorter", "same", "longer"])
-def test_every_hit_length(on, truth, page, prefill_hit):
+def test_every_hit_length(on, truth, page, shareable, prefill_hit):
     """Decode holds none, part, whole pages and all of the prompt; prefill holds less, as much or more."""
     base = base_prompt(page)
     page_bytes = None
@@ -115,6 +115,7 @@ def test_every_hit_length(on, truth, page, prefill_hit):
             on.flush(on.decode_url)
             on(prompt[: len(prompt) // 2], 1)
             expected = len(prompt) // 2 // page * page
+        expected = shareable(expected, len(prompt))
         sent = counter(on.prefill_url, "sglang:kv_transfer_sent_bytes_total")
         answer = on(prompt)
         assert answer["output_ids"] == truth[name, page], name
@@ -139,14 +140,15 @@ def test_many_clients_with_one_new_prefix(on, truth, page):
     assert answers == [truth["base", page]] * 6
 
 
-def test_extra_key_keeps_prefixes_apart(on, page):
+def test_extra_key_keeps_prefixes_apart(on, page, shareable):
     """Trap 14: the same tokens under another key are another prefix."""
     on.flush()
     prompt = base_prompt(page)
     on(prompt, extra_key="a")
     assert on(prompt, extra_key="b")["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
     assert on(prompt)["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
-    assert on(prompt, extra_key="a")["meta_info"]["cached_tokens_details"]["decode_prefix"] == len(prompt)
+    again = on(prompt, extra_key="a")["meta_info"]["cached_tokens_details"]["decode_prefix"]
+    assert again == shareable(len(prompt), len(prompt)) > 0
 
 
 def test_samples_of_a_prompt(on, truth, page):

@@ -10,7 +10,7 @@ import itertools
 import zlib
 
 import torch
-from decode_worker import DecodeWorker
+from decode_worker import DecodeWorker, make_window_pool
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
@@ -20,6 +20,8 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -47,7 +49,7 @@ class Receiver:
         self.prefix_len = 0
         self.page_indices: list[int] = []
         self.sent_pages = 0
-        # The slot that the state is to be written to, for a model with states.
+        # What the engine calls the state is to be written to: a slot, or the pages of the window.
         self.state_indices: list[int] | None = None
 
     def poll(self) -> int:
@@ -62,7 +64,12 @@ class Receiver:
         self.aux_index = aux_index
         self.state_indices = None if state_indices is None else [int(slot) for slot in state_indices]
         # On a full hit as well.
-        assert (state_indices is not None) == (self.world.states is not None)
+        world = self.world
+        assert (state_indices is not None) == (world.states is not None or world.windows is not None)
+        if world.windows is not None:
+            # As many as prefill will send.
+            num_tokens = len(self.req.origin_input_ids)
+            assert len(self.state_indices) == pages(num_tokens - world.window_start(num_tokens), world.page_size)
         # I4, as prefill checks it.
         check_decode_prefix(
             self.prefix_len, len(self.page_indices), len(self.req.origin_input_ids), self.world.page_size
@@ -98,10 +105,15 @@ class World(DecodeWorker):
         options: dict | None = None,
         tree_type: type[BasePrefixCache] = DecodeRadixCache,
         states: int | None = None,
+        windows: tuple[int, int] | None = None,
     ):
-        self.states = states
-        pool: MHATokenToKVPool | HybridLinearKVPool
-        if states is None:
+        self.states, self.windows = states, windows
+        pool: MHATokenToKVPool | HybridLinearKVPool | SWAKVPool
+        if windows is not None:
+            pool = make_window_pool(size, windows[1], page_size)
+            self.kv, self.window_kv = pool.full_kv_pool, pool.swa_kv_pool
+            self.window_kv.cpu_offloading_chunk_size = 8
+        elif states is None:
             self.kv = pool = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         else:
             pool = HybridLinearKVPool(size, torch.float32, page_size, 1, 1, [0], False, "cpu", mamba_pool=None)
@@ -119,6 +131,7 @@ class World(DecodeWorker):
             options=options,
             tree_type=tree_type,
             states=states,
+            windows=windows,
         )
         self._ids = itertools.count(1)
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
@@ -180,8 +193,36 @@ class World(DecodeWorker):
                 token_ids = req.origin_input_ids[: start + offset + 1]
                 self.kv.k_buffer[0][page * self.page_size + offset] = kv_of(token_ids, self.weights)
             receiver.sent_pages += 1
-        if receiver.state_indices is not None and receiver.sent_pages == len(receiver.page_indices):
+        if receiver.state_indices is None or receiver.sent_pages < len(receiver.page_indices):
+            return
+        if self.windows is not None:
+            self._deliver_window(receiver.state_indices, req.origin_input_ids)
+        else:
             self.state(receiver.state_indices[0]).fill_(kv_of(req.origin_input_ids, self.weights))
+
+    def window_start(self, num_tokens: int) -> int:
+        """Where the window behind so many tokens begins, whole pages."""
+        return max(0, num_tokens - self.windows[0]) // self.page_size * self.page_size
+
+    def _deliver_window(self, page_indices: list[int], token_ids: list[int]) -> None:
+        start = self.window_start(len(token_ids))
+        for n, page in enumerate(page_indices):
+            for offset in range(min(self.page_size, len(token_ids) - start - n * self.page_size)):
+                tokens = token_ids[: start + n * self.page_size + offset + 1]
+                self.window_kv.k_buffer[0][page * self.page_size + offset] = kv_of(tokens, self.weights)
+
+    def window_slots(self, req: Req) -> torch.Tensor:
+        """A request's slots of the full pool from where it has a window."""
+        return self.pool.req_to_token[req.req_pool_idx, req.swa_evicted_seqlen : req.kv_allocated_len].long()
+
+    def check_window(self, req: Req, tokens: list[int]) -> None:
+        """What the next step attends to is there."""
+        if self.windows is not None:
+            start = self.window_start(len(tokens))
+            assert start >= req.swa_evicted_seqlen
+            table = self.pool.req_to_token[req.req_pool_idx, start : len(tokens)].long()
+            got = self.window_kv.k_buffer[0][self.tree.windows.of(table)].flatten().int().tolist()
+            assert got == [kv_of(tokens[: i + 1], self.weights_of[req.rid]) for i in range(start, len(tokens))]
 
     def state(self, slot: int) -> torch.Tensor:
         """What is in a state slot. A model with states has in it a number that depends on all tokens so far."""
@@ -207,19 +248,32 @@ class World(DecodeWorker):
                 self.page_size for r in self.running if self.page_size == 1 or r.kv_allocated_len % self.page_size == 0
             )
             evict_from_tree_cache(self.tree, need)
+            if self.allocator.available_size() < need and self.windows is not None:
+                self.scheduler.running_batch.free_behind_windows()
             if self.allocator.available_size() >= need or not self.running:
                 break
             self.retract(self.running[-1])
+        if self.windows is not None:
+            self.scheduler.running_batch.forward_mode = ForwardMode.DECODE
+            self.scheduler.running_batch.maybe_evict_swa()
         for req in list(self.running):
             n = req.kv_committed_len
+            req.decode_batch_idx += 1
             table = self.pool.req_to_token[req.req_pool_idx]
             if self.page_size == 1 or n % self.page_size == 0:
-                slot = int(self.allocator.alloc(self.page_size)[0])
+                slot = self._new_page(int(table[n - 1]), n)
             else:
                 slot = int(table[n - 1]) + 1
+                if self.windows is not None:
+                    mapping = self.allocator.full_to_swa_index_mapping
+                    mapping[slot] = mapping[slot - 1] + 1
             table[n] = slot
             tokens = req.origin_input_ids + req.output_ids
             self.kv.k_buffer[0][slot] = kv_of(tokens[: n + 1], self.weights_of[req.rid])
+            if self.windows is not None:
+                self.check_window(req, tokens[:n])
+                at = self.allocator.full_to_swa_index_mapping[slot]
+                self.window_kv.k_buffer[0][at] = kv_of(tokens[: n + 1], self.weights_of[req.rid])
             if self.states is not None:
                 self.check_state(req, tokens[:n])
                 self.state(req.mamba_pool_idx).fill_(kv_of(tokens[: n + 1], self.weights_of[req.rid]))
@@ -227,6 +281,13 @@ class World(DecodeWorker):
             req.output_ids.append(token)
             if len(req.output_ids) >= req.sampling_params.max_new_tokens:
                 self.finish(req)
+
+    def _new_page(self, last: int, length: int) -> int:
+        """The first slot of a page for the token behind ``length`` others."""
+        if self.windows is None or self.page_size == 1:
+            return int(self.allocator.alloc(self.page_size)[0])
+        seq_lens = torch.tensor([length + 1])
+        return int(self.allocator.alloc_decode(seq_lens, seq_lens, torch.tensor([last]))[0])
 
     def finish(self, req: Req) -> None:
         self.running.remove(req)
@@ -246,6 +307,7 @@ class World(DecodeWorker):
     def abort_retracted(self, req: Req) -> None:
         self.queue.retracted_queue.remove(req)
         del req.kv_cache_cpu
+        req.window_cpu = None
 
     def idle(self) -> bool:
         moving = self.queue.queue or self.transfer.queue or self.transfer.quarantine
@@ -271,16 +333,22 @@ class World(DecodeWorker):
         # But for those that an error has kept from getting anything.
         holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
         # I1: every token is somewhere, once; every lock has its holder.
-        wrong = self.tree.audit([r.last_node for r in holders])
+        nodes = [r.last_node for r in holders]
+        if self.windows is None:
+            wrong = self.tree.audit(nodes)
+        else:
+            # Every window is a request's, and every slot of that pool is somewhere, once.
+            wrong = self.tree.audit(nodes, [self.window_slots(r) for r in holders])
         assert not wrong, wrong
         page = self.page_size
         private = sum(pages(r.kv_allocated_len, page) * page - r.cache_protected_len for r in holders)
         tree = self.tree.evictable_size() + self.tree.protected_size()
-        assert self.allocator.available_size() + tree + private == self.size
+        pool = self.tree.pool
+        assert pool.available_size() + tree + private == self.size
         assert self.tree.locks_taken - self.tree.locks_released == len(holders)
         assert len(self.pool.free_slots) == self.pool.size + self.pool.pre_alloc_size - len(holders)
         # I2: a page that may be written from outside is nobody else's.
-        free = set(torch.cat([self.allocator.free_pages, self.allocator.release_pages]).tolist())
+        free = set(torch.cat([pool.free_pages, pool.release_pages]).tolist())
         in_tree = {slot // self.page_size for slot in self._tree_slots()}
         written: set[int] = set()
         for decode_req in moving:
@@ -310,6 +378,7 @@ class World(DecodeWorker):
             slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
             self._check_kv(slots, tokens, self.weights_of[req.rid])
             self.check_state(req, tokens)
+            self.check_window(req, tokens)
         for tokens, slots in self._tree_paths():
             self._check_kv(slots, tokens, self.weights)
 

@@ -38,9 +38,11 @@ class LoopEnds(BaseException):
 class Step:
     """A decode step on the device, and the event of its end."""
 
-    def __init__(self, kv: torch.Tensor, steps: list[Step]):
-        self._kv, self._steps = kv, steps
+    def __init__(self, kv: torch.Tensor, steps: list[Step], window_kv: torch.Tensor | None = None):
+        self._kv, self._steps, self._window_kv = kv, steps, window_kv
         self.written: list[tuple[int, int]] = []
+        # Of a model with windows: what it writes to their pool.
+        self.windows: list[tuple[int, int]] = []
         # Of a model with states: their slots, and what it leaves there.
         self.states: list[tuple[torch.Tensor, int, int]] = []
         self.rows: set[int] = set()
@@ -49,6 +51,10 @@ class Step:
     def write(self, slot: int, value: int) -> None:
         self.written.append((slot, value))
         self._kv[slot] = value
+
+    def write_window(self, slot: int, value: int) -> None:
+        self.windows.append((slot, value))
+        self._window_kv[slot] = value
 
     def record(self) -> None:
         pass
@@ -61,6 +67,8 @@ class Step:
         for step in self._steps[self._steps.index(self) :]:
             for slot, value in step.written:
                 self._kv[slot] = value
+            for slot, value in step.windows:
+                self._window_kv[slot] = value
             for state, _, value in step.states:
                 state.fill_(value)
 
@@ -83,7 +91,8 @@ class LoopScheduler(Scheduler):
         self.enable_overlap, self.enable_hicache_storage, self.enable_hierarchical_cache = True, False, False
         self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
         self.enable_lora = False
-        self.spec_algorithm, self.device, self.is_hybrid_swa = SpeculativeAlgorithm.NONE, "cpu", False
+        self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
+        self.is_hybrid_swa = loop.windows is not None
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
         self.grammar_manager = SimpleNamespace(
             has_waiting_grammars=lambda: False, abort_requests=lambda recv: None, grammar_queue=[], clear=lambda: None
@@ -157,6 +166,8 @@ class Loop(World):
         self.between: Callable[[], None] = lambda: None
         self.iterations = 0
         self.kv.load_cpu_copy = self._when_over(self.kv.load_cpu_copy)
+        if self.windows is not None:
+            self.window_kv.load_cpu_copy = self._when_over(self.window_kv.load_cpu_copy)
         if self.states is not None:
             states = self.pool.mamba_pool
             states.load_cpu_copy = self._when_over(states.load_cpu_copy)
@@ -234,7 +245,7 @@ class Loop(World):
 
     def forward(self, batch: Any) -> GenerationBatchResult:
         """One step: the KV of each request's last token, and a next token that depends on all before it."""
-        step = Step(self.kv.k_buffer[0], self.steps)
+        step = Step(self.kv.k_buffer[0], self.steps, self.window_kv.k_buffer[0] if self.windows is not None else None)
         self.steps.append(step)
         step.rows = set(batch.req_pool_indices.tolist())
         tokens_of = zip(batch.input_ids.tolist(), batch.seq_lens.tolist(), batch.out_cache_loc.tolist(), strict=True)
@@ -244,6 +255,8 @@ class Loop(World):
             assert len(tokens) == length
             step.write(slot, kv_of(tokens, self.weights_of[req.rid]))
             sequences.append((req, tokens))
+        if self.windows is not None:
+            self._attend_to_windows(batch, sequences, step)
         if self.states is not None:
             slots = self.pool.get_mamba_indices(batch.req_pool_indices).tolist()
             for (req, tokens), slot in zip(sequences, slots, strict=True):
@@ -267,6 +280,19 @@ class Loop(World):
             return sample()
         result.delay_sample_func = sample
         return result
+
+    def _attend_to_windows(self, batch: Any, sequences: list[tuple[Req, list[int]]], step: Step) -> None:
+        """What a step reads and writes of the window pool, as the device finds it when it is launched."""
+        windows, table = self.tree.windows, self.pool.req_to_token
+        rows = batch.req_pool_indices.tolist()
+        for (req, tokens), row, slot in zip(sequences, rows, windows.of(batch.out_cache_loc).tolist(), strict=True):
+            weights, first = self.weights_of[req.rid], max(0, len(tokens) - 1 - self.windows[0])
+            if not req.finished():
+                slots = windows.of(table[row, first : len(tokens) - 1].long())
+                seen = self.window_kv.k_buffer[0][slots].flatten().int().tolist()
+                if seen != [kv_of(tokens[: i + 1], weights) for i in range(first, len(tokens) - 1)]:
+                    self.wrong.append("a window that is not that of the tokens before")
+            step.write_window(slot, kv_of(tokens, weights))
 
     # ---- the wire ----
 
@@ -306,6 +332,9 @@ class Loop(World):
                     self.wrong.append("a row that a step in flight reads")
                 if args[1] is not None and int(args[1][0]) in {slot for _, slot, _ in step.states}:
                     self.wrong.append("a state with two writers")
+                window_pages = {slot // self.page_size for slot, _ in step.windows}
+                if args[1] is not None and window_pages & {int(page) for page in args[1]}:
+                    self.wrong.append("a page of a window with two writers")
             send(page_indices, *args, **kwargs)
             # The fastest of all wires: the KV is there before that step has ended.
             self.deliver(decode_req, len(page_indices))

@@ -16,10 +16,13 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
 class Life(RuleBasedStateMachine):
     page_size = 4
     states: int | None = None
+    windows: tuple[int, int] | None = None
 
     @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
     def begin(self, size, watermark):
-        self.world = World(size=size, page_size=self.page_size, watermark=watermark, states=self.states)
+        self.world = World(
+            size=size, page_size=self.page_size, watermark=watermark, states=self.states, windows=self.windows
+        )
 
     def pick(self, items, index):
         return items[index % len(items)]
@@ -108,6 +111,9 @@ class Life(RuleBasedStateMachine):
     def sound(self):
         if hasattr(self, "world"):
             self.world.check()
+            transfer = self.world.transfer
+            errors = [dr.error for dr in (*self.world.queue.queue, *transfer.queue, *transfer.quarantine)]
+            assert not any(errors), errors
 
     def teardown(self):
         """Whatever happened, everything drains: nothing hangs and nothing leaks."""
@@ -131,10 +137,24 @@ class Life(RuleBasedStateMachine):
         assert len(world.meta_alloc.free_slots) == world.meta_alloc.size
 
 
-# With states, as many slots as rows, or so few that requests wait for one.
-@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, None), (16, None), (1, 16), (4, 3)])
-def test_invariants_hold_in_every_life(page_size, states):
-    machine = type("Life", (Life,), {"page_size": page_size, "states": states})
+# With states, as many slots as rows, or so few that requests wait for one. With windows (tokens of one, of their pool),
+# longer and shorter than most prompts, and so few that requests wait for one and are retracted.
+@pytest.mark.parametrize(
+    ("page_size", "states", "windows"),
+    [
+        (1, None, None),
+        (4, None, None),
+        (16, None, None),
+        (1, 16, None),
+        (4, 3, None),
+        (1, None, (5, 48)),
+        (4, None, (8, 32)),
+        (4, None, (6, 20)),
+        (16, None, (20, 80)),
+    ],
+)
+def test_invariants_hold_in_every_life(page_size, states, windows):
+    machine = type("Life", (Life,), {"page_size": page_size, "states": states, "windows": windows})
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

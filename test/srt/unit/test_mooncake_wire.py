@@ -131,7 +131,7 @@ class Rank:
         # Two kinds of state, of different size, in slots.
         self.states = [np.zeros((8, size), np.uint8) for size in (24, 40)]
         if world.states is not None:
-            args.state_type, args.state_data_ptrs = "mamba", [pool.ctypes.data for pool in self.states]
+            args.state_type, args.state_data_ptrs = world.state_type, [pool.ctypes.data for pool in self.states]
             args.state_data_lens = [pool.nbytes for pool in self.states]
             args.state_item_lens = [pool.shape[1] for pool in self.states]
         args.kv_head_num, args.total_kv_head_num = heads, HEADS
@@ -186,12 +186,15 @@ class World:
         states: tuple[int, int] | None = None,
         stages: tuple[int, ...] = (LAYERS,),
         prefill_cp: int = 1,
+        windows: tuple[list[int], list[int]] | None = None,
     ):
-        """states: for a model with states, the slot of the request on prefill and on decode.
+        """states: for a model with states, the slot of the request on prefill and on decode. windows: for one with
+        sliding windows, the pages of its window.
 
         stages: layers of each pipeline stage of prefill. prefill_cp: its context-parallel ranks.
         """
-        self.states = states
+        self.state_type = "mamba" if windows is None else "swa"
+        self.states = windows if states is None else ([states[0]], [states[1]])
         self.layers = sum(stages)
         self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
         self.page_size, self.mla, self.staging = page_size, mla, staging
@@ -314,7 +317,7 @@ class Request:
         for receiver in self.receivers:
             message = {"decode_prefix_len": self.prefix_len, **changes}
             indices = message.pop("kv_indices", self.decode_pages[self.first_page :])
-            states = message.pop("states", self.world.states and [self.world.states[1]])
+            states = message.pop("states", self.world.states and self.world.states[1])
             receiver.send_metadata(indices, self.aux, states, **message)
         return self
 
@@ -330,7 +333,7 @@ class Request:
         for sender in self.senders:
             start = self.first_page
             for end in (*ends, self.num_pages):
-                states = self.world.states and end == self.num_pages and [self.world.states[0]]
+                states = self.world.states and end == self.num_pages and self.world.states[0]
                 sender.send(np.arange(start, end, dtype=np.int32), states or None)
                 start = end
         return self

@@ -157,8 +157,10 @@ class Rank:
         args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
         args.state_type, args.prefill_start_layer, args.page_size = "none", self.layers.start, PAGE
         if world.states is not None:
-            args.state_type, args.state_data_ptrs = "mamba", [4 * base, 5 * base]
-            args.state_data_lens, args.state_item_lens = [base, base], [STATE_ITEM, 2 * STATE_ITEM]
+            args.state_type, args.state_data_ptrs = world.state_type, [4 * base, 5 * base]
+            # Of a window keys and values, which are alike.
+            other = STATE_ITEM * (2 if world.state_type == "mamba" else 1)
+            args.state_data_lens, args.state_item_lens = [base, base], [STATE_ITEM, other]
         args.kv_head_num = 4 // tp
         server_args = SimpleNamespace(
             host="127.0.0.1",
@@ -201,12 +203,15 @@ class World:
         states: tuple[int, int] | None = None,
         stages: tuple[int, ...] = (1,),
         prefill_cp: int = 1,
+        windows: tuple[list[int], list[int]] | None = None,
     ):
-        """states: for a model with states, the slot of the request on prefill and on decode.
+        """states: for a model with states, the slot of the request on prefill and on decode. windows: for one with
+        sliding windows, the pages of its window.
 
         stages: layers of each pipeline stage of prefill. prefill_cp: its context-parallel ranks.
         """
-        self.states = states
+        self.state_type = "mamba" if windows is None else "swa"
+        self.states = windows if states is None else ([states[0]], [states[1]])
         self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
         # Their threads outlive the test; they need not look after servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
@@ -306,7 +311,7 @@ class Request:
         for receiver in self.receivers:
             given = {"decode_prefix_len": self.prefix_len, **changes}
             indices = given.pop("kv_indices", np.arange(32 + self.first_page, 32 + self.num_pages, dtype=np.int32))
-            states = given.pop("states", self.world.states and [self.world.states[1]])
+            states = given.pop("states", self.world.states and self.world.states[1])
             receiver.send_metadata(indices, 1, states, **given)
         return self
 
@@ -330,7 +335,7 @@ class Request:
         for sender in self.senders:
             start = self.first_page
             for end in (*ends, self.num_pages):
-                states = self.world.states and end == self.num_pages and [self.world.states[0]]
+                states = self.world.states and end == self.num_pages and self.world.states[0]
                 sender.send(np.arange(start, end, dtype=np.int32), states or None)
                 start = end
         return self

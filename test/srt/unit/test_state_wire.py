@@ -1,4 +1,7 @@
-"""States of hybrid models on the wire: with every prompt, full hits included, written like KV, and never cut."""
+"""States of hybrid models on the wire: with every prompt, full hits included, written like KV, and never cut.
+
+So are windows, in pages, where layers with a sliding window have a pool of their own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 
 # Slots of one request on prefill and on decode.
 SLOTS = (3, 5)
+# Pages of its window, not in the order of the pool.
+WINDOWS = ([3, 4, 1], [5, 2, 3])
 # A miss, a hit in part, a full hit; the last with a partly filled page.
 PROMPTS = [(26, 0), (26, 8), (24, 24)]
 
@@ -118,6 +123,72 @@ def test_trap_06_a_state_that_mooncake_cannot_write_is_no_success(over_mooncake,
         return
     ours, theirs = request.fail()
     assert "its state could not be written" in ours and "its state could not be written" in theirs
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_nixl_brings_the_window_however_much_decode_holds(monkeypatch, prompt_len, prefix_len):
+    """Page for page; and a failure is told when it is written, and not before."""
+    sent: list[int] = []
+    monkeypatch.setattr(KvTransferCounters, "sent_states", lambda self, num_bytes: sent.append(num_bytes))
+    world = nixl.World(monkeypatch, windows=WINDOWS)
+    world.wire.held = True
+    request = world.request(7, prompt_len, prefix_len).bootstrap()
+    request.receivers[0].fenced = True
+    request.send()
+    (window,) = [t for t in world.wire.transfers if t.notification == b"7_state_0"]
+    for transfer in world.wire.transfers:
+        if transfer is not window:
+            transfer.finish()
+    assert request.receivers[0].poll() not in (KVPoll.Success, KVPoll.Failed)
+    base, item = 4 << 20, nixl.STATE_ITEM
+    written = {int(at) + n for at, size, _ in window.targets for n in range(int(size))}
+    starts = [base + pool * (1 << 20) + page * item for pool in (0, 1) for page in WINDOWS[1]]
+    assert written == {at + n for at in starts for n in range(item)}
+    assert sent == [3 * 2 * item]
+    request.senders[0].fail("out of order")
+    assert request.senders[0].poll() == KVPoll.WaitingForInput and not world.prefill[0].told("fail")
+    window.finish()
+    request.wait_senders(KVPoll.Failed)
+    nixl.until(request.receivers[0].writers_done, "the pages are decode's again")
+
+
+def test_nixl_fails_a_request_whose_windows_are_not_of_one_size(monkeypatch):
+    """The two workers were started with different windows, or one of them counts wrongly."""
+    world = nixl.World(monkeypatch, windows=WINDOWS)
+    request = world.request(7).start_prefill().start_decode().ask(states=WINDOWS[1][:2])
+    request.wait_senders(KVPoll.WaitingForInput)
+    for sender in request.senders:
+        sender.init(request.num_pages, 1)
+    request.send()
+    request.assert_fails("State index length mismatch")
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_mooncake_brings_the_window_however_much_decode_holds(monkeypatch, prompt_len, prefix_len):
+    world = mooncake.World(monkeypatch, windows=WINDOWS)
+    for pool in world.prefill[0].states:
+        pool[:] = np.arange(1, pool.size + 1).reshape(pool.shape) % 251
+    request = world.request(7, prompt_len, prefix_len).bootstrap()
+    request.send()
+    request.finish()
+    request.assert_landed()
+    for theirs, ours in zip(world.prefill[0].states, world.decode[0].states, strict=True):
+        expected = np.zeros_like(ours)
+        expected[WINDOWS[1]] = theirs[WINDOWS[0]]
+        assert (ours == expected).all()
+    assert world.prefill[0].manager.counters.state_bytes == 3 * 64
+    world.close()
+
+
+@pytest.mark.parametrize("prefix_len", [0, 24])
+def test_mooncake_fails_a_request_whose_windows_are_not_of_one_size(monkeypatch, prefix_len):
+    """The engine sends what there is, or what fits, and reports a success."""
+    world = mooncake.World(monkeypatch, windows=(WINDOWS[0], WINDOWS[1][:2]))
+    request = world.request(7, 24, prefix_len).bootstrap()
+    request.send()
+    ours, theirs = request.fail()
+    assert "decode expects 2" in ours and "decode expects 2" in theirs
+    world.close()
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])

@@ -66,6 +66,8 @@ class Play:
         loop.scheduler.running_batch.filter_batch()
         loop.scheduler._update_if_idle()
         assert loop.updated == self.asked_for
+        # An error would have failed a request, as others have been here.
+        assert not any(decode_req.error for decode_req in self.live)
 
     def between(self) -> None:
         loop = self.loop
@@ -186,18 +188,28 @@ def test_tp_ranks_overlap_their_steps_alike(pair, page_size):
 
 # Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".
 # With states: so few slots that those of requests that have just ended are used at once.
+# With windows: so few slots for them that those are, too, and that what lies behind windows has to be freed early.
 @pytest.mark.parametrize(
-    "flag, page_size, states", [(True, 1, None), (True, 4, None), (False, 1, None), (True, 4, 3), (False, 1, 3)]
+    "flag, page_size, states, windows",
+    [
+        (True, 1, None, None),
+        (True, 4, None, None),
+        (False, 1, None, None),
+        (True, 4, 3, None),
+        (False, 1, 3, None),
+        (True, 1, None, (5, 20)),
+        (True, 4, None, (6, 24)),
+    ],
 )
-def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size, states):
+def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size, states, windows):
     behind = 0
 
     @given(script=scripts, size=st.sampled_from([32, 40]))
-    @settings(max_examples=40 if states is None else 20, deadline=None)
+    @settings(max_examples=40 if states is None and windows is None else 20, deadline=None)
     def play(script, size):
         nonlocal behind
         # Nothing reserved for answers: requests are retracted, and the tree is evicted.
-        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4, states=states)
+        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4, states=states, windows=windows)
         # Without the flag the engine forgets about those that a pause retracts, and frees what a writer still fills.
         Play(loop, script, () if flag else ("pause", "fail", "abort", "flush")).run()
         behind += len(loop.asked_behind)
@@ -316,6 +328,43 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r2"] == bare.asked_in["r2"] + flag
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_window_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch, page_size):
+    """Trap 28, of windows: the pool has room for one, and a step in flight writes to it once more."""
+
+    def play(max_new: int) -> Loop:
+        loop = Loop(size=256, page_size=page_size, windows=(8, {1: 11, 4: 20}[page_size]), reserved=0)
+        made: list[DecodeRequest] = []
+
+        def between() -> None:
+            if not made or (loop.told and len(made) == 1):
+                made.append(loop.arrive([1 + len(made)] * 33, max_new=max_new + 4 * len(made)))
+                loop.handshake(made[-1])
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+            if len(loop.told) == 2 and loop.in_flight is None:
+                raise LoopEnds
+            assert loop.iterations < 80, "the loop does not come to an end"
+
+        try:
+            loop.run(between)
+        except AssertionError as error:
+            assert "a page of a window with two writers" in str(error)
+        else:
+            loop.check_answers()
+        return loop
+
+    # With some lengths what that step writes to is a page that is not taken.
+    lengths = range(4, 14)
+    fenced = [play(max_new) for max_new in lengths]
+    assert all(len(loop.told) == 2 and not loop.wrong for loop in fenced)
+    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    bare = [play(max_new) for max_new in lengths]
+    assert any(loop.wrong for loop in bare)
+    for ours, theirs in zip(fenced, bare, strict=True):
+        assert ours.asked_in["r2"] == theirs.asked_in["r2"] + bool(theirs.wrong)
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])

@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-ROWS = [*range(1, 22), 26, 27, 30, 31, 32]
+ROWS = [*range(1, 22), 26, 27, 30, 31, 32, 33]
 
 # Rows without a test of their own here: why, and the test (file::name) that has them if there is one.
 ELSEWHERE = {
@@ -269,7 +269,7 @@ def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkey
     monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", engines)
     scheduler = object.__new__(Scheduler)
     scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True, enable_pegaflow=False)
-    runner = SimpleNamespace(hybrid_gdn_config=None, token_to_kv_pool=Pool())
+    runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=Pool())
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     named = r"state \(Pool\)" if state_pool else "MambaRadixCache "
     with pytest.raises(ValueError, match=f"{named}.*Start this decode worker without the flag"):
@@ -1053,6 +1053,53 @@ def test_trap_32_requests_wait_for_a_state_slot(flag):
     assert world.pool.mamba_pool.available_size() == 2
     if flag:
         world.check()
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_trap_33_what_is_in_the_tree_has_no_window(page_size):
+    """Of a prefix whose windows were freed, these counted as evictable: more was available than the pool has.
+
+    Here both pools add up at every step of a conversation far beyond the window, and at rest all windows are free.
+    """
+    world = World(size=256, page_size=page_size, windows=(12, 64))
+    history = tokens(1, 9)
+    for turn in range(6):
+        req = serve(world, history, max_new=20).req
+        # What the last turn left, as far as the window.
+        left = (len(history) - 7) // page_size * page_size if turn else 0
+        assert req.decode_prefix_len == min(left, world.window_start(len(history)))
+        while req in world.running:
+            world.decode()
+            world.check()
+        assert world.tree.windows.available_size() == 64
+        assert world.tree.pool.available_size() + world.tree.evictable_size() == 256
+        history = history + req.output_ids + tokens(turn + 2, 6)
+    while world.tree.evict_shortfall(5):
+        world.check()
+        assert world.tree.windows.available_size() == 64
+    assert world.tree.pool.available_size() == 256
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_trap_33_a_lock_is_given_back_along_the_path_on_which_it_was_taken(page_size):
+    """A lock that was released without its window's end went below zero towards the root.
+
+    Here there is one kind of lock, and it reaches from where the window begins to the root.
+    """
+    world, prompt = World(size=256, page_size=page_size, windows=(12, 64)), tokens(1, 60)
+    serve_to_end(world, prompt)
+    # Windows that begin in the middle of what is there, and behind it; so nodes are split under locks.
+    reqs = [serve(world, prompt[:end] + tokens(end, 20), max_new=9).req for end in (60, 33, 48)]
+    reqs.append(serve(world, prompt[:40], max_new=9).req)
+    for req in reqs:
+        start = world.window_start(len(req.origin_input_ids))
+        assert req.cache_protected_len == start == req.swa_evicted_seqlen
+    for end, req in zip(("finish", "retract", "finish", "retract"), reqs, strict=True):
+        getattr(world, end)(req)
+        world.check()
+        assert all(node.lock_ref >= 0 for node in world._nodes())
+    world.queue.retracted_queue.clear()
+    assert world.tree.locks_taken == world.tree.locks_released and world.tree.protected_size() == 0
 
 
 def test_a_second_live_request_of_one_room_is_refused():

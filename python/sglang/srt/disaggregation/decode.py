@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
-from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, pages
+from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, Memory, pages
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
@@ -32,6 +32,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
+from sglang.srt.mem_cache.decode_windows import WindowNeed
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class DecodeRequest(engine.DecodeRequest):
 
     error: str | None = None
     failed_at: float = 0.0
-    # What prefill is asked for: pages, and the slot of the state, if the model has any.
+    # What prefill is asked for: pages, and what the engine calls the state, if the model has any: a slot of it, or the
+    # pages of a window.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
 
@@ -163,8 +165,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             by_prefix = options.disaggregation_decode_admission == "prefix"
             overtaken = options.disaggregation_decode_max_overtaken if by_prefix else 0
             self.line = self.transfer_queue.line = Line(self.radix, by_prefix, overtaken)
+            if self.radix.windows is not None:
+                # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
+                self.max_total_num_tokens = self.radix.pool_size
         # The request that did not fit, what it takes, what was kept from it, and the state in which it was asked.
-        self._blocked: tuple[str, AdmissionPlan, int, tuple[int, ...]] | None = None
+        self._blocked: tuple[str, AdmissionPlan, Memory, tuple[int, ...]] | None = None
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
         # Of the requests of the window when the ranks last compared them, a digest of their rooms.
@@ -347,9 +352,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not all(dr.waiting_for_input for dr in window):
             return False
         retractable = self._retractable_tokens()
-        budget = self._free_or_evictable() - self._reserve(retractable, count_retracted=True)
+        budget = self._free_or_evictable().less(self._reserve(retractable, count_retracted=True))
         _, plan, kept, asked_in = self._blocked
-        return asked_in == self._asked_in() and plan.needed(retractable) > budget - kept
+        return asked_in == self._asked_in() and not budget.less(kept).covers(plan.needed(retractable))
 
     # ---- the step in flight, see step_in_flight.py ----
 
@@ -498,7 +503,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return [
             len(self.queue),
             self._rooms[1],
-            self.token_to_kv_pool_allocator.available_size(),
+            self.radix.pool.available_size(),
+            self.radix.windows.available_size() if self.radix.windows is not None else 0,
             self.radix.evictable_size(),
             len(self.retracted_queue),
             zlib.crc32(line.encode()),
@@ -535,8 +541,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self._disagreements % DISAGREEMENTS:
             return
         logger.error(
-            "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, evictable, "
-            "retracted, order, leaders): lowest %s, highest %s. "
+            "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, "
+            "available for windows, evictable, retracted, order, leaders): lowest %s, highest %s. "
             "The unlocked part of the tree is dropped on all of them.",
             self._disagreements,
             low,
@@ -576,9 +582,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         in_turn: list[Place] = []
         slack = 0
         # Kept for those that wait for a transfer of others and will then go first.
-        promised = 0
-        retractable: int | None = None
-        reserve: int | None = None
+        promised = Memory(0)
+        retractable: Memory | None = None
+        reserve: Memory | None = None
         was_blocked = self._blocked
         self._blocked = None
         for decode_req, may_match in zip(candidates, matching, strict=True):
@@ -594,7 +600,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 decode_req.lose(e)
                 continue
             if coming:
-                promised += max(0, plan.soon - coming)
+                promised = promised.plus(Memory(max(0, plan.soon - coming), plan.window.soon))
                 continue
             if self.req_to_token_pool.available_size() <= self._late_rows:
                 break
@@ -603,8 +609,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if reserve is None:
                 retractable = self._retractable_tokens()
                 reserve = self._reserve(retractable, count_retracted=True)
-            available = self.token_to_kv_pool_allocator.available_size()
-            if plan.needed(retractable) > available + self.radix.evictable_size() - reserve - promised:
+            available = self.radix.pool.available_size()
+            budget = self._free_or_evictable().less(reserve).less(promised)
+            if not budget.covers(plan.needed(retractable)):
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
                 self._block(req, plan, promised)
@@ -631,8 +638,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             except Exception as e:
                 # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
                 decode_req.lose(e)
-            reserve += self.num_reserved_decode_tokens
             admitted.append(decode_req)
+            windows = self._window_reserve(retractable, True, [dr.req for dr in admitted])
+            reserve = Memory(reserve.kv + self.num_reserved_decode_tokens, windows)
             if plan.delta > available and self.num_ranks > 1:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
@@ -644,7 +652,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _found(self, place: Place) -> PrefixPeek:
         return NOTHING if place.watch is None else self.radix.found(place.watch)
 
-    def _block(self, req: Req, plan: AdmissionPlan, kept: int) -> None:
+    def _block(self, req: Req, plan: AdmissionPlan, kept: Memory) -> None:
         self._blocked = (req.rid, plan, kept, self._asked_in())
 
     def _asked_in(self) -> tuple[int, ...]:
@@ -652,7 +660,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         tree = self.radix
         return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders
 
-    def _still_blocked(self, req: Req, budget: int, retractable: int | None) -> bool:
+    def _still_blocked(self, req: Req, budget: Memory, retractable: Memory | None) -> bool:
         """Whether ``req`` was found not to fit, and neither the budget nor the tree has changed enough since.
 
         Costs the same for any prompt.
@@ -660,12 +668,23 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self._blocked is None:
             return False
         rid, plan, kept, asked_in = self._blocked
-        return rid == req.rid and asked_in == self._asked_in() and plan.needed(retractable) > budget - kept
+        if rid != req.rid or asked_in != self._asked_in():
+            return False
+        return not budget.less(kept).covers(plan.needed(retractable))
 
-    def _free_or_evictable(self) -> int:
-        return self.token_to_kv_pool_allocator.available_size() + self.radix.evictable_size()
+    def _free_or_evictable(self) -> Memory:
+        """Of windows also what lies behind those of running requests; the engine frees that from time to time."""
+        kv, windows = self.radix.pool.available_size() + self.radix.evictable_size(), self.radix.windows
+        if windows is None:
+            return Memory(kv)
+        behind = sum(windows.behind(req) for req in self._running())
+        return Memory(kv, windows.available_size() + behind)
 
-    def _retractable_tokens(self) -> int:
+    def _running(self) -> list[Req]:
+        """The requests that decode and have not ended."""
+        return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
+
+    def _retractable_tokens(self) -> Memory:
         """Tokens that retracting every running request would make free or evictable; a lower bound.
 
         A prefix that many requests share is there once, so the engine's sum of sequence lengths does not hold here.
@@ -678,14 +697,50 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         moving = self.transfer_queue.queue + self.transfer_queue.quarantine
         kept = sum(dr.req.cache_protected_len for dr in moving)
         kept += sum(r.cache_protected_len for r in self._committed())
-        return private + max(0, self.radix.protected_size() - kept)
+        kv, windows = private + max(0, self.radix.protected_size() - kept), self.radix.windows
+        if windows is None:
+            return Memory(kv)
+        return Memory(kv, sum(windows.rule.held(req.kv_allocated_len) for req in self._running()))
 
-    def _reserve(self, retractable: int | None, count_retracted: bool) -> int:
-        """Tokens that admission must leave alone: the engine's reservations for its other requests."""
-        allocatable = self._allocatable_tokens(retractable_tokens=retractable, count_retracted=count_retracted)
+    def _reserve(self, retractable: Memory | None, count_retracted: bool) -> Memory:
+        """What admission must leave alone: the engine's reservations for its other requests, and those of windows."""
+        retractable_kv = None if retractable is None else retractable.kv
+        allocatable = self._allocatable_tokens(retractable_tokens=retractable_kv, count_retracted=count_retracted)
         # Of these the engine does not know: they have left one queue and not reached the next.
         arrived = self.num_reserved_decode_tokens * len(self.transfer_queue.arrived)
-        return self.token_to_kv_pool_allocator.available_size() - allocatable + arrived
+        kv = self.token_to_kv_pool_allocator.available_size() - allocatable + arrived
+        return Memory(kv, self._window_reserve(retractable, count_retracted))
+
+    def _window_reserve(self, retractable: Memory | None, count_retracted: bool, admitted: Sequence[Req] = ()) -> int:
+        """The same for windows, which the engine does not reserve: what requests will grow by, and one can finish.
+
+        admitted: in this step, before.
+        """
+        if self.radix.windows is None:
+            return 0
+        running = self._running()
+        last = self.scheduler.last_batch
+        prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
+        others = [*admitted, *(dr.req for dr in self.transfer_queue.queue), *self._committed(), *prebuilt]
+        live = {id(req): req for req in (*running, *others) if not req.finished()}
+        needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
+        kept = sum(need.soon - need.now for need in needs.values())
+        if retractable is not None:
+            # A request that runs can have what all that run hold, also one that is still on its way to there.
+            ours = {id(req) for req in running}
+            lacking = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
+            kept = max(kept, max(lacking, default=0) - retractable.windows)
+        if count_retracted:
+            kept += sum(self._window_need(req, req.seqlen - 1).soon for req in self.retracted_queue)
+        return kept
+
+    def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
+        """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
+        windows = self.radix.windows
+        if windows is None:
+            return WindowNeed(0, 0, 0)
+        left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+        return windows.rule.need(num_tokens, left, self.num_reserved_decode_tokens)
 
     def _committed(self) -> list[Req]:
         """Requests whose KV has come and that do not decode yet."""
@@ -701,11 +756,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             delta=pages(num_tokens, page) * page - prefix_len,
             soon=pages(num_tokens + min(left, self.num_reserved_decode_tokens), page) * page - prefix_len,
             at_length=pages(num_tokens + min(left, MOST_NEW_TOKENS), page) * page - prefix_len,
+            window=self._window_need(req, num_tokens),
         )
 
     def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta and write the request's table; or none of it."""
-        allocator, pool = self.token_to_kv_pool_allocator, self.req_to_token_pool
+        allocator, pool, windows = self.radix.pool, self.req_to_token_pool, self.radix.windows
         fill_len, prefix_len = len(token_ids), plan.found.length
         parts, node = self.radix.lock_found(plan.found)
         delta = slots = None
@@ -716,13 +772,21 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
             delta = allocator.alloc_long_runs(plan.delta)
             slots = pool.alloc([req])
+            if windows is not None and delta is not None:
+                if plan.window.now > windows.available_size():
+                    self.scheduler.running_batch.free_behind_windows()
+                # The prefix ends where the window begins, or before.
+                start = windows.rule.start(fill_len)
+                windows.take(delta[start - prefix_len :], fill_len - start)
+                req.swa_evicted_seqlen = start
             assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
             pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
         except Exception:
             if slots is not None:
                 _free_row(pool, req)
             if delta is not None:
-                allocator.free(delta)
+                # With its window, if it has got one.
+                self.token_to_kv_pool_allocator.free(delta)
             self.radix.dec_lock_ref(node)
             raise
 
@@ -755,6 +819,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if req.mamba_pool_idx is not None:
             # However much of the prompt decode holds: no state of a prefix is kept.
             decode_req.state_indices = [int(req.mamba_pool_idx)]
+        elif self.radix.windows is not None:
+            window = table[req.swa_evicted_seqlen : len(req.origin_input_ids)]
+            decode_req.state_indices = self.radix.windows.pages_of(window).tolist()
         if self._late is not None and self._is_late(self._late, page_indices, decode_req.state_indices):
             self._unasked.append(decode_req)
         else:
@@ -763,7 +830,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     @staticmethod
     def _is_late(late: LateStep, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
         """Whether a step in flight may still write to what a prefill is about to be asked to write."""
-        if state_indices is not None and not late.states.isdisjoint(state_indices):
+        if state_indices is not None and not late.writes.isdisjoint(state_indices):
             return True
         return bool(np.isin(page_indices, late.pages.cpu()).any())
 
@@ -788,15 +855,16 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return resumed
         reserve = self._reserve(None, count_retracted=False)
         for req in self.retracted_queue:
-            budget = self._free_or_evictable() - reserve
+            budget = self._free_or_evictable().less(reserve)
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, budget, None):
                 break
             try:
                 token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
-                found = self.radix.peek(token_ids, req.extra_key) if self.radix.takes(req) else NOTHING
+                shared = self.radix.shareable(token_ids)
+                found = self.radix.peek(shared, req.extra_key) if self.radix.takes(req) else NOTHING
                 plan = self._plan(req, token_ids, found)
-                if plan.needed(None) > budget:
-                    self._block(req, plan, 0)
+                if not budget.covers(plan.needed(None)):
+                    self._block(req, plan, Memory(0))
                     break
                 self._blocked = None
                 self._admit(req, token_ids, plan)
@@ -806,7 +874,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 failed.append(req)
                 self._fail_resume(req, e)
                 continue
-            reserve += self.num_reserved_decode_tokens
+            reserve = reserve.plus(Memory(self.num_reserved_decode_tokens, plan.window.soon - plan.window.now))
             resumed.append(req)
         self.retracted_queue = self.retracted_queue[len(resumed) + len(failed) :]
         return resumed
@@ -820,7 +888,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.scheduler.stream_output([req], req.return_logprob)
         if req.req_pool_idx is not None:
             release_kv_cache(req, self.tree_cache, is_insert=False)
-        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = None
+        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
 
 
 class _Writers:
@@ -917,15 +985,17 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """
         reqs = [dr.req for dr in self.quarantine]
         pool, tree = self.scheduler.req_to_token_pool, self.tree_cache
-        allocator = self.scheduler.token_to_kv_pool_allocator
+        assert isinstance(tree, DecodeRadixCache)
+        allocator, windows = tree.pool, tree.windows
         page = allocator.page_size
         tables = []
         for req in reqs:
             end = pages(req.kv_allocated_len, page) * page
-            tables.append(pool.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone())
+            table = pool.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
+            tables.append((table, None if windows is None else windows.of(table)))
         if not flush():
             return False
-        for req, table in zip(reqs, tables, strict=True):
+        for req, (table, window) in zip(reqs, tables, strict=True):
             # Its prefix went with the tree; what is left of it is the delta, which begins a sequence of its own.
             length = req.kv_allocated_len - req.cache_protected_len
             pool.req_to_token[req.req_pool_idx, :length] = table[:length]
@@ -935,6 +1005,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 states.free_slots = states.free_slots[states.free_slots != req.mamba_pool_idx]
                 pool.req_index_to_mamba_index_mapping[req.req_pool_idx] = req.mamba_pool_idx
             allocator.free_pages = allocator.free_pages[~torch.isin(allocator.free_pages, table[:length] // page)]
+            if windows is not None and window is not None:
+                windows.hold(table[:length], window[:length])
+                req.swa_evicted_seqlen -= req.cache_protected_len
             req.kv_allocated_len = req.kv_committed_len = length
             req.last_node, req.cache_protected_len = tree.root_node, 0
             tree.inc_lock_ref(req.last_node)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.mem_cache.decode_windows import WindowNeed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
@@ -27,6 +28,7 @@ __all__ = [
     "GIVEN_UP",
     "AdmissionPlan",
     "KvTransferCounters",
+    "Memory",
     "QUEUED",
     "check_decode_prefix",
     "check_prefix_frames",
@@ -100,30 +102,49 @@ def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len
         )
 
 
+class Memory(NamedTuple):
+    """Tokens of KV; and of windows, where layers with a sliding window have a pool of their own."""
+
+    kv: int
+    windows: int = 0
+
+    def plus(self, other: Memory) -> Memory:
+        return Memory(self.kv + other.kv, self.windows + other.windows)
+
+    def less(self, other: Memory) -> Memory:
+        return Memory(self.kv - other.kv, self.windows - other.windows)
+
+    def covers(self, need: Memory) -> bool:
+        return self.kv >= need.kv and self.windows >= need.windows
+
+
 class AdmissionPlan(NamedTuple):
     """What admitting one request takes. All figures are tokens.
 
     found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
     locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
-    and the reserved decode steps. at_length: the same for all tokens the request may generate.
+    and the reserved decode steps. at_length: the same for all tokens the request may generate. window: the same three
+    of windows.
     """
 
     found: PrefixPeek
     delta: int
     soon: int
     at_length: int
+    window: WindowNeed = WindowNeed(0, 0, 0)
 
-    def needed(self, retractable: int | None) -> int:
-        """Free or evictable tokens that must be there before admission.
+    def needed(self, retractable: Memory | None) -> Memory:
+        """What must be there, free or evictable, before admission.
 
         retractable: what retracting all running requests would yield; None when only the near future counts. The part
         of it that is this request's own prefix is not to be had.
         """
-        need = self.soon
+        need, windows = self.soon, self.window.soon
         if retractable is not None:
-            others = max(0, retractable - (self.found.length - self.found.evictable))
+            others = max(0, retractable.kv - (self.found.length - self.found.evictable))
             need = max(need, self.at_length - others)
-        return need + self.found.evictable
+            windows = max(windows, self.window.at_length - retractable.windows)
+        return Memory(need + self.found.evictable, windows)
 
 
 class KvTransferCounters:

@@ -51,6 +51,18 @@ class LateStep:
         pool = self.batch.req_to_token_pool
         return set(pool.get_mamba_indices(self.batch.req_pool_indices[self.ended]).tolist())
 
+    @cached_property
+    def windows(self) -> set[int]:
+        """The pages of a pool for sliding windows that it may still write to for them."""
+        # As they were when it was launched: what the table says of them now is that they are free.
+        slots = self.batch.window_cache_loc[self.ended] // self.page_size
+        return set(slots.tolist())
+
+    @property
+    def writes(self) -> set[int]:
+        """Of what the engine calls the state: `windows` or `states`, whichever the model has."""
+        return self.states if self.batch.window_cache_loc is None else self.windows
+
 
 def late_step(scheduler: Any, page_size: int) -> LateStep | None:
     """The step whose result has not been processed, if a request that it was launched with has ended; else None.

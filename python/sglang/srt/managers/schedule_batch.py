@@ -48,6 +48,8 @@ class Req(engine.Req):
     draft_kv_cache_cpu: list | None = None
     # The state of a retracted request of a hybrid model, in host memory.
     state_cpu: list[torch.Tensor] | None = None
+    # And its window, where layers with one have a pool of their own.
+    window_cpu: list | None = None
     # The key of the message from which the next request is made; see Scheduler.handle_generate_request.
     incoming_extra_key: ClassVar[str | None] = None
 
@@ -72,7 +74,16 @@ class Req(engine.Req):
         self.committed_indices = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds what the engine loses: the draft model's KV, and the state that layers without KV have of it."""
+        """Adds what the engine loses: the draft model's KV, and the state that layers without KV have of it.
+
+        With the decode tree, of layers with a sliding window the window only; the engine saves a slot for each token,
+        in a form of which the part that the tree still holds could not be left out.
+        """
+        windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
+        if windows is not None:
+            table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
+            self.kv_cache_cpu, self.window_cpu = windows.save(table)
+            return
         super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
         draft_pool = getattr(token_to_kv_pool_allocator, "draft_kv_pool", None)
         if draft_pool is not None:
@@ -90,9 +101,14 @@ class Req(engine.Req):
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
         """Load the state and the offloaded KV of the tokens from ``start`` on; the tree holds those before it."""
         end = self.seqlen - 1
+        windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
+        loader, pool = token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache()
+        if windows is not None:
+            windows.load(self.window_cpu, req_to_token_pool.req_to_token[self.req_pool_idx, :end])
+            self.window_cpu, loader, pool = None, pool.full_kv_pool, pool.full_kv_pool
         if start < end:
             table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
-            _load(token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache(), self.kv_cache_cpu, table, start)
+            _load(loader, pool, self.kv_cache_cpu, table, start)
         del self.kv_cache_cpu
         self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, start)
         self._load_state(req_to_token_pool)
@@ -116,6 +132,37 @@ class ScheduleBatch(engine.ScheduleBatch):
 
     # Where overlapped steps of speculation leave that; set with a decode worker's first batch.
     future_map: ClassVar[Any] = None
+    # Of a step of a model with sliding windows, the slots of the window pool that it writes to, as it was launched.
+    window_cache_loc: torch.Tensor | None = None
+
+    def prepare_for_decode(self) -> None:
+        """Adds that the step remembers where it writes: of requests that end before it does, the table forgets it."""
+        super().prepare_for_decode()
+        windows = getattr(self.tree_cache, "windows", None)
+        self.window_cache_loc = None if windows is None else windows.of(self.out_cache_loc)
+
+    def copy(self) -> ScheduleBatch:
+        """Adds that for the processing of the result."""
+        batch = super().copy()
+        batch.window_cache_loc = self.window_cache_loc
+        return batch
+
+    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
+        """Adds that what lies behind windows is freed before a request is retracted; the engine does so now and then.
+
+        With the decode tree only.
+        """
+        enough = super().check_decode_mem(selected_indices)
+        if enough or getattr(self.tree_cache, "windows", None) is None:
+            return enough
+        self.free_behind_windows()
+        return super().check_decode_mem(selected_indices)
+
+    def free_behind_windows(self) -> None:
+        """Free the slots of the window pool that no step, the one in flight included, attends to again."""
+        for req in self.reqs:
+            if not req.finished() and req.req_pool_idx is not None:
+                self._evict_swa(req, req.seqlen - 1)
 
     def process_prebuilt(self, server_args, future_map) -> None:
         """Adds that the batch knows where overlapped steps leave what the next draft starts from."""

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, ge
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.mem_cache import mamba_radix_cache
+from sglang.srt.mem_cache import mamba_radix_cache, swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow_memory import kv_layout
@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowDecodeRadixCache, PegaFlowRadixCache, PegaFlowTree
 from sglang.srt.mem_cache.pegaflow_session import PegaFlowSession
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.utils import TypeBasedDispatcher
 
@@ -69,6 +70,14 @@ class Scheduler(engine.Scheduler):
             # The tree for KV alone: states come from prefill with every request, so none has to be kept for a prefix.
             with patch.object(mamba_radix_cache, "MambaRadixCache", RadixCache):
                 super().init_cache_with_memory_pool()
+        elif runner.is_hybrid_swa:
+            self._check_windows()
+            # The same for windows.
+            with patch.object(swa_radix_cache, "SWARadixCache", RadixCache):
+                super().init_cache_with_memory_pool()
+            if type(self.tree_cache) is RadixCache:
+                self.tree_cache = WindowRadixCache.take_over(self.tree_cache, self.sliding_window_size)
+                return
         else:
             super().init_cache_with_memory_pool()
             if hasattr(runner.token_to_kv_pool, "get_state_buf_infos") and type(self.tree_cache) is RadixCache:
@@ -79,10 +88,28 @@ class Scheduler(engine.Scheduler):
         if type(self.tree_cache) is not RadixCache:
             raise ValueError(
                 f"{FLAG} is not verified for this model: the engine chose {type(self.tree_cache).__name__} for it, "
-                "and only models with full attention throughout (RadixCache), or linear attention of the kind of "
-                "Qwen3-Next (GDN) in some layers, are. Start this decode worker without the flag."
+                "and only models with full attention throughout (RadixCache), or in some layers linear attention of "
+                "the kind of Qwen3-Next (GDN) or sliding windows, are. Start this decode worker without the flag."
             )
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
+
+    def _check_windows(self) -> None:
+        """Raise ValueError for the first option that is not verified for a model with pools for sliding windows."""
+        args = self.server_args
+        unverified = {
+            "--speculative-algorithm": args.speculative_algorithm is not None,
+            "--enable-dp-attention": args.enable_dp_attention,
+            "--disaggregation-decode-verify-pages, whose digests leave windows out": (
+                args.disaggregation_decode_verify_pages
+            ),
+        }
+        for name, used in unverified.items():
+            if used:
+                raise ValueError(
+                    f"{FLAG} is not verified for a model with sliding windows together with {name}. Leave that out, "
+                    "start with --disable-hybrid-swa-memory, which keeps the KV of all layers for all tokens, or start "
+                    "this decode worker without the flag."
+                )
 
     def _init_pegaflow(self) -> None:
         """Put a tree in place that saves to the PegaFlow server and loads from it."""
@@ -148,7 +175,7 @@ class Scheduler(engine.Scheduler):
         if queue.has_radix:
             queue.announce()
         if self._has_plain_pool():
-            free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+            free = self._available_tokens() + self.tree_cache.evictable_size()
             self.kv_used_peak = max(self.kv_used_peak, self.max_total_num_tokens - free)
 
     def _kv_manager(self):
@@ -200,11 +227,16 @@ class Scheduler(engine.Scheduler):
             self._end_step()
         return super().update_running_batch(batch)
 
+    def _available_tokens(self) -> int:
+        """Free tokens of the pool that the tree's slots are from."""
+        tree = self.tree_cache
+        return (tree.pool if isinstance(tree, DecodeRadixCache) else self.token_to_kv_pool_allocator).available_size()
+
     def _kv_pool_state(self) -> dict:
         tree = self.tree_cache
         state = {
             "size": self.max_total_num_tokens,
-            "available": self.token_to_kv_pool_allocator.available_size(),
+            "available": self._available_tokens(),
             "evictable": tree.evictable_size(),
             "protected": tree.protected_size(),
             "used_peak": self.kv_used_peak,
@@ -222,6 +254,8 @@ class Scheduler(engine.Scheduler):
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if state["idle"]:
                 state["audit"] = tree.audit([])
+            if tree.windows is not None:
+                state |= {"window_size": tree.windows.size, "window_available": tree.windows.available_size()}
         states = getattr(self.req_to_token_pool, "mamba_pool", None)
         if states is not None:
             state |= {"state_slots": states.size, "free_state_slots": states.available_size()}

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 __all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup", "watermark_part"]
 
@@ -76,11 +77,15 @@ class DecodeRadixCache(RadixCache):
     that has been committed, and it keeps a ledger of its locks.
     """
 
+    # The other pool of a model with sliding windows.
+    windows: WindowSlots | None = None
+
     @classmethod
-    def take_over(cls, cache: RadixCache) -> DecodeRadixCache:
+    def take_over(cls, cache: RadixCache, sliding_window_size: int | None = None) -> DecodeRadixCache:
         """The decode cache for the pools of ``cache``, which must still be empty.
 
         The metrics collector moves along, since a second one would register the same metrics twice.
+        sliding_window_size: of a model with a pool for it.
         """
         new = cls(
             CacheInitParams(
@@ -92,6 +97,7 @@ class DecodeRadixCache(RadixCache):
                 eviction_policy=cache.eviction_policy,
                 disable_finished_insert=cache.disable_finished_insert,
                 enable_kv_cache_events=cache.enable_kv_cache_events,
+                sliding_window_size=sliding_window_size,
             )
         )
         if hasattr(cache, "metrics_collector"):
@@ -101,10 +107,23 @@ class DecodeRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams):
         """Adds the order of the free list: see ``mem_cache/allocator.py``."""
         super().__init__(params)
-        allocator = self.token_to_kv_pool_allocator
-        allocator.long_runs_last = True
+        self.pool.long_runs_last = True
         # Tokens to keep free, whole pages.
-        self.watermark = int(watermark_part() * allocator.size) // self.page_size * self.page_size
+        self.watermark = int(watermark_part() * self.pool_size) // self.page_size * self.page_size
+
+    @property
+    def pool(self) -> Any:
+        """The allocator of the slots that the tree holds."""
+        return self.token_to_kv_pool_allocator
+
+    @property
+    def pool_size(self) -> int:
+        """Tokens."""
+        return self.pool.size
+
+    def shareable(self, token_ids: Sequence[Any]) -> Sequence[Any]:
+        """The part of a prompt that its request may share with others, and the tree may hold while it runs."""
+        return token_ids
 
     def reset(self) -> None:
         super().reset()
@@ -285,11 +304,15 @@ class DecodeRadixCache(RadixCache):
             req.prefix_indices, req.committed_indices = req.committed_indices, None
             return
         fill_ids = req.fill_ids
-        req.fill_ids = fill_ids[: req.kv_committed_len]
+        req.fill_ids = fill_ids[: self._committed_end(req)]
         try:
             super().cache_unfinished_req(req, chunked)
         finally:
             req.fill_ids = fill_ids
+
+    def _committed_end(self, req: Req) -> int:
+        """Tokens of ``req``, which goes on, that the tree may hold."""
+        return req.kv_committed_len
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         super().cache_finished_req(req, is_insert=is_insert and self.takes(req))
@@ -326,7 +349,7 @@ class DecodeRadixCache(RadixCache):
         the next long run up: with it there are long runs and short ones to choose from. Requests may use all of what is
         kept free; it is not part of what they are budgeted.
         """
-        short = self.watermark - self.token_to_kv_pool_allocator.available_size()
+        short = self.watermark - self.pool.available_size()
         # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
         if short > self.watermark * WATERMARK_SLACK:
             self._evict(short, exact=True, max_leaves=WATERMARK_LEAVES, wanted_too=False)
@@ -342,7 +365,7 @@ class DecodeRadixCache(RadixCache):
             self._victims, self._listed, self._spared = [], set(), {}
             for leaf in self.evictable_leaves:
                 self._list_victim(leaf)
-        allocator = self.token_to_kv_pool_allocator
+        allocator = self.pool
         batching = allocator.is_not_in_free_group
         if batching:
             allocator.free_group_begin()

@@ -79,7 +79,8 @@ class PrefixWatches:
 
     def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
         """Begin to watch a prompt. Cost: one `peek`."""
-        watch = Watch(self._tree.keys_of(token_ids), extra_key, owner, self._tree.root_node)
+        keys = self._tree.keys_of(self._tree.shareable(token_ids))
+        watch = Watch(keys, extra_key, owner, self._tree.root_node)
         self._descend(watch, self._tree.root_node)
         return watch
 

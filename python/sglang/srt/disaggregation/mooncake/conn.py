@@ -245,12 +245,16 @@ class MooncakeKVManager(StagingKVManager):
             address = NetworkAddress(remote, dst_port)
             self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
 
-    def maybe_send_extra(self, req: TransferInfo, *args, **kwargs):
+    def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
         """Adds that a state that could not be written fails the room; the engine goes on to report a success.
 
-        Not for a decode worker without the flag, for which nothing changes.
+        So it does where decode expects more pages of a window than there are, and sends fewer. Not for a decode worker
+        without the flag, for which nothing changes.
         """
-        failed = super().maybe_send_extra(req, *args, **kwargs)
+        ours, theirs = len(prefill_state_indices), len(req.dst_state_indices)
+        if req.names_prefix and ours != theirs:
+            raise RuntimeError(f"there are {ours} pages of its state or window, and decode expects {theirs}")
+        failed = super().maybe_send_extra(req, prefill_state_indices, *args, **kwargs)
         if failed and req.names_prefix:
             raise RuntimeError(f"its state could not be written to {req.endpoint}:{req.dst_port}")
         return failed

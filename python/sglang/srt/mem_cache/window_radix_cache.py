@@ -1,0 +1,186 @@
+"""The decode tree of a model with sliding windows: it holds KV of the layers with full attention.
+
+The engine's tree for such models keeps windows as well, and frees those of long prefixes while the rest of the KV
+stays. Its table from slots of one pool to slots of the other has one entry for each slot, so two requests cannot each
+have a window in slots that they share. Here nothing that is shared has a window: see `decode_windows`.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.utils import kv_to_page_indices
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.decode_windows import Windows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.swa_memory_pool import SWATokenToKVPoolAllocator
+
+__all__ = ["WindowRadixCache", "WindowSlots"]
+
+
+class WindowSlots:
+    """The window pool of a worker, and which of its slots belongs to which slot of the other pool.
+
+    A request has slots here from where its window begins. No slot that is free, or in the tree, has one.
+    """
+
+    def __init__(self, allocator: SWATokenToKVPoolAllocator, rule: Windows):
+        """Raises ValueError where the pool is too small for a single request."""
+        self.allocator = allocator
+        self.rule = rule
+        self.pool = allocator.swa_attn_allocator
+        self.pool.long_runs_last = True
+        # By which requests save theirs when they are retracted.
+        allocator.window_slots = self
+        if self.size < rule.most:
+            raise ValueError(
+                f"The pool of sliding-window layers has {self.size} tokens; with a window of {rule.size} and pages of "
+                f"{rule.page_size} a request may take {rule.most}. Raise --swa-full-tokens-ratio or the memory for KV."
+            )
+
+    @property
+    def size(self) -> int:
+        """Tokens, whole pages."""
+        return self.allocator.size_swa // self.rule.page_size * self.rule.page_size
+
+    def available_size(self) -> int:
+        return self.pool.available_size()
+
+    def take(self, slots: torch.Tensor, num_tokens: int) -> None:
+        """Give the first ``num_tokens`` of ``slots`` (whole pages of the other pool, int64) slots of this one.
+
+        What is left of the last page gets its entries when decode steps use it.
+        """
+        own = self.pool.alloc_long_runs(len(slots))
+        assert own is not None, "admitted beyond what the window pool has"
+        self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
+
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots here, int64, of slots of the other pool; 0 where there is none."""
+        return self.allocator.full_to_swa_index_mapping[slots]
+
+    def pages_of(self, slots: torch.Tensor) -> np.ndarray:
+        """The pages here, int32, of slots of the other pool that begin with a page and all have one."""
+        return kv_to_page_indices(self.of(slots).cpu().numpy(), self.rule.page_size).astype(np.int32)
+
+    def drop(self, slots: torch.Tensor) -> None:
+        """Free what slots of the other pool have here, if they have any."""
+        if len(slots) > 0:
+            self.allocator.free_swa(slots)
+
+    def save(self, table: torch.Tensor) -> tuple[list, list]:
+        """KV and window of a request, whose slots of the other pool are ``table``, in host memory."""
+        kv, window = self.allocator.get_kvcache(), self.of(table[self.rule.start(len(table)) :])
+        return kv.full_kv_pool.get_cpu_copy(table), kv.swa_kv_pool.get_cpu_copy(window)
+
+    def load(self, window: list, table: torch.Tensor) -> None:
+        """Write a window that was saved to the slots that it has now."""
+        self.allocator.get_kvcache().swa_kv_pool.load_cpu_copy(window, self.of(table[self.rule.start(len(table)) :]))
+
+    def hold(self, slots: torch.Tensor, own: torch.Tensor) -> None:
+        """Take ``own`` back out of a pool that has been cleared, for ``slots`` of the other; 0: it had none."""
+        used = own > 0
+        taken = torch.unique(own[used] // self.rule.page_size)
+        self.pool.free_pages = self.pool.free_pages[~torch.isin(self.pool.free_pages, taken)]
+        self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
+
+    def behind(self, req: Req) -> int:
+        """Tokens that a running request holds and will not attend to again, whole pages."""
+        return max(0, self.rule.start(req.seqlen - 1) - max(req.swa_evicted_seqlen, req.cache_protected_len))
+
+    def audit(self, held: Sequence[torch.Tensor]) -> list[str]:
+        """Every way in which pool and table contradict that requests have windows for the slots ``held``, and no other.
+
+        held: for each request its slots of the other pool from where its window begins, int64.
+        """
+        wrong: list[str] = []
+        mapping = self.allocator.full_to_swa_index_mapping[:-1]
+        slots = torch.cat([mapping.new_empty(0), *held])
+        strays = int((mapping != 0).sum()) - int((mapping[slots] != 0).sum())
+        if strays:
+            wrong.append(f"{strays} slots have a window and no request")
+        own = mapping[slots]
+        if bool((own == 0).any()):
+            wrong.append(f"{int((own == 0).sum())} slots of requests lack their window")
+        page = self.rule.page_size
+        free = torch.cat([self.pool.free_pages, self.pool.release_pages])
+        used = torch.cat([torch.unique(part // page) for part in own.split([len(part) for part in held])] or [own])
+        books = torch.sort(torch.cat([free, used])).values.tolist()
+        if books != list(range(1, self.size // page + 1)):
+            wrong.append(
+                f"of {self.size // page} window pages {len(free)} are free and {len(used)} requests', "
+                f"{len(set(books))} different ones"
+            )
+        if bool(((slots - own) % page != 0).any()):
+            wrong.append("a slot has another place in its page than its window")
+        return wrong
+
+
+class WindowRadixCache(DecodeRadixCache):
+    """Decode tree over the full-attention pool of a model with sliding windows."""
+
+    token_to_kv_pool_allocator: SWATokenToKVPoolAllocator
+
+    def __init__(self, params: CacheInitParams):
+        """Raises ValueError where the window pool is too small for a single request."""
+        assert params.sliding_window_size is not None
+        # The engine's name for it.
+        self.sliding_window_size = params.sliding_window_size
+        allocator: Any = params.token_to_kv_pool_allocator
+        self.windows = WindowSlots(allocator, Windows(params.sliding_window_size, params.page_size))
+        super().__init__(params)
+
+    @property
+    def pool(self) -> Any:
+        """Replaces the base's: slots of the tree are slots of one of the two pools."""
+        return self.token_to_kv_pool_allocator.full_attn_allocator
+
+    @property
+    def pool_size(self) -> int:
+        return self.token_to_kv_pool_allocator.size_full
+
+    def shareable(self, token_ids: Sequence[Any]) -> Sequence[Any]:
+        """Replaces the base's: the window of a request is nobody else's."""
+        return token_ids[: self.windows.rule.start(len(token_ids))]
+
+    def _committed_end(self, req: Req) -> int:
+        """Replaces the base's: while a request runs, its window stays its own."""
+        return min(req.kv_committed_len, req.swa_evicted_seqlen)
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        """Adds that the window goes first: what then enters the tree, or becomes free, has none."""
+        table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        self.windows.drop(table[req.cache_protected_len : req.kv_allocated_len])
+        super().cache_finished_req(req, is_insert=is_insert)
+
+    # ---- what the engine asks of a tree for two pools ----
+
+    def supports_swa(self) -> bool:
+        """So the engine frees what is behind the windows of running requests."""
+        return True
+
+    def full_evictable_size(self) -> int:
+        return self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        return self.protected_size()
+
+    def sanity_check(self) -> None:
+        """Asked in every idle turn, after the engine's own sums of both pools; `audit` is asked from outside."""
+
+    def available_and_evictable_str(self) -> str:
+        full, windows = self.pool.available_size(), self.windows.available_size()
+        return f"Available tokens: {full} and {self.evictable_size()} evictable, of windows {windows}\n"
+
+    def audit(self, holders: Iterable[TreeNode], held: Sequence[torch.Tensor] = ()) -> list[str]:
+        """Adds how the window pool contradicts that live requests hold the windows of ``held``, see `WindowSlots`."""
+        return super().audit(holders) + self.windows.audit(held)

@@ -1,0 +1,450 @@
+"""Sliding windows with the decode tree: what is shared, what is asked of prefill, what is saved, and two budgets."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decode_world import World
+from hypothesis import given
+from hypothesis import strategies as st
+from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
+from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import swa_radix_cache
+from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+from sglang.srt.mem_cache.decode_windows import Windows
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from test_traps import PAGE, serve, serve_to_end, tokens
+
+WINDOW = 12
+
+
+def world_of(page_size: int = PAGE, size: int = 256, pool: int = 96, **options) -> World:
+    return World(size=size, page_size=page_size, windows=(WINDOW, pool), **options)
+
+
+# ---- arithmetic ----
+
+
+@given(size=st.integers(1, 40), page=st.sampled_from([1, 4, 16]), length=st.integers(1, 200), left=st.integers(0, 200))
+def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
+    """Played token by token, with what is behind the window freed as late as the engine's overlapped steps allow."""
+    rule = Windows(size, page)
+    need = rule.need(length, left, reserved=8)
+    first = rule.start(length)
+    assert first % page == 0 and max(0, length - size) - page < first <= max(0, length - size)
+    assert need.now == rule.held(length) == -(-length // page) * page - first
+    assert need.now <= need.soon <= need.at_length <= rule.most
+    for position in range(length, length + left):
+        # The step of this token; that of the token before is in flight and attends to the one before its window.
+        start = max(first, rule.start(position - 1))
+        assert -(-(position + 1) // page) * page - start <= rule.most
+        assert position < length + min(left, 8) or need.soon <= need.at_length
+
+
+def test_each_pool_has_its_budget():
+    window = Windows(12, 4).need(40, 20, reserved=4)
+    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
+    assert plan.needed(None) == Memory(44, window.soon)
+    # What others give back when they are retracted is at hand for both.
+    assert plan.needed(Memory(0, 0)) == Memory(60, window.at_length)
+    assert plan.needed(Memory(100, 100)) == Memory(44, window.soon)
+    assert not Memory(44, window.soon - 1).covers(plan.needed(None))
+    assert not Memory(43, window.soon).covers(plan.needed(None))
+
+
+# ---- what is shared, and what is asked for ----
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_a_match_ends_where_the_window_begins(page_size):
+    """So the window is in the delta, in both pools, also when the tree holds all of the prompt."""
+    world, prompt = world_of(page_size), tokens(1, 60)
+    serve_to_end(world, prompt)
+    for length in (60, 48, 33, 13, 12, 5):
+        req = serve(world, prompt[:length]).req
+        start = world.window_start(length)
+        assert req.decode_prefix_len == start == req.swa_evicted_seqlen
+        world.finish(req)
+        world.check()
+        # All of it is shared again, and nothing of it twice.
+        assert world.tree.peek(prompt, None).length == 60 // page_size * page_size
+        assert world.tree.evictable_size() == 60 // page_size * page_size
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_a_prefill_that_takes_no_prefix_brings_the_window_too(page_size):
+    world, prompt = world_of(page_size), tokens(1, 40)
+    serve_to_end(world, prompt)
+    req = serve(world, prompt, peer_takes_prefix=False).req
+    assert req.decode_prefix_len == 0
+    world.finish(req)
+    world.check()
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_followers_have_windows_of_their_own(page_size):
+    """They wait for what the leader's commit will share, which is not all that it brings."""
+    world, shared = world_of(page_size), tokens(1, 44)
+    leader = world.arrive(shared)
+    followers = [world.arrive(shared), world.arrive(shared + tokens(2, 30))]
+    for decode_req in (leader, *followers):
+        world.handshake(decode_req)
+    world.step()
+    assert leader.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in followers)
+    end = world.window_start(44)
+    assert [follower.place.coming for follower in followers] == [end, end]
+    world.complete(leader)
+    world.step()
+    assert [follower.req.decode_prefix_len for follower in followers] == [end, end]
+    world.check()
+    for follower in followers:
+        world.complete(follower)
+    world.step()
+    world.check()
+    for req in (leader.req, *(follower.req for follower in followers)):
+        world.finish(req)
+        world.check()
+
+
+def test_a_prompt_within_one_window_shares_nothing_before_it_has_ended():
+    world, prompt = world_of(), tokens(1, WINDOW)
+    first = serve(world, prompt).req
+    second = serve(world, prompt).req
+    assert second.decode_prefix_len == 0 and world.tree.total_size() == 0
+    world.finish(first)
+    world.finish(second)
+    assert world.tree.total_size() == WINDOW
+    world.check()
+    assert serve(world, prompt + tokens(2, 9)).req.decode_prefix_len == 8
+
+
+# ---- retraction ----
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+@pytest.mark.parametrize("lost", ["nothing", "the tree", "a part of it"])
+def test_a_retracted_request_comes_back_with_its_window(page_size, lost):
+    """With the rest of its KV as far as the tree has lost it: the engine's saved form could not be cut."""
+    world, prompt = world_of(page_size), tokens(1, 50)
+    serve_to_end(world, prompt)
+    req = serve(world, prompt + tokens(2, 9), max_new=30).req
+    for _ in range(17):
+        world.decode()
+    world.retract(req)
+    world.check()
+    assert world.tree.windows.available_size() == 96
+    world.tree.evict_shortfall({"nothing": 0, "a part of it": 20, "the tree": 200}[lost])
+    held = world.tree.peek(prompt, None).length
+    assert (held == 0) == (lost == "the tree") and (held >= 48) == (lost == "nothing")
+    world.step()
+    assert req in world.running and req.window_cpu is None
+    assert req.decode_prefix_len == min(held, world.window_start(req.seqlen - 1))
+    world.check()
+    for _ in range(5):
+        world.decode()
+        world.check()
+
+
+# ---- the window pool ----
+
+
+def test_a_request_waits_for_windows_as_for_kv():
+    # Each of the two may take one page more than it does, and a third has room for what is left but for that.
+    world = world_of(pool=48, max_reqs=8, reserved=4)
+    reqs = [serve(world, tokens(n, 30), max_new=40).req for n in (1, 2)]
+    third = world.arrive(tokens(3, 30), max_new=40)
+    world.handshake(third)
+    world.step()
+    assert not third.kv_receiver.asked and world.tree.pool.available_size() > 100
+    for _ in range(50):
+        # Steps of a blocked queue cost one comparison, and do not miss that there is room.
+        world.step()
+    assert not third.kv_receiver.asked
+    world.finish(reqs[0])
+    world.step()
+    assert third.kv_receiver.asked
+    world.check()
+
+
+def test_room_is_kept_for_windows_that_grow():
+    """Short prompts take little of the pool, and a whole window each before long."""
+    world = world_of(pool=48, reserved=20)
+    decode_reqs = [world.arrive(tokens(n, 4), max_new=40) for n in range(3)]
+    for decode_req in decode_reqs:
+        world.handshake(decode_req)
+    for decode_req in decode_reqs[:2]:
+        world.step()
+        world.complete(decode_req)
+        world.step()
+    assert not decode_reqs[2].kv_receiver.asked and world.tree.windows.available_size() == 40
+    while world.running:
+        world.decode()
+        assert not world.queue.retracted_queue
+        world.check()
+    world.step()
+    assert decode_reqs[2].kv_receiver.asked
+
+
+def test_a_request_in_transfer_will_be_able_to_finish():
+    """Where what it needs is held by transfers, nothing can be retracted for it, and the engine ends its answer."""
+    world = world_of(pool=32, reserved=0)
+    short, other = world.arrive(tokens(1, 4), max_new=60), world.arrive(tokens(2, 40), max_new=60)
+    for decode_req in (short, other):
+        world.handshake(decode_req)
+    world.step()
+    assert short.kv_receiver.asked and not other.kv_receiver.asked
+    world.complete(short)
+    world.step()
+    while world.running:
+        world.decode()
+        world.step()
+        world.check()
+        assert not world.queue.retracted_queue
+    # The other comes when what is left of this one's window will do, and stays in transfer.
+    assert len(short.req.output_ids) == 60 and other.kv_receiver.asked
+
+
+def test_windows_are_kept_for_who_waits_for_a_transfer():
+    world = world_of(pool=36, reserved=0)
+    leader, follower, other = world.arrive(tokens(1, 44)), world.arrive(tokens(1, 44)), world.arrive(tokens(2, 30))
+    for decode_req in (leader, follower, other):
+        world.handshake(decode_req)
+    world.step()
+    assert leader.kv_receiver.asked and follower.place.coming and not other.kv_receiver.asked
+    world.complete(leader)
+    world.step()
+    assert follower.kv_receiver.asked and not other.kv_receiver.asked
+    world.check()
+
+
+def test_what_lies_behind_windows_is_freed_before_anybody_waits():
+    """The engine does it once in a window's length of steps."""
+    world = world_of(page_size=1, pool=3 * (WINDOW + 3))
+    req = serve(world, tokens(1, 30), max_new=100).req
+    for _ in range(WINDOW):
+        world.decode()
+    behind = world.tree.windows.behind(req)
+    assert behind >= WINDOW - 2
+    free = world.tree.windows.available_size()
+    other = world.arrive(tokens(2, 30), max_new=2)
+    # What is free is not enough.
+    taken = world.tree.windows.pool.alloc_long_runs(free - 8)
+    world.handshake(other)
+    world.step()
+    assert other.kv_receiver.asked and world.tree.windows.behind(req) == 0
+    world.tree.windows.pool.free(taken)
+    world.check()
+
+
+def test_steps_free_what_lies_behind_windows_before_they_retract():
+    """Both requests go on to the end though the pool has no room for two windows and what is behind them."""
+    loop = Loop(size=256, page_size=1, windows=(WINDOW, 2 * (WINDOW + 3)), reserved=0)
+    made = []
+
+    def between() -> None:
+        while len(made) < 2:
+            made.append(loop.arrive([1, 2, 1, 1 + len(made)] * 5, max_new=40))
+            loop.handshake(made[-1])
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        assert not loop.queue.retracted_queue
+        if len(loop.told) == 2 and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 200
+
+    loop.run(between)
+    loop.check_answers()
+    assert [len(dr.req.output_ids) for dr in made] == [40, 40] and not loop.wrong
+
+
+def test_a_prompt_may_be_longer_than_the_window_pool():
+    """Without the flag it is refused: the engine takes a slot of it for every token."""
+    world = world_of(size=256, pool=32)
+    assert world.queue.max_total_num_tokens == 256
+    req = serve(world, tokens(1, 200), max_new=30).req
+    while req in world.running:
+        world.decode()
+        world.check()
+    assert len(req.output_ids) == 30
+
+
+def test_a_pool_too_small_for_one_request_is_refused_at_the_start():
+    rule = Windows(WINDOW, PAGE)
+    world_of(pool=rule.most)
+    with pytest.raises(ValueError, match=f"has {rule.most - PAGE} tokens.*may take {rule.most}.*--swa-full-tokens"):
+        world_of(pool=rule.most - PAGE)
+
+
+# ---- failures ----
+
+
+def test_the_window_of_a_failed_transfer_stays_in_quarantine_through_a_flush():
+    world = world_of()
+    serve_to_end(world, tokens(1, 40))
+    decode_req = world.arrive(tokens(1, 40) + tokens(2, 20))
+    world.handshake(decode_req)
+    world.step()
+    pages = list(decode_req.kv_receiver.state_indices)
+    decode_req.kv_receiver.abort()
+    world.step()
+    assert world.flush()
+    world.check()
+    free = torch.cat([world.tree.windows.pool.free_pages, world.tree.windows.pool.release_pages]).tolist()
+    assert pages and not set(pages) & set(free)
+    # The late writer.
+    world.deliver(decode_req, 100)
+    decode_req.kv_receiver.quiet = True
+    world.step()
+    world.check()
+    assert world.tree.windows.available_size() == 96 and world.tree.pool.available_size() == 256
+
+
+def test_what_goes_wrong_after_the_window_was_taken_gives_it_back(monkeypatch):
+    world = world_of()
+    decode_req = world.arrive(tokens(1, 30))
+    world.handshake(decode_req)
+
+    def broken(*args) -> None:
+        raise RuntimeError("no table")
+
+    monkeypatch.setattr(world.pool, "write", broken)
+    world.step()
+    assert "no table" in decode_req.error
+    monkeypatch.undo()
+    decode_req.kv_receiver.quiet = True
+    world.step()
+    world.check()
+    assert world.tree.windows.available_size() == 96 and world.tree.pool.available_size() == 256
+
+
+def test_the_audit_finds_what_is_wrong():
+    world = world_of()
+    req = serve(world, tokens(1, 30)).req
+    windows, held = world.tree.windows, [world.window_slots(req)]
+    assert windows.audit(held) == []
+    mapping, pool = world.allocator.full_to_swa_index_mapping, windows.pool
+    saved = mapping.clone()
+    mapping[held[0][0]] = 0
+    assert any("lack their window" in line for line in windows.audit(held))
+    mapping.copy_(saved)
+    assert any("no request" in line for line in windows.audit([held[0][PAGE:]]))
+    mapping[held[0][1]] += 1
+    assert any("another place" in line for line in windows.audit(held))
+    mapping.copy_(saved)
+    pool.free_pages = pool.free_pages[1:]
+    assert any("are free" in line for line in windows.audit(held))
+
+
+# ---- both workers' schedulers ----
+
+
+def refuse(tree: type | None = None, **options) -> Scheduler:
+    scheduler = object.__new__(Scheduler)
+    scheduler.server_args = SimpleNamespace(
+        disaggregation_decode_enable_radix_cache=True,
+        enable_pegaflow=False,
+        speculative_algorithm=None,
+        enable_dp_attention=False,
+        disaggregation_decode_verify_pages=False,
+    )
+    vars(scheduler.server_args).update(options)
+    runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=True)
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"disaggregation_decode_verify_pages": True}, "--disaggregation-decode-verify-pages"),
+    ],
+)
+def test_what_is_not_verified_with_windows_is_refused(monkeypatch, options, named):
+    monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", lambda self: pytest.fail("too late"))
+    with pytest.raises(ValueError, match=f"sliding windows together with {named}.*--disable-hybrid-swa-memory"):
+        refuse(**options).init_cache_with_memory_pool()
+
+
+@pytest.mark.parametrize("radix", [True, False])
+def test_the_tree_takes_the_place_of_the_engine_s(monkeypatch, radix):
+    world = world_of()
+
+    def engines(scheduler: Scheduler) -> None:
+        scheduler.sliding_window_size = WINDOW
+        made = object.__new__(SWAChunkCache)
+        scheduler.tree_cache = swa_radix_cache.SWARadixCache(world_params(world)) if radix else made
+
+    monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", engines)
+    scheduler = refuse()
+    if not radix:
+        with pytest.raises(ValueError, match="engine chose SWAChunkCache"):
+            scheduler.init_cache_with_memory_pool()
+        return
+    scheduler.init_cache_with_memory_pool()
+    tree = scheduler.tree_cache
+    assert type(tree) is type(world.tree) and tree.supports_swa() and tree.sliding_window_size == WINDOW
+    # A part of the full pool: windows are not kept.
+    assert tree.watermark == 256 // 16
+
+
+def world_params(world: World):
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=world.pool,
+        token_to_kv_pool_allocator=world.allocator,
+        page_size=world.page_size,
+    )
+
+
+def test_pools_of_both_kinds_are_reported(monkeypatch):
+    world = world_of()
+    scheduler = object.__new__(Scheduler)
+    scheduler.tree_cache, scheduler.token_to_kv_pool_allocator = world.tree, world.allocator
+    scheduler.req_to_token_pool, scheduler.max_total_num_tokens = world.pool, 256
+    monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: True)
+    monkeypatch.setattr(Scheduler, "_kv_manager", lambda self: None)
+    req = serve(world, tokens(1, 60)).req
+    state = scheduler._kv_pool_state()
+    assert (state["available"], state["window_size"], state["window_available"]) == (256 - 60, 96, 96 - WINDOW)
+    # It is not idle, whatever the stand-in says.
+    assert any("no request" in line for line in state["audit"])
+    world.finish(req)
+    state = scheduler._kv_pool_state()
+    assert state["available"] + state["evictable"] == 256 and state["window_available"] == 96 and state["audit"] == []
+
+
+@pytest.mark.parametrize("prefix_len", [0, 12, 24, 28])
+def test_prefill_sends_the_window_with_the_last_chunk_however_much_decode_holds(prefix_len):
+    """Also to a decode worker that says that it holds all, which those of this package do not."""
+    world, sent = world_of(), []
+
+    class Prefill(SchedulerDisaggregationPrefillMixin):
+        token_to_kv_pool_allocator, req_to_token_pool = world.allocator, world.pool
+        sliding_window_size = WINDOW
+        disagg_metadata_buffers = SimpleNamespace(set_buf=lambda req: None)
+
+    slots = world.allocator.alloc_extend(*(torch.tensor([n]) for n in (0, 0, 28, 28, -1)), 28)
+    world.pool.write((0, slice(0, 28)), slots)
+    req = SimpleNamespace(
+        origin_input_ids=tokens(1, 28),
+        fill_ids=tokens(1, 28),
+        start_send_idx=prefix_len,
+        req_pool_idx=0,
+        mamba_pool_idx=None,
+        rid="r",
+        bootstrap_room=1,
+        disagg_kv_sender=SimpleNamespace(send=lambda pages, states: sent.append((len(pages), list(states)))),
+    )
+    Prefill().send_kv_chunk(req, last_chunk=True)
+    own = world.allocator.full_to_swa_index_mapping[slots[16:]] // PAGE
+    assert sent == [((28 - prefix_len) // PAGE, own[::PAGE].tolist())]
+    assert isinstance(world.allocator.get_kvcache(), SWAKVPool)
