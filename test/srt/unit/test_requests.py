@@ -147,6 +147,8 @@ def test_options_that_do_not_go_together():
 def test_a_prompt_that_the_scheduler_cannot_take():
     check_prompt([5] * 9, VOCAB, 10)
     check_prompt([0, 99] * 100, VOCAB, None)
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        check_prompt([], VOCAB, None)
     with pytest.raises(ValueError, match="10 tokens.*fewer than 10"):
         check_prompt([5] * 10, VOCAB, 10)
     for wrong in ([5, 100], [-1], ["5"], [True], [[5]], [1.5], 5, [2**70]):

@@ -283,6 +283,9 @@ def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -
 def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> None:
     """Raise ValueError for a prompt that the scheduler would not take. max_input_len: None for any length."""
     _apply("input_ids", _tokens, token_ids, vocab_size)
+    if len(token_ids) == 0:
+        # The engine looks at whole batches only; alone in a step, it ends the scheduler.
+        raise ValueError("The prompt is empty: input_ids has no token.")
     if max_input_len is not None and len(token_ids) >= max_input_len:
         raise ValueError(
             f"The prompt has {len(token_ids)} tokens, and this worker takes fewer than {max_input_len}. "
