@@ -437,6 +437,9 @@ def test_an_option(door, flag, endpoint, name):
                 reply.text if _is_error(reply) and not elsewhere else reply.status_code
                 for reply in door.ask(body, path)
             ]
+        except requests.Timeout as e:
+            # Without the flag prefill waits for as long as the engine does for a decode worker that never comes.
+            return [repr(e)] if flag else [0]
         except requests.RequestException as e:
             return [repr(e)]
 
