@@ -640,6 +640,14 @@ def lengths_differ(rank: int, before: int) -> list[tuple]:
     return me.run({0 if rank == 0 else 3: [another]}, steps=8)
 
 
+def crowd(rank: int, size: int) -> list[tuple]:
+    """So many requests at once that share nothing."""
+    me = Rank(rank, size=256)
+    for n in range(size):
+        me.world.handshake(me.arrive(tokens(n, 9)))
+    return me.run({}, steps=4)
+
+
 def fails_on_one(rank: int, phase: str) -> list[tuple]:
     """One rank loses a request that the other rank has no complaints about."""
     me = Rank(rank)
@@ -855,6 +863,12 @@ def test_trap_16_ranks_with_queues_of_different_length_wait_for_each_other(pair,
     decisions = assert_same(pair.run(lengths_differ, before))
     assert sorted(rids_of(decisions, 0)) == [f"r{n}" for n in range(1, before + 2)]
     assert decisions[0][0] == [], "the step in which they differ is left out"
+
+
+def test_trap_16_ranks_agree_on_more_requests_than_a_step_admits(pair):
+    """A figure more than the agreement had places for: from 8 requests on, nobody was ever admitted again."""
+    decisions = assert_same(pair.run(crowd, 12))
+    assert rids_of(decisions, 0) == [f"r{n}" for n in range(1, 13)]
 
 
 @pytest.mark.parametrize("lost", ["nothing", "leader", "patience"])

@@ -22,7 +22,7 @@ __all__ = ["CANDIDATES", "WINDOW", "Agreement", "agree"]
 WINDOW = 256
 # Requests that one step may admit where there are several ranks.
 CANDIDATES = 8
-SHARED_FIGURES = 7
+SHARED_FIGURES = 8
 _STATE = SHARED_FIGURES + 2 * CANDIDATES
 
 
@@ -56,8 +56,11 @@ def agree(
     """Reduce over ``group``.
 
     shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
-    `CANDIDATES`. polls, capable: for each request of the window, at most `WINDOW`.
+    `CANDIDATES`. polls, capable: for each request of the window, at most `WINDOW`. Raises ValueError for other numbers:
+    the ranks would take one figure for another, or reduce tensors of different sizes.
     """
+    if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
+        raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
     state = [*shared, *(figure for two in held for figure in two)]
     state += [0] * (_STATE - len(state))
     pad = [0] * (WINDOW - len(polls))

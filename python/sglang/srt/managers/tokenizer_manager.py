@@ -205,6 +205,9 @@ class TokenizerManager(engine.TokenizerManager):
         if self.mm_processor and obj.contains_mm_input():
             # Places of images are no tokens, and their number is known later.
             return
+        if obj.session_params and not input_ids:
+            # The session has the prompt.
+            return
         # Without a peer, the scheduler may as well find it out: other prompts of a batch are served.
         alone = self.disaggregation_mode == DisaggregationMode.NULL
         limit = None if alone or self.server_args.allow_auto_truncate else self.max_req_input_len

@@ -279,9 +279,12 @@ class CommonKVManager(engine.CommonKVManager):
         NIXL has no message for a part of one. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
         convolution has its queries, keys and values one after the other, each cut by TP.
         """
-        if self.has_radix and self.has_state and info.attn_tp_size != self.attn_tp_size:
+        uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
+        if self.has_radix and info.attn_tp_size != self.attn_tp_size and (self.has_state or uneven):
+            # The engine cuts all buffers as it cuts the first: a draft model's may have other heads.
+            what = "states" if self.has_state else "KV buffers of different sizes"
             raise ValueError(
-                f"it has TP size {info.attn_tp_size} and this decode worker {self.attn_tp_size}; the states of this "
+                f"it has TP size {info.attn_tp_size} and this decode worker {self.attn_tp_size}; the {what} of this "
                 "model cannot be cut. Start both with the same --tp-size."
             )
         super()._resolve_rank_mapping(info)
@@ -593,6 +596,9 @@ class CommonKVSender(engine.CommonKVSender):
                 if self.prompt_len is None:
                     raise ValueError("this prefill does not know the length of the prompt")
                 check_decode_prefix(prefix_len, num_pages, self.prompt_len, page_size)
+                if self.kv_mgr.pp_size > 1 and self.kv_mgr.kv_args.state_type == "swa":
+                    # The engine numbers the layers of both pools from 0 on each stage, and writes them over each other.
+                    raise ValueError("pipeline stages with sliding windows are not supported; start prefill without")
                 self._due_at = time.monotonic() + self.kv_mgr.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")
@@ -631,7 +637,7 @@ class CommonKVSender(engine.CommonKVSender):
     def has_failed_late(self) -> bool:
         """Whether this request, whose prompt has been computed, has failed. It does so now if it is overdue."""
         reason = None if self._failed() else self._overdue()
-        if reason is not None:
+        if reason is not None and self.poll() != KVPoll.Success:
             self.fail(reason)
         return self._failed()
 

@@ -64,6 +64,9 @@ class StagingKVManager(engine.MooncakeKVManager):
         if theirs.staging is None or self.is_mla_backend or theirs.dst_attn_tp_size == self.attn_tp_size:
             return 0
         layers, page_size = self.kv_buffer_tensors["k_buffers"], self.kv_args.page_size
+        if len(self.kv_args.kv_data_ptrs) != 2 * len(layers):
+            # The rest is a draft model's KV, which a staging buffer does not carry.
+            return 0
         heads = resolve_total_kv_heads(self.kv_args, self.attn_tp_size)
         head_bytes = layers[0].shape[-1] * layers[0].element_size()
         shares = self.kv_args.kv_item_lens[0] * self.attn_tp_size, theirs.dst_kv_item_len * theirs.dst_attn_tp_size
