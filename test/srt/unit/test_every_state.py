@@ -91,15 +91,17 @@ class Half:
         self.send(decode_world.pages(len(self.req.origin_input_ids), PAGE) - self.sent)
 
     def send(self, num_pages: int) -> None:
+        if num_pages == 0:
+            # Nor does the metadata come a second time.
+            return
         decode_req = next((dr for dr in self.bench.world.transfer.queue if dr.req is self.req), None)
-        if num_pages and decode_req is not None:
+        if decode_req is not None:
             self.bench.world.deliver(decode_req, num_pages)
-        if num_pages:
-            last = self.sent + num_pages == decode_world.pages(len(self.req.origin_input_ids), PAGE)
-            states = [self.bench.states] if self.bench.states and last else None
-            self.sender.send(np.arange(self.sent, self.sent + num_pages, dtype=np.int32), states)
+        last = self.sent + num_pages == decode_world.pages(len(self.req.origin_input_ids), PAGE)
+        states = [self.bench.states] if self.bench.states and last else None
+        self.sender.send(np.arange(self.sent, self.sent + num_pages, dtype=np.int32), states)
         self.sent += num_pages
-        if decode_req is not None and self.sent == decode_world.pages(len(self.req.origin_input_ids), PAGE):
+        if decode_req is not None and last:
             self.bench.bring_metadata(decode_req)
 
 
