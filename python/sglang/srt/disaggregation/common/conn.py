@@ -637,7 +637,8 @@ class CommonKVSender(engine.CommonKVSender):
     def has_failed_late(self) -> bool:
         """Whether this request, whose prompt has been computed, has failed. It does so now if it is overdue."""
         reason = None if self._failed() else self._overdue()
-        if reason is not None and self.poll() != KVPoll.Success:
+        # The poll may fail it itself, for the same reason, and close its books.
+        if reason is not None and self.poll() != KVPoll.Success and not self._failed():
             self.fail(reason)
         return self._failed()
 
