@@ -566,10 +566,10 @@ class Cluster:
         ):
             if not has_option([*self._router_args, *more], option):
                 command += [option, value]
-        chosen = self._policy or has_option([*self._router_args, *more], "--policy", "--decode-policy")
+        several = sum(worker.role == "decode" for worker in workers) > 1
         if self._policy:
             command += ["--policy", self._policy]
-        elif not chosen and sum(worker.role == "decode" for worker in workers) > 1:
+        elif several and not has_option([*self._router_args, *more], "--policy", "--decode-policy"):
             # The router's own default chooses at random among these.
             command += BY_ROUTING_KEY
         command += [*self._router_args, *more]

@@ -90,8 +90,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
 
         Those that wait for their turn, and those of which a part is being computed.
         """
-        last = self.last_batch if self.enable_overlap else None
-        unpolled = [*self.waiting_queue, self.chunked_req, *(last.reqs if last else ())]
+        unpolled = [*self.waiting_queue, self.chunked_req, *self._in_flight()]
         lost: dict[str, str] = {}
         for req in unpolled:
             sender = getattr(req, "disagg_kv_sender", None)
@@ -120,8 +119,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if self.enable_metrics:
                 # As for those that are polled.
                 self.metrics_collector.increment_transfer_failed_reqs()
-        last = self.last_batch if self.enable_overlap else None
-        for req in [*last.reqs] if last else []:
+        for req in self._in_flight():
             if req is not self.chunked_req:
                 # Its last chunk. With the result it comes to those that are polled.
                 lose(req)
@@ -131,6 +129,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             # Overlapped, a step in flight has a chunk of it, whose result is processed before that poll.
             self.chunked_req = None
             self.disagg_prefill_inflight_queue.append(req)
+
+    def _in_flight(self) -> list[Req]:
+        """The requests of the step whose result has not been processed."""
+        return [*self.last_batch.reqs] if self.enable_overlap and self.last_batch else []
 
     def _tell_lost(self, req: Req, reason: str) -> None:
         """Tell the client of a request that it has failed. That it ends here again later, the engine does not tell."""
