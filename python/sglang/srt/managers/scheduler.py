@@ -457,11 +457,14 @@ class Scheduler(engine.Scheduler):
         The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
         among all: it ends, or tells one client what another has asked for.
         """
+        if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
+            super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
+            return
         alike: dict[tuple, list] = {}
         for req in reqs:
             parts = bool(req.return_hidden_states), bool(req.return_routed_experts), *sorted(req.customized_info or ())
             alike.setdefault(parts, []).append(req)
-        for group in list(alike.values()) or [reqs]:
+        for group in alike.values():
             super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
 
     def _fail_running(self, req, reason: str) -> None:
