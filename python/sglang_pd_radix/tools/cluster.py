@@ -43,6 +43,9 @@ STOP_GRACE_S = 5.0
 # tables for thousands of requests, which costs seconds of filling them with zeros.
 CPU_POOL_TOKENS = 32768
 CPU_RUNNING_REQUESTS = 64
+# Of every worker. The router keeps an idle connection for 50 s and the engine for 5 (sgl-project/sglang#20851): what is
+# asked over one in the moment in which the engine gives it up comes to nothing.
+ENGINE_ENV = {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
 # Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
 _SHARED_GPU_MEMORY = 0.85
 
@@ -205,13 +208,13 @@ def cpu_options(args: Sequence[str]) -> list[str]:
 
 
 def cpu_env(workers: int, backend: str) -> dict[str, str]:
-    """Environment for ``workers`` engines that share this CPU host. What is already set in the environment stays."""
+    """Environment for ``workers`` engines that share this CPU host."""
     cores = len(os.sched_getaffinity(0))
     # More spinning OpenMP threads than cores stall each other: ten times slower on two cores.
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // max(1, workers)))}
     if backend == "mooncake":
         wanted["MC_FORCE_TCP"] = "1"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    return wanted
 
 
 def log_tail(path: Path, lines: int = 20) -> list[str]:
@@ -494,7 +497,7 @@ class Cluster:
         # for PegaFlow.
         routers = 0 if self.aggregated else max(1, len(self._routers))
         ports = iter(free_ports(2 * workers + 2 * routers + (0 if self.aggregated else self._prefill) + 2))
-        env = cpu_env(workers, self.backend) if cpu else {}
+        env = ENGINE_ENV | (cpu_env(workers, self.backend) if cpu else {})
         env = {name: value for name, value in env.items() if name not in self._env}
         roles: list[tuple[str, int, list[str], Mapping[str, str]]]
         if self.aggregated:

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
 PAGE = 16
 PROMPTS = [words(random.Random(seed), 190 + 7 * seed) for seed in range(10)]
-# Less than the prompts together; in host memory there is room for all. Least recently used goes first on both levels, so
-# that of prompts asked in turn, of which one does not fit, none would be left.
+# Less than the prompts together; in host memory there is room for all: of prompts asked in turn the one that has gone
+# for want of room is always the next to be asked.
 SMALL = ["--enable-hierarchical-cache", "--max-total-tokens", "1024", "--hicache-ratio", "4"]
 # The prompts, and not many answers more.
 DECODE = [FLAG, "--max-total-tokens", "3072", "--num-reserved-decode-tokens", "16"]

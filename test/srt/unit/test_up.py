@@ -65,7 +65,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault == "refuses":
             return self.answer(400, {"error": "no such model"})
         self.answer(200, {"role": role, "body": body, "args": args, "omp": os.environ.get("OMP_NUM_THREADS"),
-                          "extra": os.environ.get("EXTRA")})
+                          "idle_s": os.environ.get("SGLANG_TIMEOUT_KEEP_ALIVE"), "extra": os.environ.get("EXTRA")})
         if fault == "dies-later" and self.path == "/die":
             print("MemoryError: no more", flush=True)
             os._exit(1)
@@ -301,7 +301,8 @@ def test_cluster_serves_and_leaves_nothing(fake, tmp_path):
         answers = [json.loads(http(url + "/generate", {})[1]) for url in (*cluster.prefill_urls, *cluster.decode_urls)]
         assert [answer["role"] for answer in answers] == ["prefill", "prefill", "decode", "decode"]
         assert [answer["extra"] for answer in answers] == ["one", None, None, None]
-        assert all(answer["omp"] == "7" for answer in answers)
+        # What is set stays; and an idle connection outlasts the router's patience with it.
+        assert all(answer["omp"] == "7" and int(answer["idle_s"]) > 50 for answer in answers)
         assert answers[0]["args"][-4:] == ["--c", "1", "--p", "a"]
         assert answers[1]["args"][-4:] == ["--c", "1", "--p", "b"]
         assert answers[2]["args"][-3:] == ["--c", "1", "--d"]
