@@ -110,6 +110,9 @@ class Worker:
                 "first": int(result.next_token_ids[0]),
                 "start": [],
             }
+            if os.environ.get("SGLANG_TEST_SPOIL") == "1":
+                # Each token with the draft's KV of the one before.
+                found["kv"][-1] = [value.roll(1, 0) for value in found["kv"][-1]]
             if self.speculates:
                 found["start"] = [t[0].clone() for t in (start.topk_p, start.topk_index, start.hidden_states)]
             s.token_to_kv_pool_allocator.free(slots)
