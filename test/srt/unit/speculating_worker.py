@@ -111,8 +111,9 @@ class Worker:
                 "start": [],
             }
             if os.environ.get("SGLANG_TEST_SPOIL") == "1":
-                # Each token with the draft's KV of the one before.
-                found["kv"][-1] = [value.roll(1, 0) for value in found["kv"][-1]]
+                # The draft's keys, each with the value of another token.
+                keys, values = found["kv"][-1]
+                found["kv"][-1] = [keys, values.roll(1, 0)]
             if self.speculates:
                 found["start"] = [t[0].clone() for t in (start.topk_p, start.topk_index, start.hidden_states)]
             s.token_to_kv_pool_allocator.free(slots)
