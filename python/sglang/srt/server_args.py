@@ -25,7 +25,7 @@ DEFAULT_MAX_OVERTAKEN = 32
 # The load balance method that is added to the engine's.
 LONGEST_PREFIX = "longest_prefix"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
-SPECULATION = ("EAGLE",)
+SPECULATION = ("EAGLE", "EAGLE3")
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"

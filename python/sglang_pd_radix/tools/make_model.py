@@ -382,13 +382,18 @@ def _llama_layer(weights: _Weights, shape: ModelShape, prefix: str, gain: float)
     }
 
 
+def rms(rows: Tensor) -> Tensor:
+    """The root mean square of each row, (rows, 1)."""
+    return np.sqrt(np.mean(np.square(rows, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
+
+
 def _eagle(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A target for speculative decoding, whose first layer decides about half of its tokens; see `eagle_draft`."""
     weights = _Weights(seed)
     tensors = _embeddings(weights, shape, vocabulary)
     embed = tensors["model.embed_tokens.weight"]
     # The draft has no norm before its layer. Of tokens of rms 1 it is the identity.
-    embed /= np.sqrt(np.mean(np.square(embed, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
+    embed /= rms(embed)
     for layer in range(shape.layers):
         tensors |= _llama_layer(weights, shape, f"model.layers.{layer}", _LATER_GAIN if layer else 1.0)
     config = {
@@ -440,6 +445,20 @@ def _common_config(shape: ModelShape) -> dict[str, Any]:
 Builder = Callable[["ModelShape", int, Vocabulary], tuple[dict[str, Any], dict[str, Tensor]]]
 
 
+def _eagle3(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from . import eagle3_model
+
+    return eagle3_model.target(shape, seed, vocabulary)
+
+
+def _eagle3_draft(
+    shape: ModelShape, seed: int, config: dict[str, Any], target: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from . import eagle3_model
+
+    return eagle3_model.draft(shape, seed, config, target)
+
+
 def _hybrid(name: str) -> Builder:
     def build(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
         from . import hybrid_models
@@ -454,10 +473,12 @@ _BUILDERS: dict[str, Builder] = {
     "qwen3": _qwen3,
     "mla": _mla,
     "eagle": _eagle,
+    "eagle3": _eagle3,
     "qwen3-next": _hybrid("qwen3_next"),
     "step3p5": _hybrid("step3p5"),
 }
-# Where a model of "eagle" has its draft.
+_DRAFTS = {"eagle": eagle_draft, "eagle3": _eagle3_draft}
+# Where a model of those has its draft.
 DRAFT = "draft"
 
 
@@ -468,7 +489,7 @@ _SIZES = {
     "layers": "decoder layers",
     "hidden": "hidden size",
     "heads": "query heads; 8 for mla",
-    "kv_heads": "key/value heads (qwen3, eagle)",
+    "kv_heads": "key/value heads (qwen3, eagle, eagle3)",
     "head_dim": "size of one head",
     "kv_rank": "size of the compressed key and value (mla)",
     "query_rank": "size of the compressed query (mla)",
@@ -519,15 +540,15 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
     }
     try:
         target.mkdir(parents=True, exist_ok=True)
-        ours = {*documents, "model.safetensors", DRAFT if shape.arch == "eagle" else ""}
+        ours = {*documents, "model.safetensors", DRAFT if shape.arch in _DRAFTS else ""}
         foreign = sorted(p.name for p in target.iterdir() if p.name not in ours)
         if foreign:
             raise PdRadixError(f"{target} holds other files ({foreign[0]}): give a new or empty directory")
         for name, document in documents.items():
             _write(target / name, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
         _write(target / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-        if shape.arch == "eagle":
-            draft_config, draft = eagle_draft(shape, seed, documents["config.json"], tensors)
+        if shape.arch in _DRAFTS:
+            draft_config, draft = _DRAFTS[shape.arch](shape, seed, documents["config.json"], tensors)
             (target / DRAFT).mkdir(exist_ok=True)
             _write(target / DRAFT / "config.json", (json.dumps(draft_config, indent=1) + "\n").encode())
             _write(target / DRAFT / "model.safetensors", save(draft, metadata={"format": "pt"}))

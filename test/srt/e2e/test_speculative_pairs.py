@@ -1,4 +1,4 @@
-"""EAGLE with the decode tree: the tokens of a run that does not speculate, as many drafts accepted as without the tree.
+"""EAGLE and EAGLE3 with the decode tree: tokens as in a run that does not speculate, as many accepted as without it.
 
 Traps 34 (hit length 0 for ever: plain tokens asked of a tree of bigrams) and 35 (tokens right, accepted length falls).
 Equal tokens say nothing about the draft model's KV, so each request's accept histogram is compared too.
@@ -7,6 +7,7 @@ Equal tokens say nothing about the draft model's KV, so each request's accept hi
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from pd import (
@@ -31,11 +32,20 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 V1, V2 = {"SGLANG_ENABLE_SPEC_V2": "0"}, {"SGLANG_ENABLE_SPEC_V2": "1"}
 # Decode workers: with the flag and without, of each version of the engine's speculation.
 WORKERS = {"v1": (0, 1), "v2": (2, 3)}
+ARCHS = ["eagle", "eagle3"]
+# What a draft reads of the target has nothing to do with pages: one size is enough for the second.
+CELLS = pytest.mark.parametrize("arch, page", [("eagle", 1), ("eagle", 16), ("eagle3", 16)], indirect=True)
+
+
+@pytest.fixture(scope="session", params=ARCHS)
+def arch(request):
+    return request.param
 
 
 @pytest.fixture(scope="session")
-def eagle(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("model") / "eagle", ModelShape(arch="eagle")))
+def eagle(tmp_path_factory, arch):
+    """The path of a target, whose last part is the name of the algorithm that its draft is for."""
+    return str(make_model(tmp_path_factory.mktemp("model") / arch, ModelShape(arch=arch)))
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +59,14 @@ def plain(clusters, eagle):
 
 
 def speculating(eagle: str, *more: str) -> list[str]:
-    draft = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", f"{eagle}/{DRAFT}"]
+    algorithm = Path(eagle).name.upper()
+    draft = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", f"{eagle}/{DRAFT}"]
     chain = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
     # Only `test_chunked_prefill` has prompts, or batches of them, that are longer than that.
     return [*draft, *chain, "--chunked-prefill-size", "4096", *more]
 
 
-@pytest.fixture(scope="module", params=[1, 16])
+@pytest.fixture(scope="module")
 def page(request):
     return request.param
 
@@ -103,6 +114,7 @@ class Watched:
         return 1 + sum(n * count for h in self.accepted.values() for n, count in enumerate(h)) / steps
 
 
+@CELLS
 def test_conversations(pairs, plain):
     """Traps 34 and 35, turn after turn: each takes up what decode computed of the turns before, and its drafts'."""
     on, off = map(Watched, pairs)
@@ -115,6 +127,7 @@ def test_conversations(pairs, plain):
         assert conversations(pair) == plain["conversations"]
 
 
+@CELLS
 def test_every_hit_length(pairs, plain, page):
     """The tree has one token less than it holds KV of: what the last one's draft is depends on the next."""
     on, off = map(Watched, pairs)
@@ -132,6 +145,7 @@ def test_every_hit_length(pairs, plain, page):
     assert on.accepted == off.accepted
 
 
+@CELLS
 def test_what_the_tree_holds_of_an_answer(pairs, page):
     """All that its drafts have KV of, one token less."""
     on, _ = pairs
@@ -143,6 +157,7 @@ def test_what_the_tree_holds_of_an_answer(pairs, page):
     assert len(prompt) + 24 - 1 - 4 - page <= held < len(prompt) + 24
 
 
+@CELLS
 def test_chunked_prefill(pairs, plain):
     """The engine drafts at the end of a chunk with a token that does not come. The tree is not worse for it."""
     on, off = map(Watched, pairs)
@@ -155,11 +170,13 @@ def test_chunked_prefill(pairs, plain):
     assert on.length() > off.length() - 0.05
 
 
+@CELLS
 def test_aborts(pairs, plain, page):
     on, _ = pairs
     assert ask_among_leavers(on, base_prompt(page), 200, 0.05) == [plain["base"][page]] * 3
 
 
+@CELLS
 def test_flush(pairs, plain, page):
     on, _ = pairs
     assert on(base_prompt(page))["output_ids"] == plain["base"][page]

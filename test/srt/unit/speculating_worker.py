@@ -110,6 +110,10 @@ class Worker:
                 "first": int(result.next_token_ids[0]),
                 "start": [],
             }
+            if os.environ.get("SGLANG_TEST_SPOIL") == "1":
+                # The draft's keys, each with the value of another token.
+                keys, values = found["kv"][-1]
+                found["kv"][-1] = [keys, values.roll(1, 0)]
             if self.speculates:
                 found["start"] = [t[0].clone() for t in (start.topk_p, start.topk_index, start.hidden_states)]
             s.token_to_kv_pool_allocator.free(slots)

@@ -59,8 +59,9 @@ def test_other_combinations_are_refused(parse, options, named):
 EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "draft"]
 
 
-def test_eagle_keeps_the_radix_cache(parse):
-    args = parse(*DECODE, *EAGLE, FLAG)
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_eagle_keeps_the_radix_cache(parse, algorithm):
+    args = parse(*DECODE, "--speculative-algorithm", algorithm, *EAGLE[2:], FLAG)
     assert not args.disable_radix_cache and args.speculative_eagle_topk == 1
     # Requests with a grammar are refused one by one, by the engine's own check.
     assert args.grammar_backend == "none" and parse(*DECODE, FLAG).grammar_backend != "none"

@@ -24,6 +24,10 @@ EAGLE_WEIGHTS = (
     "33e40934c0e86eb185f3f60c45d46a266fb015daa45842c48d5fc6a42cb6a545",
     "8db147db3d5809481bf97be633f50e2f9980bf8dcbfa7d8e56c621b55c9b6f11",
 )
+EAGLE3_WEIGHTS = (
+    "fc05be27d1693721fbef6d9df8b8483bd1f6595b498b282ddcff2163d081ceea",
+    "7e8c46d88bf4db21ec3d1f125cc52efde0476a69ce1f875275a3f447337a00f3",
+)
 # Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
 HYBRID_WEIGHTS = {
     "qwen3-next": "8a68044f380a4e57698386b017c7896a67698bc586c59e5de5616724bb7a84e6",
@@ -86,6 +90,35 @@ def test_a_target_and_its_draft(tmp_path):
     make_model(model, ModelShape("eagle"))
 
 
+def test_a_target_and_a_draft_that_reads_three_layers(tmp_path):
+    """The draft is the target's second layer; what it has of past tokens, it has from the hidden states."""
+    from safetensors.numpy import load_file
+
+    shape = ModelShape("eagle3")
+    model = make_model(tmp_path / "eagle3", shape)
+    assert (weights_digest(model), weights_digest(model / DRAFT)) == EAGLE3_WEIGHTS
+    config = json.loads((model / DRAFT / "config.json").read_text())
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert len(set(layers)) == 3 and max(layers) < shape.layers - 1
+    target, draft = (load_file(path / "model.safetensors") for path in (model, model / DRAFT))
+    hidden, half = shape.hidden, shape.hidden // 2
+    assert draft["fc.weight"].shape == (hidden, 3 * hidden) and not draft["fc.weight"][:half].any()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert (draft[f"midlayer.mlp.{name}.weight"] == target[f"model.layers.1.mlp.{name}.weight"]).all()
+    # Heads that the target uses ask for the token, and find and read nothing but memory.
+    live = 6 * shape.head_dim
+    query, key, value = (draft[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkv")
+    assert (
+        not query[:, half:].any() and not key[:live, : hidden + half].any() and not value[:live, : hidden + half].any()
+    )
+    assert key[:live, hidden + half :].any() and value[:live, hidden + half :].any()
+    assert not target["model.embed_tokens.weight"][:, half:].any()
+    # Its numbers for tokens lead to those that the target says.
+    said = np.arange(config["draft_vocab_size"]) + draft["d2t"]
+    assert (said == np.array(EMITTED)).all() and (np.flatnonzero(draft["t2d"]) == said).all()
+    assert (draft["lm_head.weight"] == target["lm_head.weight"][said]).all()
+
+
 def test_kv_per_token_is_worth_a_transfer(models):
     for arch, least in (("qwen3", 16), ("mla", 5)):
         assert ModelShape(arch).kv_bytes_per_token >= least * 1024
@@ -96,6 +129,7 @@ def test_kv_per_token_is_worth_a_transfer(models):
 @pytest.mark.parametrize(
     "shape, message",
     [
+        (ModelShape("eagle3", kv_heads=2, heads=2), "--arch eagle3 needs 4 layers or more.*not .*--kv-heads 2"),
         (ModelShape(vocab=1000), "--vocab 1000 is too small: at least"),
         (ModelShape(vocab=10**7), "--vocab 10000000 is too large: at most"),
         (ModelShape(heads=6, kv_heads=4), "multiple of --kv-heads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from sglang.srt import server_args
 from sglang.srt.disaggregation import decode
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from speculating_loop import SpeculatingLoop
 from test_step_in_flight import Play, scripts
 
@@ -184,3 +187,29 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
     assert not play().wrong
     monkeypatch.setitem(decode.DecodePreallocQueue._look_behind.__globals__, "late_step", lambda *args: None)
     assert play().wrong
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
+def test_a_draft_of_another_width_is_refused(monkeypatch, overlap):
+    """Beside hidden states that all requests of a step have left, the engine cannot put those of the next."""
+    monkeypatch.setattr(EngineScheduler, "init_cache_with_memory_pool", lambda self: None)
+    monkeypatch.setattr(DecodeRadixCache, "take_over", lambda cache: "the decode tree")
+
+    def runner(hidden_size: int) -> SimpleNamespace:
+        config = SimpleNamespace(hidden_size=hidden_size)
+        return SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=None, model_config=config)
+
+    scheduler = object.__new__(Scheduler)
+    scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True, enable_pegaflow=False)
+    scheduler.enable_overlap, scheduler.tp_worker = overlap, SimpleNamespace(model_runner=runner(256))
+    for size in (128, 256):
+        scheduler.tree_cache = object.__new__(RadixCache)
+        draft = runner(size)
+        apart = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=draft))
+        scheduler.draft_worker = apart if overlap else SimpleNamespace(model_runner=draft)
+        if size == 256:
+            scheduler.init_cache_with_memory_pool()
+            assert scheduler.tree_cache == "the decode tree"
+        else:
+            with pytest.raises(ValueError, match=r"another hidden size \(128\) than the model's \(256\)"):
+                scheduler.init_cache_with_memory_pool()

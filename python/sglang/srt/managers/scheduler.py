@@ -91,7 +91,24 @@ class Scheduler(engine.Scheduler):
                 "and only models with full attention throughout (RadixCache), or in some layers linear attention of "
                 "the kind of Qwen3-Next (GDN) or sliding windows, are. Start this decode worker without the flag."
             )
+        self._check_draft()
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
+
+    def _check_draft(self) -> None:
+        """Raise ValueError for a draft model that is narrower or wider than its target.
+
+        EAGLE3 allows it. But where all requests end in one step, the engine leaves hidden states of the target's size,
+        and ends the worker when those of the next request, of the draft's, are put beside them.
+        """
+        if self.draft_worker is None:
+            return
+        draft = self.draft_worker.draft_worker.draft_runner if self.enable_overlap else self.draft_worker.model_runner
+        sizes = [runner.model_config.hidden_size for runner in (self.tp_worker.model_runner, draft)]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
+                f"({sizes[0]}). Take another draft, or start this decode worker without the flag."
+            )
 
     def _check_windows(self) -> None:
         """Raise ValueError for the first option that is not verified for a model with pools for sliding windows."""

@@ -9,7 +9,7 @@ from typing import Any
 from . import attention, kernels
 
 #: What has torch forms, see `speculative`.
-SPECULATION = ("EAGLE",)
+SPECULATION = ("EAGLE", "EAGLE3")
 
 
 def _speculates(instance: Any) -> None:
