@@ -109,7 +109,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
-        layers = self.layers // 2 if self.arch == "qwen3-next" else self.layers
+        layers = self.layers // 2 if self.arch.startswith("qwen3-next") else self.layers
         return layers * per_layer * 4
 
 
@@ -382,13 +382,24 @@ def _llama_layer(weights: _Weights, shape: ModelShape, prefix: str, gain: float)
     }
 
 
+def rms(rows: Tensor) -> Tensor:
+    """The root mean square of each row, (rows, 1)."""
+    return np.sqrt(np.mean(np.square(rows, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
+
+
+def draft_input(shape: ModelShape, seed: int) -> Tensor:
+    """What makes a draft's input of the token's embedding and the target's hidden state: (hidden, 2 * hidden)."""
+    hidden = _Weights(seed + 1).linear(shape.hidden, shape.hidden, _HIDDEN_GAIN)
+    return np.concatenate((np.eye(shape.hidden, dtype=np.float32), hidden), axis=1)
+
+
 def _eagle(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A target for speculative decoding, whose first layer decides about half of its tokens; see `eagle_draft`."""
     weights = _Weights(seed)
     tensors = _embeddings(weights, shape, vocabulary)
     embed = tensors["model.embed_tokens.weight"]
     # The draft has no norm before its layer. Of tokens of rms 1 it is the identity.
-    embed /= np.sqrt(np.mean(np.square(embed, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
+    embed /= rms(embed)
     for layer in range(shape.layers):
         tensors |= _llama_layer(weights, shape, f"model.layers.{layer}", _LATER_GAIN if layer else 1.0)
     config = {
@@ -409,11 +420,10 @@ def eagle_draft(
     A draft that knows nothing has no token accepted and shows nothing. This one proposes what the first layer would
     say; what it takes of the hidden states, and with them its KV, must be right for as many tokens to be accepted.
     """
-    hidden = _Weights(seed + 1).linear(shape.hidden, shape.hidden, _HIDDEN_GAIN)
     layer = "model.layers.0."
     tensors = {f"layers.0.{name[len(layer) :]}": t for name, t in target.items() if name.startswith(layer)}
     del tensors["layers.0.input_layernorm.weight"]
-    tensors["fc.weight"] = np.concatenate((np.eye(shape.hidden, dtype=np.float32), hidden), axis=1)
+    tensors["fc.weight"] = draft_input(shape, seed)
     tensors["fc.bias"] = np.zeros(shape.hidden, dtype=np.float32)
     return {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}, tensors
 
@@ -455,6 +465,7 @@ _BUILDERS: dict[str, Builder] = {
     "mla": _mla,
     "eagle": _eagle,
     "qwen3-next": _hybrid("qwen3_next"),
+    "qwen3-next-mtp": _hybrid("qwen3_next_mtp"),
     "step3p5": _hybrid("step3p5"),
 }
 # Where a model of "eagle" has its draft.

@@ -1,7 +1,8 @@
 """A real decode worker with EAGLE, with the tree and without: the same tokens, and as many drafts accepted (trap 35).
 
-Without servers, and all of it with the models of `pd-radix make-model --arch eagle`; over the wire it is
-``e2e/test_speculative_pairs.py``.
+Without servers, and all of it with the models of `pd-radix make-model`: one with a draft beside it, and one that has
+states of linear attention and its draft in itself. Over the wire it is ``e2e/test_speculative_pairs.py`` and
+``e2e/test_hybrid_speculation.py``.
 """
 
 from __future__ import annotations
@@ -22,22 +23,38 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 VERSIONS = ["0", "1"]
 
 
+@pytest.fixture(scope="module", params=["eagle", "qwen3-next-mtp"])
+def arch(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, arch):
     """Runs a worker with these options and returns what it printed; each combination once."""
-    model = make_model(tmp_path_factory.mktemp("model") / "eagle", ModelShape("eagle"))
+    model = make_model(tmp_path_factory.mktemp("model") / arch, ModelShape(arch))
     plain = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]
     plain += ["--max-running-requests", "8"]
     plain += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
-    drafts = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(model / DRAFT)]
+    drafts = ["--speculative-algorithm", "EAGLE"]
     drafts += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+    with_tree, without = [FLAG], []
+    if arch == "eagle":
+        drafts += ["--speculative-draft-model-path", str(model / DRAFT)]
+    else:
+        with_tree, without = [FLAG, "--mamba-scheduler-strategy", "extra_buffer"], ["--disable-radix-cache"]
     done: dict[tuple, dict] = {}
 
     def start(version: str | None, page: int, flag: bool, retract: bool = False) -> dict:
         key = version, page, flag, retract
         if key not in done:
             env = {**os.environ, "SGLANG_ENABLE_SPEC_V2": version or "0", "SGLANG_TEST_RETRACT": str(int(retract))}
-            options = [*plain, "--page-size", str(page), *(drafts if version else []), *([FLAG] if flag else [])]
+            options = [
+                *plain,
+                "--page-size",
+                str(page),
+                *(drafts if version else []),
+                *(with_tree if flag else without),
+            ]
             command = [sys.executable, str(Path(__file__).with_name("speculating_worker.py")), *options]
             ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
             lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT")]

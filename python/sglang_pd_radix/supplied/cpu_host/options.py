@@ -8,8 +8,8 @@ from typing import Any
 
 from . import attention, kernels
 
-#: What has torch forms, see `speculative`.
-SPECULATION = ("EAGLE",)
+#: What has torch forms, see `speculative`. The second is the engine's other name of the first.
+SPECULATION = ("EAGLE", "NEXTN")
 
 
 def _speculates(instance: Any) -> None:
