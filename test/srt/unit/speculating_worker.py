@@ -14,7 +14,10 @@ import random
 import sys
 from typing import Any
 
-import torch
+# As in a server's processes: what would be compiled at its first call takes longer than all that is asked here.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

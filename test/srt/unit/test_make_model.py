@@ -24,6 +24,7 @@ EAGLE_WEIGHTS = (
     "33e40934c0e86eb185f3f60c45d46a266fb015daa45842c48d5fc6a42cb6a545",
     "8db147db3d5809481bf97be633f50e2f9980bf8dcbfa7d8e56c621b55c9b6f11",
 )
+MTP_WEIGHTS = "26a73b37770e2b568a5cd0db3aebe1421d35ee9c19376aa565a1008a0490cec8"
 # Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
 HYBRID_WEIGHTS = {
     "qwen3-next": "8a68044f380a4e57698386b017c7896a67698bc586c59e5de5616724bb7a84e6",
@@ -84,6 +85,25 @@ def test_a_target_and_its_draft(tmp_path):
     embed = target["model.embed_tokens.weight"]
     np.testing.assert_allclose(np.sqrt(np.square(embed).mean(1)), 1, atol=1e-5)
     make_model(model, ModelShape("eagle"))
+
+
+def test_a_target_with_its_draft(tmp_path, models):
+    """The draft is the second layer, on the token and the hidden state; the rest is `qwen3-next`, but for gains."""
+    from safetensors.numpy import load_file
+
+    model = make_model(tmp_path / "mtp", ModelShape("qwen3-next-mtp"))
+    assert {p.name for p in model.iterdir()} == FILES and weights_digest(model) == MTP_WEIGHTS
+    tensors, plain = (load_file(path / "model.safetensors") for path in (model, models["qwen3-next"]))
+    assert {name for name in tensors if not name.startswith("mtp.")} == set(plain)
+    layer = {name: t for name, t in tensors.items() if name.startswith("model.layers.1.")}
+    for name, tensor in layer.items():
+        assert (tensor == tensors[name.replace("model.layers.1.", "mtp.layers.0.")]).all()
+        assert (tensor == plain[name]).all()
+    others = set(tensors) - set(plain) - {name.replace("model.layers.1.", "mtp.layers.0.") for name in layer}
+    norms = {f"mtp.{name}.weight" for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert others == {*norms, "mtp.fc.weight"} and not any(tensors[name].any() for name in norms)
+    hidden = ModelShape().hidden
+    assert (tensors["mtp.fc.weight"][:, :hidden] == np.eye(hidden)).all() and tensors["mtp.fc.weight"][:, hidden:].any()
 
 
 def test_kv_per_token_is_worth_a_transfer(models):
