@@ -26,6 +26,8 @@ DEFAULT_MAX_OVERTAKEN = 32
 LONGEST_PREFIX = "longest_prefix"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
+# Architectures of which the same is known for a draft that is part of the model (MTP).
+OWN_DRAFTS = ("Qwen3NextForCausalLM",)
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
@@ -191,11 +193,14 @@ class ServerArgs(engine.ServerArgs):
         name = self.speculative_algorithm
         if name is None:
             return {}
-        own_draft = self.speculative_draft_model_path not in (None, self.model_path)
+        apart = self.speculative_draft_model_path not in (None, self.model_path)
+        own = name == "EAGLE" and self.get_model_config().hf_config.architectures[0] in OWN_DRAFTS
         return {
             f"--speculative-algorithm {name} ({', '.join(SPECULATION)} is)": name not in SPECULATION,
             "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
-            "a draft that is part of the model (MTP)": self.enable_multi_layer_eagle or not own_draft,
+            f"a draft that is part of the model (MTP), other than that of {', '.join(OWN_DRAFTS)}": (
+                self.enable_multi_layer_eagle or not (apart or own)
+            ),
             f"--speculative-algorithm {name} and --data-parallel-size above 1": self.dp_size > 1,
             f"--speculative-algorithm {name} and --enable-custom-logit-processor": self.enable_custom_logit_processor,
         }

@@ -95,6 +95,37 @@ def qwen3_next(
     return config, tensors
 
 
+# The layer that decides about half of the tokens, and the draft's: the first with attention. What it reads is what the
+# draft reads, but for what the layer before it adds.
+_DECISIVE = 1
+_BEFORE_GAIN = 0.03
+
+
+def qwen3_next_mtp(
+    shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
+) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
+    """`qwen3_next` with a draft in the same files (multi-token prediction), as Qwen3-Next and Qwen3.5 have one.
+
+    The draft is the target's second layer on the token and a little of the target's hidden state, like the one of
+    ``eagle``. The first layer, which the draft does not have, and the later ones add less than in `qwen3_next`.
+    """
+    config, tensors = qwen3_next(shape, seed, vocabulary)
+    for name in tensors:
+        outputs = name.endswith((".out_proj.weight", ".o_proj.weight", ".down_proj.weight"))
+        if outputs and not name.startswith(f"model.layers.{_DECISIVE}."):
+            before = name.startswith("model.layers.0.")
+            tensors[name] *= np.float32(_BEFORE_GAIN if before else base._LATER_GAIN)
+    # The draft has a norm before its layer. Of tokens of rms 1 it is the identity.
+    embed = tensors["model.embed_tokens.weight"]
+    embed /= base.rms(embed)
+    norm = np.zeros(shape.hidden, dtype=np.float32)
+    layer = f"model.layers.{_DECISIVE}."
+    tensors |= {f"mtp.layers.0.{name[len(layer) :]}": t for name, t in tensors.items() if name.startswith(layer)}
+    tensors |= {f"mtp.{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    tensors["mtp.fc.weight"] = base.draft_input(shape, seed)
+    return config, tensors
+
+
 # Short enough that prompts of tests are several times as long.
 _WINDOW = 128
 

@@ -109,7 +109,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
-        layers = self.layers // 2 if self.arch == "qwen3-next" else self.layers
+        layers = self.layers // 2 if self.arch.startswith("qwen3-next") else self.layers
         return layers * per_layer * 4
 
 
@@ -387,6 +387,12 @@ def rms(rows: Tensor) -> Tensor:
     return np.sqrt(np.mean(np.square(rows, dtype=np.float64), axis=1, keepdims=True)).astype(np.float32)
 
 
+def draft_input(shape: ModelShape, seed: int) -> Tensor:
+    """What makes a draft's input of the token's embedding and the target's hidden state: (hidden, 2 * hidden)."""
+    hidden = _Weights(seed + 1).linear(shape.hidden, shape.hidden, _HIDDEN_GAIN)
+    return np.concatenate((np.eye(shape.hidden, dtype=np.float32), hidden), axis=1)
+
+
 def _eagle(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A target for speculative decoding, whose first layer decides about half of its tokens; see `eagle_draft`."""
     weights = _Weights(seed)
@@ -414,11 +420,10 @@ def eagle_draft(
     A draft that knows nothing has no token accepted and shows nothing. This one proposes what the first layer would
     say; what it takes of the hidden states, and with them its KV, must be right for as many tokens to be accepted.
     """
-    hidden = _Weights(seed + 1).linear(shape.hidden, shape.hidden, _HIDDEN_GAIN)
     layer = "model.layers.0."
     tensors = {f"layers.0.{name[len(layer) :]}": t for name, t in target.items() if name.startswith(layer)}
     del tensors["layers.0.input_layernorm.weight"]
-    tensors["fc.weight"] = np.concatenate((np.eye(shape.hidden, dtype=np.float32), hidden), axis=1)
+    tensors["fc.weight"] = draft_input(shape, seed)
     tensors["fc.bias"] = np.zeros(shape.hidden, dtype=np.float32)
     return {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}, tensors
 
@@ -475,6 +480,7 @@ _BUILDERS: dict[str, Builder] = {
     "eagle": _eagle,
     "eagle3": _eagle3,
     "qwen3-next": _hybrid("qwen3_next"),
+    "qwen3-next-mtp": _hybrid("qwen3_next_mtp"),
     "step3p5": _hybrid("step3p5"),
 }
 _DRAFTS = {"eagle": eagle_draft, "eagle3": _eagle3_draft}

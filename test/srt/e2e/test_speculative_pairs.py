@@ -10,12 +10,12 @@ import random
 from pathlib import Path
 
 import pytest
+from conftest import aggregated_answers
 from pd import (
     FLAG,
     TP2,
     Ask,
     Pair,
-    ask,
     ask_among_leavers,
     base_prompt,
     conversations,
@@ -51,11 +51,7 @@ def eagle(tmp_path_factory, arch):
 @pytest.fixture(scope="session")
 def plain(clusters, eagle):
     """The truth: what the engine says that neither disaggregates nor speculates."""
-    send = ask(clusters.get(eagle, aggregated=True, common_args=["--page-size", "1"]).router_url)
-    answers = {"conversations": conversations(send), "long": conversations(send, 6, 1, seed=5, max_new=96)}
-    answers["base"] = {page: send(base_prompt(page))["output_ids"] for page in (1, 16)}
-    answers["hits"] = {page: [send(p)["output_ids"] for _, p, _ in hit_lengths(page)] for page in (1, 16)}
-    return answers
+    return aggregated_answers(clusters, eagle)
 
 
 def speculating(eagle: str, *more: str) -> list[str]:
@@ -131,12 +127,12 @@ def test_conversations(pairs, plain):
 def test_every_hit_length(pairs, plain, page):
     """The tree has one token less than it holds KV of: what the last one's draft is depends on the next."""
     on, off = map(Watched, pairs)
-    for (name, prompt, expected), answer in zip(hit_lengths(page), plain["hits"][page], strict=True):
+    for name, prompt, expected in hit_lengths(page):
         for pair in pairs:
             pair.flush()
-        assert on(base_prompt(page))["output_ids"] == off(base_prompt(page))["output_ids"] == plain["base"][page]
+        assert on(base_prompt(page))["output_ids"] == off(base_prompt(page))["output_ids"] == plain["base", page]
         reply = on(prompt)
-        assert reply["output_ids"] == off(prompt)["output_ids"] == answer, name
+        assert reply["output_ids"] == off(prompt)["output_ids"] == plain[name, page], name
         details = reply["meta_info"]["cached_tokens_details"]
         # What ends with the base ends with a token whose successor differs, or is not there yet.
         least = min(expected, len(prompt) - 1) // page * page
@@ -173,29 +169,31 @@ def test_chunked_prefill(pairs, plain):
 @CELLS
 def test_aborts(pairs, plain, page):
     on, _ = pairs
-    assert ask_among_leavers(on, base_prompt(page), 200, 0.05) == [plain["base"][page]] * 3
+    assert ask_among_leavers(on, base_prompt(page), 200, 0.05) == [plain["base", page]] * 3
 
 
 @CELLS
 def test_flush(pairs, plain, page):
     on, _ = pairs
-    assert on(base_prompt(page))["output_ids"] == plain["base"][page]
+    assert on(base_prompt(page))["output_ids"] == plain["base", page]
     on.flush()
     assert on.tree_tokens() == 0
-    assert on(base_prompt(page))["output_ids"] == plain["base"][page]
+    assert on(base_prompt(page))["output_ids"] == plain["base", page]
 
 
 # ---- retraction ----
 
 
+# Room for about three of the six long answers.
+SMALL = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16"]
+
+
 @pytest.fixture(scope="module")
 def small(clusters, eagle, plain, backend):
-    """Decode workers with room for about three of the six long answers, and one with room for all."""
-    less = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16"]
     return clusters.get(
         eagle,
         decode=4,
-        decode_args=[[*less, FLAG], less, [*less, FLAG], less],
+        decode_args=[[*SMALL, FLAG], SMALL, [*SMALL, FLAG], SMALL],
         decode_env=[V1, V1, V2, V2],
         prefill_env=V1,
         common_args=speculating(eagle, "--page-size", "16"),
@@ -242,10 +240,15 @@ def test_tensor_parallel_sizes(clusters, eagle, plain, backend):
         backend=backend,
     )
     for prefill in (0, 1):
-        on, off = (Watched(Pair(cluster, prefill, decode)) for decode in (0, 1))
-        for watched in (on, off):
-            watched.send.flush()
-            assert conversations(watched) == plain["conversations"]
-        assert on.hits > 0 and on.accepted == off.accepted and on.length() > 1.3
-        for watched in (on, off):
-            watched.send.check_idle()
+        check_tensor_parallel_pair(cluster, plain, prefill)
+
+
+def check_tensor_parallel_pair(cluster, plain, prefill: int = 0) -> None:
+    """Of two decode workers, the first with the flag and the second without."""
+    on, off = (Watched(Pair(cluster, prefill, decode)) for decode in (0, 1))
+    for watched in (on, off):
+        watched.send.flush()
+        assert conversations(watched) == plain["conversations"]
+    assert on.hits > 0 and on.accepted == off.accepted and on.length() > 1.3
+    for watched in (on, off):
+        watched.send.check_idle()

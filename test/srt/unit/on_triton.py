@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import track_mamba_state_if_needed_kernel
 from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
+from sglang.srt.layers.attention.mamba.mamba_state_scatter_triton import _fused_mamba_state_scatter_with_mask_kernel
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
 from sglang_pd_radix.supplied.cpu_host import linear_attention as here
@@ -86,6 +87,35 @@ def main() -> dict[str, float]:
     x, theirs, ours = torch.randn(3, CHANNELS), states.clone(), states.clone()
     out = causal_conv1d_update(x.clone(), theirs, weight, None, "silu", conv_state_indices=slots)
     found["conv step"] = apart((out, here.causal_conv_step(x, ours, weight, None, "silu", slots)), (theirs, ours))
+
+    # Drafts of two requests that are verified: their states stay, and those after each token are kept apart.
+    count, rows = 4, torch.tensor([1, 0], dtype=torch.int32)
+    tokens, drafts = inputs(2 * count), torch.arange(0, 3 * count, count, dtype=torch.int32)
+    args = {**gates, **tokens, "cu_seqlens": drafts, "initial_state_indices": slots[:2], **rule}
+    args |= {"disable_state_update": True, "cache_steps": count, "intermediate_state_indices": rows}
+    results = []
+    for run in (fused_sigmoid_gating_delta_rule_update, here.gated_delta_step):
+        ours, after = pool.clone(), torch.zeros(3, count, *pool.shape[1:])
+        out = run(initial_state_source=ours, intermediate_states_buffer=after, **args)
+        results.append((out, ours, after))
+    assert torch.equal(results[1][1], pool) and not results[1][2][2].any()
+    found["verify"] = apart(*zip(*results, strict=True))
+    x = torch.randn(2, count, CHANNELS).transpose(1, 2)
+    more, results = {"conv_state_indices": slots[:2], "intermediate_state_indices": rows}, []
+    for run in (causal_conv1d_update, here.causal_conv_step):
+        ours, after = states.clone(), torch.zeros(3, count, CHANNELS, 3)
+        out = run(x, ours, weight, None, "silu", intermediate_conv_window=after, **more)
+        assert out.stride() == x.stride()
+        results.append((out, ours, after))
+    found["conv verify"] = apart(*zip(*results, strict=True))
+    theirs, after = torch.randn(2, 5, 7, 3), torch.randn(2, 3, count, 7, 3)
+    ours, steps = theirs.clone(), torch.tensor([2, -1, 0], dtype=torch.int32)
+    strides = *after.stride()[:3], *theirs.stride()[:2]
+    sizes = after.shape[1], after.shape[2], theirs.shape[1]
+    kernel = _fused_mamba_state_scatter_with_mask_kernel[(3, 2, 1)]
+    kernel(after, theirs, slots, steps, 3, 21, *strides, *sizes, BLOCK_SIZE=1024)
+    here.take_verified(ours, after, slots, steps)
+    found["taken"] = apart((theirs, ours))
 
     # States that are kept for a prefix cache.
     args = (slots, torch.tensor([True, False, True]), torch.tensor([1, 3, 3]))

@@ -14,7 +14,10 @@ import random
 import sys
 from typing import Any
 
-import torch
+# As in a server's processes: what would be compiled at its first call takes longer than all that is asked here.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -47,7 +50,7 @@ class Wire:
         return self.state
 
     def send_metadata(self, page_indices: Any, aux_index: int, state_indices: Any, decode_prefix_len: int = 0) -> None:
-        self.worker.send(self.req, page_indices, aux_index, decode_prefix_len)
+        self.worker.send(self.req, page_indices, aux_index, state_indices, decode_prefix_len)
         self.state = KVPoll.Success
 
     def clear(self) -> None:
@@ -68,7 +71,10 @@ class Worker:
         self.queue = self.scheduler.disagg_decode_prealloc_queue
         target, draft = self.scheduler.token_to_kv_pool_allocator.get_kvcache(), self.queue.draft_token_to_kv_pool
         self.speculates = draft is not None
-        self.pools = [target, *([draft] if self.speculates else [])]
+        pools = [target, *([draft] if self.speculates else [])]
+        # Of a hybrid model, what of it is KV; the rest is one state for each request.
+        self.pools = [getattr(pool, "full_kv_pool", pool) for pool in pools]
+        self.states = getattr(self.scheduler.req_to_token_pool, "mamba_pool", None)
         self.has_tree = isinstance(self.scheduler.tree_cache, DecodeRadixCache)
         self.cached: dict[tuple[int, ...], dict[str, Any]] = {}
         self.ended: list[Req] = []
@@ -109,6 +115,7 @@ class Worker:
                 "kv": [[b[slots].clone() for b in (*pool.k_buffer, *pool.v_buffer)] for pool in self.pools],
                 "first": int(result.next_token_ids[0]),
                 "start": [],
+                "state": self.states and self.states.get_cpu_copy(req.mamba_pool_idx),
             }
             if os.environ.get("SGLANG_TEST_SPOIL") == "1":
                 # The draft's keys, each with the value of another token.
@@ -117,10 +124,12 @@ class Worker:
             if self.speculates:
                 found["start"] = [t[0].clone() for t in (start.topk_p, start.topk_index, start.hidden_states)]
             s.token_to_kv_pool_allocator.free(slots)
+            if self.states:
+                s.req_to_token_pool.free_mamba_cache(req)
             s.req_to_token_pool.free(req)
         return found
 
-    def send(self, req: Req, page_indices: Any, aux: int, prefix: int) -> None:
+    def send(self, req: Req, page_indices: Any, aux: int, state_indices: Any, prefix: int) -> None:
         found, n, page = self.prefill(req.origin_input_ids), len(req.origin_input_ids), self.page
         slots = (torch.tensor(page_indices).long()[:, None] * page + torch.arange(page)).flatten()[: n - prefix]
         assert len(slots) == n - prefix
@@ -128,6 +137,8 @@ class Worker:
         for pool, values in zip(self.pools, found["kv"], strict=True):
             for buffer, value in zip((*pool.k_buffer, *pool.v_buffer), values, strict=True):
                 buffer[slots] = value[prefix:]
+        if self.states:
+            self.states.load_cpu_copy(found["state"], torch.tensor(state_indices[0]))
         meta = self.queue.metadata_buffers
         meta.output_ids[aux, 0] = found["first"]
         if self.speculates:
@@ -182,6 +193,7 @@ class Worker:
         assert free + held == self.scheduler.max_total_num_tokens, (free, held)
         if self.has_tree:
             assert tree.protected_size() == 0 and tree.audit([]) == []
+        assert not self.states or self.scheduler._audit_states(self.states) == []
 
 
 def told(req: Req) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
@@ -126,6 +127,24 @@ def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monke
     assert args.max_mamba_cache_size == 20 and left == pytest.approx(1 - 20 / 1024)
     assert runner._resolve_max_num_reqs(100_000) == 20
     assert args.disable_radix_cache == (not flag)
+
+
+def test_a_draft_in_a_hybrid_model(parse_hybrid):
+    """Of Qwen3-Next its own draft is verified; of others it is not, nor one beside a model that has states."""
+    options = [FLAG, "--mamba-scheduler-strategy", "extra_buffer", "--speculative-algorithm"]
+    for name in ("EAGLE", "NEXTN"):
+        args = parse_hybrid(*options, name)
+        assert not args.disable_radix_cache and args.speculative_algorithm == "EAGLE"
+    scheduler = object.__new__(Scheduler)
+    scheduler.server_args = args
+    scheduler._check_draft_of_hybrid()
+    args.speculative_draft_model_path = "other"
+    with pytest.raises(ValueError, match=r"linear attention .*\(other\).*without the flag"):
+        scheduler._check_draft_of_hybrid()
+    args.speculative_draft_model_path = None
+    args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3_5ForConditionalGeneration"]))
+    with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM"):
+        args._check_decode_radix_cache()
 
 
 def test_pages_are_verified_only_where_there_is_a_radix_cache(parse):

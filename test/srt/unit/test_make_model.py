@@ -28,6 +28,7 @@ EAGLE3_WEIGHTS = (
     "fc05be27d1693721fbef6d9df8b8483bd1f6595b498b282ddcff2163d081ceea",
     "7e8c46d88bf4db21ec3d1f125cc52efde0476a69ce1f875275a3f447337a00f3",
 )
+MTP_WEIGHTS = "26a73b37770e2b568a5cd0db3aebe1421d35ee9c19376aa565a1008a0490cec8"
 # Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
 HYBRID_WEIGHTS = {
     "qwen3-next": "8a68044f380a4e57698386b017c7896a67698bc586c59e5de5616724bb7a84e6",
@@ -117,6 +118,25 @@ def test_a_target_and_a_draft_that_reads_three_layers(tmp_path):
     said = np.arange(config["draft_vocab_size"]) + draft["d2t"]
     assert (said == np.array(EMITTED)).all() and (np.flatnonzero(draft["t2d"]) == said).all()
     assert (draft["lm_head.weight"] == target["lm_head.weight"][said]).all()
+
+
+def test_a_target_with_its_draft(tmp_path, models):
+    """The draft is the second layer, on the token and the hidden state; the rest is `qwen3-next`, but for gains."""
+    from safetensors.numpy import load_file
+
+    model = make_model(tmp_path / "mtp", ModelShape("qwen3-next-mtp"))
+    assert {p.name for p in model.iterdir()} == FILES and weights_digest(model) == MTP_WEIGHTS
+    tensors, plain = (load_file(path / "model.safetensors") for path in (model, models["qwen3-next"]))
+    assert {name for name in tensors if not name.startswith("mtp.")} == set(plain)
+    layer = {name: t for name, t in tensors.items() if name.startswith("model.layers.1.")}
+    for name, tensor in layer.items():
+        assert (tensor == tensors[name.replace("model.layers.1.", "mtp.layers.0.")]).all()
+        assert (tensor == plain[name]).all()
+    others = set(tensors) - set(plain) - {name.replace("model.layers.1.", "mtp.layers.0.") for name in layer}
+    norms = {f"mtp.{name}.weight" for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert others == {*norms, "mtp.fc.weight"} and not any(tensors[name].any() for name in norms)
+    hidden = ModelShape().hidden
+    assert (tensors["mtp.fc.weight"][:, :hidden] == np.eye(hidden)).all() and tensors["mtp.fc.weight"][:, hidden:].any()
 
 
 def test_kv_per_token_is_worth_a_transfer(models):

@@ -1,7 +1,8 @@
 """A real decode worker that drafts, with the tree and without: the same tokens, and as many drafts accepted (trap 35).
 
-Without servers, and all of it with the models of `pd-radix make-model --arch eagle` and `eagle3`; over the wire it is
-``e2e/test_speculative_pairs.py``.
+Without servers, and all of it with the models of `pd-radix make-model`: two with a draft beside them, and one that has
+states of linear attention and its draft in itself. Over the wire it is ``e2e/test_speculative_pairs.py`` and
+``e2e/test_hybrid_speculation.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 VERSIONS = ["0", "1"]
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+@pytest.fixture(scope="module", params=["eagle", "eagle3", "qwen3-next-mtp"])
 def arch(request):
     return request.param
 
@@ -34,8 +35,13 @@ def run(tmp_path_factory, arch):
     plain = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]
     plain += ["--max-running-requests", "8"]
     plain += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
-    drafts = ["--speculative-algorithm", arch.upper(), "--speculative-draft-model-path", str(model / DRAFT)]
+    drafts = ["--speculative-algorithm", "EAGLE3" if arch == "eagle3" else "EAGLE"]
     drafts += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+    with_tree, without = [FLAG], []
+    if arch.startswith("eagle"):
+        drafts += ["--speculative-draft-model-path", str(model / DRAFT)]
+    else:
+        with_tree, without = [FLAG, "--mamba-scheduler-strategy", "extra_buffer"], ["--disable-radix-cache"]
     done: dict[tuple, dict] = {}
 
     def start(version: str | None, page: int, flag: bool, retract: bool = False, spoil: bool = False) -> dict:
@@ -43,8 +49,13 @@ def run(tmp_path_factory, arch):
         if key not in done:
             env = {**os.environ, "SGLANG_ENABLE_SPEC_V2": version or "0", "SGLANG_TEST_RETRACT": str(int(retract))}
             env["SGLANG_TEST_SPOIL"] = str(int(spoil))
-            env["TORCHDYNAMO_DISABLE"] = "1"  # what is compiled takes longer than all the rest
-            options = [*plain, "--page-size", str(page), *(drafts if version else []), *([FLAG] if flag else [])]
+            options = [
+                *plain,
+                "--page-size",
+                str(page),
+                *(drafts if version else []),
+                *(with_tree if flag else without),
+            ]
             command = [sys.executable, str(Path(__file__).with_name("speculating_worker.py")), *options]
             ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
             lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT")]

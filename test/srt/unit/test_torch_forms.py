@@ -23,8 +23,8 @@ def test_it_is_what_the_engines_kernels_compute():
     run = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert max(found.values()) < 3e-6 and found["kept"] == 0, found
-    assert len(found) == 9
+    assert max(found.values()) < 3e-6 and found["kept"] == found["taken"] == 0, found
+    assert len(found) == 12
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
@@ -44,21 +44,15 @@ def test_it_is_what_transformers_computes(tokens):
     torch.testing.assert_close(begins[0, 0], state[0])
 
 
-def test_speculative_steps_are_refused():
-    one = torch.zeros(1, 3, 1, 4)
-    with pytest.raises(NotImplementedError, match="speculative decoding"):
+def test_drafts_that_are_trees_are_refused():
+    table, one = torch.zeros(1, 3), torch.zeros(1, 3, 1, 4)
+    with pytest.raises(NotImplementedError, match="--speculative-eagle-topk 1"):
         linear_attention.gated_delta_step(
-            torch.zeros(1),
-            torch.zeros(1),
-            one,
-            one,
-            one,
-            torch.zeros(3, 1),
-            torch.zeros(3, 1),
-            torch.zeros(2, 1, 4, 4),
-            torch.tensor([1]),
-            torch.tensor([0, 3]),
+            *(None, None, one, one, one, None, None, None, torch.tensor([1]), torch.tensor([0, 3])),
+            retrieve_parent_token=table,
         )
+    with pytest.raises(NotImplementedError, match="--speculative-eagle-topk 1"):
+        linear_attention.causal_conv_step(one, one, one, None, None, torch.tensor([1]), retrieve_next_token=table)
 
 
 @pytest.mark.parametrize("own_pool", [True, False])

@@ -62,11 +62,7 @@ class Scheduler(engine.Scheduler):
             return
         runner = self.tp_worker.model_runner
         if runner.hybrid_gdn_config is not None:
-            if self.server_args.speculative_algorithm is not None:
-                raise ValueError(
-                    f"{FLAG} is not verified for speculative decoding with linear attention. Leave "
-                    "--speculative-algorithm out, or start this decode worker without the flag."
-                )
+            self._check_draft_of_hybrid()
             # The tree for KV alone: states come from prefill with every request, so none has to be kept for a prefix.
             with patch.object(mamba_radix_cache, "MambaRadixCache", RadixCache):
                 super().init_cache_with_memory_pool()
@@ -108,6 +104,16 @@ class Scheduler(engine.Scheduler):
             raise ValueError(
                 f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
                 f"({sizes[0]}). Take another draft, or start this decode worker without the flag."
+            )
+
+    def _check_draft_of_hybrid(self) -> None:
+        """Raise ValueError for a draft model that is not verified for a model with linear attention."""
+        args = self.server_args
+        if args.speculative_algorithm is not None and args.speculative_draft_model_path not in (None, args.model_path):
+            raise ValueError(
+                f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
+                f"({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
+                "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag."
             )
 
     def _check_windows(self) -> None:

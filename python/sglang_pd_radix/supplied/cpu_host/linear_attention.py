@@ -111,26 +111,44 @@ def gated_delta_step(
     initial_state_indices: torch.Tensor,
     cu_seqlens: torch.Tensor,
     disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """A token of each of several requests. q, k, v: (1, requests, heads, size); a, b: (requests, heads).
+    """As many tokens of each of several requests. q, k, v: (1, tokens, heads, size); a, b: (tokens, heads).
 
-    initial_state_source: the pool's states, (slots, heads, V, K), of which those at ``initial_state_indices`` are
-    advanced. Returns the outputs, like ``v``.
+    The tokens are one request after the other, and each token of a request follows the one before it: a draft is a
+    chain. initial_state_source: the pool's states, (slots, heads, V, K), of which those at ``initial_state_indices``
+    are advanced, unless ``disable_state_update``. intermediate_states_buffer: (rows, tokens of a request, heads, V, K),
+    takes in its rows ``intermediate_state_indices`` the state after each token. Returns the outputs, like ``v``.
     """
     import torch
 
-    if disable_state_update or len(cu_seqlens) != q.shape[1] + 1:
-        raise NotImplementedError("On a CPU host, speculative decoding does not run with linear attention.")
-    g, beta = (x[0].unsqueeze(2) for x in gating(A_log, a, b, dt_bias))
-    # One token of each request has the shape of several tokens of one.
-    query, key, value = (x.transpose(0, 1) for x in _heads_first(q[0], k[0], v[0]))
+    _chains_only(retrieve_parent_token)
     slots = initial_state_indices.long()
-    state = initial_state_source[slots].float() * g.exp().unsqueeze(3)
-    change = beta * (value - torch.einsum("rhvk,rhk->rhv", state, key))
-    state += change.unsqueeze(3) * key.unsqueeze(2)
-    initial_state_source[slots] = state.to(initial_state_source.dtype)
-    return torch.einsum("rhvk,rhk->rhv", state, query).to(v.dtype).unsqueeze(0)
+    requests = len(cu_seqlens) - 1
+    g, beta = (x.view(requests, -1, x.shape[2], 1) for x in gating(A_log, a, b, dt_bias))
+    # Several tokens of each request, whose heads do not mix, have the shape of several tokens of one.
+    query, key, value = (x.transpose(0, 1).unflatten(0, (requests, -1)) for x in _heads_first(q[0], k[0], v[0]))
+    state = initial_state_source[slots].float()
+    read = []
+    for token in range(q.shape[1] // max(requests, 1)):
+        state = state * g[:, token].exp().unsqueeze(3)
+        change = beta[:, token] * (value[:, token] - torch.einsum("rhvk,rhk->rhv", state, key[:, token]))
+        state = state + change.unsqueeze(3) * key[:, token].unsqueeze(2)
+        read.append(torch.einsum("rhvk,rhk->rhv", state, query[:, token]))
+        if intermediate_states_buffer is not None and intermediate_state_indices is not None:
+            rows = intermediate_state_indices[:requests].long()
+            intermediate_states_buffer[rows, token] = state.to(intermediate_states_buffer.dtype)
+    if not disable_state_update:
+        initial_state_source[slots] = state.to(initial_state_source.dtype)
+    return torch.stack(read, 1).view(v.shape).to(v.dtype) if read else torch.empty_like(v)
+
+
+def _chains_only(table: torch.Tensor | None) -> None:
+    if table is not None:
+        raise NotImplementedError("On a CPU host drafts are chains: give --speculative-eagle-topk 1.")
 
 
 def _activate(x: torch.Tensor, activation: str | None) -> torch.Tensor:
@@ -177,16 +195,42 @@ def causal_conv_step(
     bias: torch.Tensor | None,
     activation: str | None,
     conv_state_indices: torch.Tensor,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_next_token: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The same for one token of each of several requests. x: (requests, channels)."""
+    """The same for one token of each of several requests, or some. x: (requests, channels) or (.., channels, tokens).
+
+    intermediate_conv_window: (rows, tokens, channels, width - 1), takes in its rows ``intermediate_state_indices`` the
+    last inputs after each token.
+    """
     import torch
 
+    _chains_only(retrieve_next_token)
     slots = conv_state_indices.long()
-    joined = torch.cat((conv_states[slots].to(x.dtype), x.unsqueeze(2)), 2)
-    conv_states[slots] = joined[:, :, 1:].to(conv_states.dtype)
-    out = (joined * weight).sum(2)
-    return _activate(out if bias is None else out + bias, activation)
+    width = weight.shape[1]
+    joined = torch.cat((conv_states[slots].to(x.dtype), x.view(*x.shape[:2], -1)), 2)
+    conv_states[slots] = joined[:, :, joined.shape[2] - width + 1 :].to(conv_states.dtype)
+    # (requests, channels, tokens, width)
+    inputs = joined.unfold(2, width, 1)
+    if intermediate_conv_window is not None and intermediate_state_indices is not None:
+        rows = intermediate_state_indices.long()
+        intermediate_conv_window[rows] = inputs[..., 1:].transpose(1, 2).to(intermediate_conv_window.dtype)
+    out = (inputs * weight[:, None]).sum(3)
+    out = _activate(out if bias is None else out + bias[:, None], activation)
+    # The engine goes on with a view that only the layout of ``x`` allows.
+    return torch.empty_like(x).copy_(out.view(x.shape))
+
+
+def take_verified(states: torch.Tensor, intermediate: torch.Tensor, slots: torch.Tensor, steps: torch.Tensor) -> None:
+    """``fused_mamba_state_scatter_with_mask``: each request's state becomes the one after its last accepted token.
+
+    states: (layers, slots, ..). intermediate: (layers, requests, tokens, ..). steps: of each request, the token's
+    place in its draft; below 0, the state stays.
+    """
+    taken = (steps >= 0).nonzero()[:, 0]
+    states[:, slots[taken].long()] = intermediate[:, taken, steps[taken].long()]
 
 
 def keep_states(
@@ -224,6 +268,26 @@ def _patch_backend(module: Any) -> None:
     # Both are left out on a CPU, where the engine keeps no states of prefixes (`extra_buffer`).
     module.FLA_CHUNK_SIZE = CHUNK
     module.track_mamba_states_if_needed = keep_states
+    module.fused_mamba_state_scatter_with_mask = take_verified
+
+
+def _patch_pool(module: Any) -> None:
+    import wrapt
+
+    @wrapt.patch_function_wrapper(module, "MambaPool.__init__")
+    def init(wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The engine has the states after each token of a draft on CUDA, wherever the pool is.
+        tokens = kwargs.pop("speculative_num_draft_tokens", None)
+        wrapped(*args, **kwargs)
+        if tokens is None:
+            return
+        kept, requests = instance.mamba_cache, kwargs["spec_state_size"] + 1
+        ssm, *windows = (
+            states.new_zeros(len(states), requests, tokens, *states.shape[2:]) for states in (kept.temporal, *kept.conv)
+        )
+        instance.mamba_cache = instance.SpeculativeState(
+            conv=kept.conv, temporal=kept.temporal, intermediate_ssm=ssm, intermediate_conv_window=windows
+        )
 
 
 def _patch_norm(module: Any) -> None:
@@ -261,5 +325,6 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "sgl_kernel.mamba": _patch_kernels,
     "sglang.srt.layers.attention.fla.fused_norm_gate": _patch_norm,
     "sglang.srt.layers.attention.hybrid_linear_attn_backend": _patch_backend,
+    "sglang.srt.mem_cache.memory_pool": _patch_pool,
     "sglang.srt.server_args": _patch_server_args,
 }

@@ -8,8 +8,8 @@ from typing import Any
 
 from . import attention, kernels
 
-#: What has torch forms, see `speculative`.
-SPECULATION = ("EAGLE", "EAGLE3")
+#: What has torch forms, see `speculative`. The last is the engine's other name of the first.
+SPECULATION = ("EAGLE", "EAGLE3", "NEXTN")
 
 
 def _speculates(instance: Any) -> None:
