@@ -34,10 +34,18 @@ V1, V2 = {"SGLANG_ENABLE_SPEC_V2": "0"}, {"SGLANG_ENABLE_SPEC_V2": "1"}
 WORKERS = {"v1": (0, 1), "v2": (2, 3)}
 ARCHS = ["eagle", "eagle3"]
 # What a draft reads of the target has nothing to do with pages: one size is enough for the second.
-CELLS = pytest.mark.parametrize("arch, page", [("eagle", 1), ("eagle", 16), ("eagle3", 16)], indirect=True)
+CELLS = [("eagle", 1), ("eagle", 16), ("eagle3", 16)]
 
 
-@pytest.fixture(scope="session", params=ARCHS)
+def pytest_generate_tests(metafunc):
+    # Not by marks: test_hybrid_speculation.py takes the tests without them.
+    if "page" in metafunc.fixturenames:
+        metafunc.parametrize("arch, page", CELLS, indirect=True)
+    elif "arch" in metafunc.fixturenames:
+        metafunc.parametrize("arch", ARCHS, indirect=True)
+
+
+@pytest.fixture(scope="session")
 def arch(request):
     return request.param
 
@@ -110,7 +118,6 @@ class Watched:
         return 1 + sum(n * count for h in self.accepted.values() for n, count in enumerate(h)) / steps
 
 
-@CELLS
 def test_conversations(pairs, plain):
     """Traps 34 and 35, turn after turn: each takes up what decode computed of the turns before, and its drafts'."""
     on, off = map(Watched, pairs)
@@ -123,7 +130,6 @@ def test_conversations(pairs, plain):
         assert conversations(pair) == plain["conversations"]
 
 
-@CELLS
 def test_every_hit_length(pairs, plain, page):
     """The tree has one token less than it holds KV of: what the last one's draft is depends on the next."""
     on, off = map(Watched, pairs)
@@ -141,7 +147,6 @@ def test_every_hit_length(pairs, plain, page):
     assert on.accepted == off.accepted
 
 
-@CELLS
 def test_what_the_tree_holds_of_an_answer(pairs, page):
     """All that its drafts have KV of, one token less."""
     on, _ = pairs
@@ -153,7 +158,6 @@ def test_what_the_tree_holds_of_an_answer(pairs, page):
     assert len(prompt) + 24 - 1 - 4 - page <= held < len(prompt) + 24
 
 
-@CELLS
 def test_chunked_prefill(pairs, plain):
     """The engine drafts at the end of a chunk with a token that does not come. The tree is not worse for it."""
     on, off = map(Watched, pairs)
@@ -166,13 +170,11 @@ def test_chunked_prefill(pairs, plain):
     assert on.length() > off.length() - 0.05
 
 
-@CELLS
 def test_aborts(pairs, plain, page):
     on, _ = pairs
     assert ask_among_leavers(on, base_prompt(page), 200, 0.05) == [plain["base", page]] * 3
 
 
-@CELLS
 def test_flush(pairs, plain, page):
     on, _ = pairs
     assert on(base_prompt(page))["output_ids"] == plain["base", page]
