@@ -1,19 +1,25 @@
 """The workload of the engine's PegaFlow proposal (PR #17221), scaled to a machine without a GPU.
 
-    python benchmark/kv_server.py --model DIR --requests 100 --prompt 1024 --answer 32
+    python benchmark/kv_server.py                      # all runs, on a made model
     python benchmark/kv_server.py --adapter            # its cost to the scheduler thread alone, without an engine
 
-One aggregated engine after the other: no radix cache, the radix cache alone, with PegaFlow cold and, after the device
-cache has been flushed, warm; at last two engines that share one server. On a machine without a GPU the real server runs
-on a stand-in for the CUDA driver (test/srt/pegaflow_host): what this shows is the adapter and the server, not a GPU.
+One deployment after the other, with the same prompts: no radix cache, the radix cache alone, PegaFlow, and the engine's
+own hierarchical cache. All but the first have two engines. The first engine answers all prompts, which take several
+times its device pool; then all of them again; with PegaFlow once more after its device cache has been flushed, which
+would empty a hierarchical cache as well; then the second engine answers them. On a machine without a GPU the real
+server runs on a stand-in for the CUDA driver (test/srt/pegaflow_host), and the hierarchical cache on what
+`supplied/cpu_host/hicache.py` has: what this shows is the adapter and the server, not a GPU.
 
-Prints, per run: seconds for all requests, TTFT p50 and p99, prompt tokens that were in the cache, and of PegaFlow the
-scheduler thread's time in the adapter per request, and the bytes in the server's pool.
+Prints, per round: seconds for all requests, TTFT p50 and p99, prompt tokens that were in the cache, and of these those
+that came from host memory; of PegaFlow the scheduler thread's time in the adapter per request. Per deployment: MiB of
+host memory of all its processes together at the end (PSS, which counts a shared page once), the device pools included,
+which here lie in host memory too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -26,12 +32,16 @@ from pathlib import Path
 import requests
 
 from sglang_pd_radix.tools.cluster import Cluster
+from sglang_pd_radix.tools.make_model import make_model
+from sglang_pd_radix.tools.process_group import members
 
 HOST_DIR = Path(__file__).resolve().parents[1] / "test" / "srt" / "pegaflow_host"
+# Ids of ordinary words in the vocabulary of `pd-radix make-model`.
+WORDS = range(400, 1900)
 
 
-def send(url: str, ids: list[int], answer: int) -> tuple[float, int]:
-    """Time to the first token, seconds, and how many tokens of the prompt were cached."""
+def send(url: str, ids: list[int], answer: int) -> tuple[float, int, int]:
+    """Time to the first token, seconds; how many tokens of the prompt were cached, and of these on the host."""
     body = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True},
@@ -44,7 +54,9 @@ def send(url: str, ids: list[int], answer: int) -> tuple[float, int]:
             if line.startswith(b"data: {"):
                 first = first or time.perf_counter() - start
                 last = line
-    return first, json.loads(last[6:])["meta_info"]["cached_tokens"]
+    meta = json.loads(last[6:])["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
+    return first, meta["cached_tokens"], details.get("host", 0) + details.get("storage", 0)
 
 
 def run(url: str, prompts: list[list[int]], args: argparse.Namespace) -> dict:
@@ -52,18 +64,31 @@ def run(url: str, prompts: list[list[int]], args: argparse.Namespace) -> dict:
     with ThreadPoolExecutor(args.clients) as pool:
         replies = list(pool.map(lambda ids: send(url, ids, args.answer), prompts))
     seconds = time.perf_counter() - start
-    times = sorted(first for first, _ in replies)
+    times = sorted(reply[0] for reply in replies)
     return {
         "seconds": round(seconds, 2),
         "ttft_p50_ms": round(1000 * statistics.median(times)),
         "ttft_p99_ms": round(1000 * times[int(0.99 * (len(times) - 1))]),
-        "cached_tokens": sum(cached for _, cached in replies),
+        "cached_tokens": sum(reply[1] for reply in replies),
+        "from_host": sum(reply[2] for reply in replies),
     }
 
 
 def adapter(url: str) -> dict:
+    """What PegaFlow's part of an engine says of itself; nothing without."""
     state = requests.get(url + "/get_server_info", timeout=60).json()["internal_states"][0]
-    return state["pegaflow"]
+    return state.get("pegaflow", {})
+
+
+def resident_mib(clusters: list[Cluster], server) -> int:
+    """Host memory of all processes, pages that several of them map counted once."""
+    pids = {pid for cluster in clusters for process in cluster.processes for pid in members(process.pid)}
+    pids |= {server.process.pid} if server else set()
+    total = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return round(total / 1024)
 
 
 def flush(url: str) -> None:
@@ -119,76 +144,90 @@ def _adapter_cost(server, prompt: int, page: int, rounds: int) -> tuple[dict[str
     return spent, {name: counters[name] for name in ("saved", "saves_failed", "loaded", "loads_failed", "lost")}
 
 
+def deployment(name: str, options: list[str], prompts: list[list[int]], args: argparse.Namespace) -> None:
+    """Start the engines of ``name``, have them answer, and print how that went."""
+    import host_server
+
+    print(json.dumps({"deployment": name, "options": options}), flush=True)
+    with contextlib.ExitStack() as running:
+        logs = Path(running.enter_context(tempfile.TemporaryDirectory()))
+        server, env = None, {}
+        if name == "pegaflow":
+            server, env = host_server.HostServer(logs, pool=args.pool).start(), host_server.engine_env()
+            running.callback(server.kill)
+            options = [*options, "--pegaflow-endpoint", server.endpoint]
+        clusters = [
+            Cluster(args.model, aggregated=True, common_args=options, log_dir=logs / str(i), env=env)
+            for i in range(1 if name == "none" else 2)
+        ]
+        for cluster in clusters:
+            running.callback(cluster.stop)
+        with ThreadPoolExecutor(2) as starters:
+            list(starters.map(lambda cluster: cluster.start(), clusters))
+        urls = [cluster.router_url for cluster in clusters]
+
+        rnd = random.Random(2)
+        warm_up = [rnd.choices(WORDS, k=args.prompt) for _ in range(args.clients)]
+        rounds = [("cold", 0), ("again", 0), ("after a flush", 0), ("the second engine", 1)]
+        if name != "pegaflow":
+            # Nothing would be left: a flush empties the hierarchical cache too.
+            del rounds[2]
+        for what, engine in rounds[: 1 if name == "none" else None]:
+            url = urls[engine]
+            if what in ("cold", "the second engine"):
+                run(url, warm_up, args)
+            if what != "again":
+                flush(url)
+            before = adapter(url)
+            figures = run(url, prompts, args)
+            after = adapter(url)
+            if after:
+                spent = (after["scheduler_seconds"] - before["scheduler_seconds"]) / args.requests
+                figures["adapter_ms_per_request"] = round(1000 * spent, 3)
+                figures |= {
+                    key: after[key] - before[key] for key in ("saved", "loaded", "saves_failed", "loads_failed")
+                }
+            print(json.dumps({"run": f"{name}, {what}", **figures}), flush=True)
+        figures = {"engines": len(clusters), "host_mib": resident_mib(clusters, server)}
+        if server:
+            figures["pool_mib"] = round(server.metric("pegaflow_pool_used_bytes") / 2**20)
+        print(json.dumps({"run": f"{name}, host memory", **figures}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model directory, for all but --adapter")
+    parser.add_argument("--model", help="a model directory; without, one is made as by `pd-radix make-model`")
     parser.add_argument("--adapter", action="store_true", help="only the scheduler thread's time, for 4096 tokens")
-    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--device-tokens", type=int, default=32768, help="tokens of the engine's KV pool")
-    parser.add_argument("--pool", default="4gb", help="of the server")
-    parser.add_argument("--only", nargs="*", choices=("none", "radix", "pegaflow", "two"), help="some of the runs")
+    parser.add_argument("--device-tokens", type=int, default=12288, help="tokens of an engine's KV pool")
+    parser.add_argument("--pool", default="1gb", help="of the PegaFlow server")
+    parser.add_argument("--hicache-gb", type=int, default=1, help="of each engine's hierarchical cache")
+    parser.add_argument("--only", nargs="*", choices=("none", "radix", "pegaflow", "hicache"), help="some of the runs")
     args = parser.parse_args()
     sys.path.insert(0, str(HOST_DIR))
-    import host_server
 
     if args.adapter:
         adapter_cost(4096)
         return
-    if not args.model:
-        parser.error("--model is needed")
     rnd = random.Random(1)
-    prompts = [rnd.choices(range(400, 1900), k=args.prompt) for _ in range(args.requests)]
+    prompts = [rnd.choices(WORDS, k=args.prompt) for _ in range(args.requests)]
     common = ["--page-size", str(args.page_size), "--max-total-tokens", str(args.device_tokens)]
-    common += ["--max-running-requests", "32"]
-    wanted = args.only or ["none", "radix", "pegaflow", "two"]
-
-    def report(name: str, figures: dict) -> None:
-        print(json.dumps({"run": name, **figures}), flush=True)
-
+    # An idle engine leaves the cores to the other one.
+    common += ["--max-running-requests", str(2 * args.clients), "--sleep-on-idle"]
+    deployments = {
+        "none": ["--disable-radix-cache"],
+        "radix": [],
+        "pegaflow": ["--enable-pegaflow"],
+        "hicache": ["--enable-hierarchical-cache", "--hicache-size", str(args.hicache_gb)],
+    }
     with tempfile.TemporaryDirectory() as directory:
-        logs = Path(directory)
-        for name, options in (("none", ["--disable-radix-cache"]), ("radix", [])):
-            if name in wanted:
-                with Cluster(args.model, aggregated=True, common_args=[*common, *options], log_dir=logs) as cluster:
-                    report(f"{name}, first round", run(cluster.router_url, prompts, args))
-                    flush(cluster.router_url)
-                    report(f"{name}, after a flush", run(cluster.router_url, prompts, args))
-        for name in ("pegaflow", "two"):
-            if name not in wanted:
-                continue
-            server = host_server.HostServer(logs, pool=args.pool).start()
-            options = [*common, "--enable-pegaflow", "--pegaflow-endpoint", server.endpoint]
-            started = [
-                Cluster(args.model, aggregated=True, common_args=options, log_dir=logs / str(i), env=env)
-                for i, env in enumerate([host_server.engine_env()] * (2 if name == "two" else 1))
-            ]
-            try:
-                urls = []
-                for cluster in started:
-                    cluster.start()
-                    urls.append(cluster.router_url)
-                before = adapter(urls[0])["scheduler_seconds"]
-                rounds = [("cold", urls[0]), ("warm, after a flush", urls[-1])]
-                for what, url in rounds:
-                    if url == urls[0] and what != "cold":
-                        flush(url)
-                        before = adapter(url)["scheduler_seconds"]
-                    figures = run(url, prompts, args)
-                    state = adapter(url)
-                    if name == "two" and what != "cold":
-                        what, before = "the other engine, whose device cache is empty", 0.0
-                    spent = (state["scheduler_seconds"] - before) / args.requests
-                    pool = server.metric("pegaflow_pool_used_bytes")
-                    more = {"adapter_ms_per_request": round(1000 * spent, 3), "pool_mib": round(pool / 2**20)}
-                    report(f"{name}, {what}", {**figures, **more, "loaded_pages": state["loaded"]})
-            finally:
-                for cluster in started:
-                    cluster.stop()
-                server.kill()
+        args.model = args.model or str(make_model(Path(directory) / "model"))
+        for name in args.only or deployments:
+            deployment(name, [*common, *deployments[name]], prompts, args)
 
 
 if __name__ == "__main__":
