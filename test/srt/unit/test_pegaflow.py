@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
+from host_server import wait_for  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 
@@ -52,13 +53,6 @@ def engine(monkeypatch):
     for made in engines:
         made.audit()
         made.close()
-
-
-def wait_for(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def prompt(length, seed=0):
