@@ -3,12 +3,12 @@
     python benchmark/kv_server.py                      # all runs, on a made model
     python benchmark/kv_server.py --adapter            # its cost to the scheduler thread alone, without an engine
 
-One deployment after the other, with the same prompts: no radix cache, the radix cache alone, PegaFlow, and the engine's
-own hierarchical cache. All but the first have two engines. The first engine answers all prompts, which take several
-times its device pool; then all of them again; with PegaFlow once more after its device cache has been flushed, which
-would empty a hierarchical cache as well; then the second engine answers them. On a machine without a GPU the real
-server runs on a stand-in for the CUDA driver (test/srt/pegaflow_host), and the hierarchical cache on what
-`supplied/cpu_host/hicache.py` has: what this shows is the adapter and the server, not a GPU.
+All deployments are started, and get the same prompts one after the other: no radix cache, the radix cache alone,
+PegaFlow, and the engine's own hierarchical cache. All but the first have two engines. The first engine answers all
+prompts, which take several times its device pool; then all of them again; with PegaFlow once more after its device cache
+has been flushed, which would empty a hierarchical cache as well; then the second engine answers them. On a machine
+without a GPU the real server runs on a stand-in for the CUDA driver (test/srt/pegaflow_host), and the hierarchical cache
+on what `supplied/cpu_host/hicache.py` has: what this shows is the adapter and the server, not a GPU.
 
 Prints, per round: seconds for all requests, TTFT p50 and p99, prompt tokens that were in the cache, and of these those
 that came from host memory; of PegaFlow the scheduler thread's time in the adapter per request. Per deployment: MiB of
@@ -144,54 +144,57 @@ def _adapter_cost(server, prompt: int, page: int, rounds: int) -> tuple[dict[str
     return spent, {name: counters[name] for name in ("saved", "saves_failed", "loaded", "loads_failed", "lost")}
 
 
-def deployment(name: str, options: list[str], prompts: list[list[int]], args: argparse.Namespace) -> None:
-    """Start the engines of ``name``, have them answer, and print how that went."""
-    import host_server
+class Deployment:
+    """One engine, or two, and with PegaFlow its server."""
 
-    print(json.dumps({"deployment": name, "options": options}), flush=True)
-    with contextlib.ExitStack() as running:
-        logs = Path(running.enter_context(tempfile.TemporaryDirectory()))
-        server, env = None, {}
+    def __init__(self, name: str, options: list[str], args: argparse.Namespace, logs: Path) -> None:
+        import host_server
+
+        self.name, self.server, env = name, None, {}
+        logs.mkdir()
         if name == "pegaflow":
-            server, env = host_server.HostServer(logs, pool=args.pool).start(), host_server.engine_env()
-            running.callback(server.kill)
-            options = [*options, "--pegaflow-endpoint", server.endpoint]
-        clusters = [
-            Cluster(args.model, aggregated=True, common_args=options, log_dir=logs / str(i), env=env)
+            self.server, env = host_server.HostServer(logs, pool=args.pool).start(), host_server.engine_env()
+            options = [*options, "--pegaflow-endpoint", self.server.endpoint]
+        self.clusters = [
+            Cluster(args.model, aggregated=True, common_args=options, log_dir=logs / str(i), env=env, timeout_s=600)
             for i in range(1 if name == "none" else 2)
         ]
-        for cluster in clusters:
-            running.callback(cluster.stop)
-        with ThreadPoolExecutor(2) as starters:
-            list(starters.map(lambda cluster: cluster.start(), clusters))
-        urls = [cluster.router_url for cluster in clusters]
 
-        rnd = random.Random(2)
-        warm_up = [rnd.choices(WORDS, k=args.prompt) for _ in range(args.clients)]
-        rounds = [("cold", 0), ("again", 0), ("after a flush", 0), ("the second engine", 1)]
-        if name != "pegaflow":
-            # Nothing would be left: a flush empties the hierarchical cache too.
-            del rounds[2]
-        for what, engine in rounds[: 1 if name == "none" else None]:
-            url = urls[engine]
-            if what in ("cold", "the second engine"):
-                run(url, warm_up, args)
-            if what != "again":
-                flush(url)
-            before = adapter(url)
-            figures = run(url, prompts, args)
-            after = adapter(url)
-            if after:
-                spent = (after["scheduler_seconds"] - before["scheduler_seconds"]) / args.requests
-                figures["adapter_ms_per_request"] = round(1000 * spent, 3)
-                figures |= {
-                    key: after[key] - before[key] for key in ("saved", "loaded", "saves_failed", "loads_failed")
-                }
-            print(json.dumps({"run": f"{name}, {what}", **figures}), flush=True)
-        figures = {"engines": len(clusters), "host_mib": resident_mib(clusters, server)}
-        if server:
-            figures["pool_mib"] = round(server.metric("pegaflow_pool_used_bytes") / 2**20)
-        print(json.dumps({"run": f"{name}, host memory", **figures}), flush=True)
+    def stop(self) -> None:
+        for cluster in self.clusters:
+            cluster.stop()
+        if self.server:
+            self.server.kill()
+
+
+def measure(deployed: Deployment, prompts: list[list[int]], args: argparse.Namespace) -> None:
+    """Have the engines answer, and print how that went."""
+    name, server, clusters = deployed.name, deployed.server, deployed.clusters
+    urls = [cluster.router_url for cluster in clusters]
+    rnd = random.Random(2)
+    warm_up = [rnd.choices(WORDS, k=args.prompt) for _ in range(args.clients)]
+    rounds = [("cold", 0), ("again", 0), ("after a flush", 0), ("the second engine", 1)]
+    if name != "pegaflow":
+        # Nothing would be left: a flush empties the hierarchical cache too.
+        del rounds[2]
+    for what, engine in rounds[: 1 if name == "none" else None]:
+        url = urls[engine]
+        if what in ("cold", "the second engine"):
+            run(url, warm_up, args)
+        if what != "again":
+            flush(url)
+        before = adapter(url)
+        figures = run(url, prompts, args)
+        after = adapter(url)
+        if after:
+            spent = (after["scheduler_seconds"] - before["scheduler_seconds"]) / args.requests
+            figures["adapter_ms_per_request"] = round(1000 * spent, 3)
+            figures |= {key: after[key] - before[key] for key in ("saved", "loaded", "saves_failed", "loads_failed")}
+        print(json.dumps({"run": f"{name}, {what}", **figures}), flush=True)
+    figures = {"engines": len(clusters), "host_mib": resident_mib(clusters, server)}
+    if server:
+        figures["pool_mib"] = round(server.metric("pegaflow_pool_used_bytes") / 2**20)
+    print(json.dumps({"run": f"{name}, host memory", **figures}), flush=True)
 
 
 def main() -> None:
@@ -226,8 +229,19 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as directory:
         args.model = args.model or str(make_model(Path(directory) / "model"))
-        for name in args.only or deployments:
-            deployment(name, [*common, *deployments[name]], prompts, args)
+        with contextlib.ExitStack() as running:
+            deployed = []
+            for name in args.only or deployments:
+                options = [*common, *deployments[name]]
+                print(json.dumps({"deployment": name, "options": options}), flush=True)
+                deployed.append(Deployment(name, options, args, Path(directory) / name))
+                running.callback(deployed[-1].stop)
+            # All at once: what takes time when an engine starts is one thread's work.
+            clusters = [cluster for one in deployed for cluster in one.clusters]
+            with ThreadPoolExecutor(len(clusters)) as starters:
+                list(starters.map(Cluster.start, clusters))
+            for one in deployed:
+                measure(one, prompts, args)
 
 
 if __name__ == "__main__":
