@@ -5,10 +5,11 @@
 
 All deployments are started, and get the same prompts one after the other: no radix cache, the radix cache alone,
 PegaFlow, and the engine's own hierarchical cache. All but the first have two engines. The first engine answers all
-prompts, which take several times its device pool; then all of them again; with PegaFlow once more after its device cache
-has been flushed, which would empty a hierarchical cache as well; then the second engine answers them. On a machine
-without a GPU the real server runs on a stand-in for the CUDA driver (test/srt/pegaflow_host), and the hierarchical cache
-on what `supplied/cpu_host/hicache.py` has: what this shows is the adapter and the server, not a GPU.
+prompts, which take several times its device pool; then all of them again; with PegaFlow once more after its device
+cache has been flushed, which would empty a hierarchical cache as well; then the second engine answers them. On a
+machine without a GPU the real server runs on a stand-in for the CUDA driver (test/srt/pegaflow_host), and the
+hierarchical cache on what `supplied/cpu_host/hicache.py` has: what this shows is the adapter and the server, not a
+GPU.
 
 Prints, per round: seconds for all requests, TTFT p50 and p99, prompt tokens that were in the cache, and of these those
 that came from host memory; of PegaFlow the scheduler thread's time in the adapter per request. Per deployment: MiB of
