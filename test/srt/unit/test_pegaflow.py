@@ -429,6 +429,8 @@ def check(model, monkeypatch):
         (["--enable-lmcache"], "--enable-lmcache"),
         (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--enable-memory-saver"], "--enable-memory-saver"),
+        (["--tp-size", "2", *PREFILL], "--tensor-parallel-size"),
+        (["--tp-size", "2", *DECODE_RADIX], "--tensor-parallel-size"),
         (["--dp-size", "2"], "--data-parallel-size"),
         (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--enable-dp-attention"),
         (["--pp-size", "2"], "--pipeline-parallel-size"),
