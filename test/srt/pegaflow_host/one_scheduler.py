@@ -51,23 +51,48 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
-def make_scheduler(mode: str, model: str, endpoint: str, ranks: int, rank: int, port: int):
+def make_scheduler(options: list[str], rank: int = 0, refused: bool = False):
+    """One TP rank with ``options``, beside those of a CPU host. refused: whether to start what servers refuse."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    options = ["--model-path", model, "--device", "cpu", "--attention-backend", "torch_batched", "--dtype", "float32"]
-    options += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--page-size", str(PAGE)]
-    options += ["--chunked-prefill-size", "128", "--skip-tokenizer-init"]
-    options += ["--enable-pegaflow", "--pegaflow-endpoint", endpoint]
-    if ranks > 1:
-        options += ["--tp-size", str(ranks), "--nccl-port", str(port)]
-    args = prepare_server_args(options + ROLES[mode])
-    if ranks == 1 or mode == "null":
-        # Pairs of several ranks are refused until servers have run.
+    host = ["--device", "cpu", "--attention-backend", "torch_batched", "--dtype", "float32", "--skip-tokenizer-init"]
+    args = prepare_server_args(host + options)
+    if not refused:
         args.check_server_args()
     scheduler = Scheduler(args, PortArgs.init_new(args), 0, rank, 0, 0, 0, 0, None)
     scheduler.schedule_stream = scheduler.device_module.current_stream()
     return scheduler
+
+
+def options_of(mode: str, model: str, endpoint: str, ranks: int, port: int) -> list[str]:
+    options = ["--model-path", model, "--max-total-tokens", "8192", "--max-running-requests", "16"]
+    options += ["--page-size", str(PAGE), "--chunked-prefill-size", "128"]
+    options += ["--enable-pegaflow", "--pegaflow-endpoint", endpoint]
+    if ranks > 1:
+        options += ["--tp-size", str(ranks), "--nccl-port", str(port)]
+    return options + ROLES[mode]
+
+
+def make_request(rid: str, tokens: list[int], max_new: int, stream: bool = False, **peer):
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=max_new, temperature=0, ignore_eos=True)
+    sampling.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_text="",
+        input_ids=list(tokens),
+        mm_inputs=None,
+        sampling_params=sampling,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=stream,
+        **peer,
+    )
 
 
 def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: list[int]) -> None:
@@ -108,7 +133,6 @@ def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: lis
 
 def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, port: int = 0) -> None:
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
     torch.set_num_threads(1)
     if ranks > 1 and not rank:
@@ -120,7 +144,8 @@ def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, po
             subprocess.Popen([sys.executable, "-W", "ignore", __file__, *others, str(other), str(port)], stdout=2)
     if rank:
         threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
-    scheduler = make_scheduler(mode, model, endpoint, ranks, rank, port)
+    # Pairs of several ranks are refused until servers have run.
+    scheduler = make_scheduler(options_of(mode, model, endpoint, ranks, port), rank, ranks > 1 and mode != "null")
     tree = scheduler.tree_cache
     sent: dict[int, list[int]] = {}
     numbers = itertools.count(1)
@@ -143,22 +168,8 @@ def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, po
 
     def request(tokens: list[int], host: str = FAKE_HOST):
         number = next(numbers)
-        sampling = SamplingParams(max_new_tokens=1 if mode == "prefill" else 8, temperature=0, ignore_eos=True)
-        sampling.normalize(None)
         peer = {} if mode == "null" else {"bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": number}
-        return TokenizedGenerateReqInput(
-            rid=f"r{number}",
-            input_text="",
-            input_ids=list(tokens),
-            mm_inputs=None,
-            sampling_params=sampling,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-            **peer,
-        )
+        return make_request(f"r{number}", tokens, 1 if mode == "prefill" else 8, **peer)
 
     def remember(received) -> None:
         if isinstance(received, TokenizedGenerateReqInput):
