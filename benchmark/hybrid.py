@@ -3,9 +3,11 @@
 Starts a prefill worker and two decode workers, one with the flag, on a made model, and lets clients chat with each pair
 in turn, round after round with new words. Prints, as Markdown: KV sent, over the least possible (every page of a prompt
 that its chat's earlier turns have not brought or computed, once); states sent, which come with every request either
-way; TTFT.
+way; TTFT; with --speculate, as the incremental-transfer proposal's deployment has it (EAGLE, 3 steps, top-k 1, 4 draft
+tokens, the draft in the model), also the tokens of a step.
 
     python benchmark/hybrid.py [--rounds N] [--clients N] [--turns N] [--backend nixl|mooncake] [--page-size N]
+                               [--speculate]
 
 Exits with 1 if the answers with the flag and without are not the same.
 """
@@ -32,6 +34,8 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 WORDS = range(400, 1900)
 COUNTERS = {"kv": "sglang:kv_transfer_sent_bytes_total", "states": "sglang:kv_transfer_state_bytes_total"}
 FIRST, MORE, ANSWER = 400, 60, 24
+SPECULATE = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
+SPECULATE += ["--speculative-num-draft-tokens", "4"]
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Side:
     states: float = 0
     least: float = 0
     ttft: list[float] = field(default_factory=list)
+    steps: int = 0
     answers: list[list[int]] = field(default_factory=list)
 
 
@@ -54,8 +59,8 @@ class Bench:
         self.port = next(p.bootstrap_port for p in cluster.processes if p.role == "prefill")
         self.senders = ThreadPoolExecutor(64)
 
-    def ask(self, side: Side, ids: list[int]) -> tuple[list[int], float]:
-        """One request, addressed as the router does it: its answer and the time to the first token."""
+    def ask(self, side: Side, ids: list[int]) -> tuple[list[int], float, int]:
+        """One request, addressed as the router does it: its answer, the time to the first token, and decode's steps."""
         body = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True},
@@ -63,7 +68,7 @@ class Bench:
             "bootstrap_port": self.port,
             "bootstrap_room": random.randrange(1, 2**62),
         }
-        began, first, answer = time.perf_counter(), None, []
+        began, first, last = time.perf_counter(), None, {}
         prefill = self.senders.submit(requests.post, self.prefill_url + "/generate", json=body, timeout=300)
         with requests.post(
             side.decode_url + "/generate", json={**body, "stream": True}, stream=True, timeout=300
@@ -72,10 +77,11 @@ class Bench:
             for line in reply.iter_lines():
                 if line.startswith(b"data: {"):
                     first = first or time.perf_counter() - began
-                    answer = json.loads(line[6:])["output_ids"]
+                    last = json.loads(line[6:])
         prefill.result().raise_for_status()
-        assert first is not None and len(answer) == ANSWER
-        return answer, first
+        assert first is not None and len(last["output_ids"]) == ANSWER
+        # The first token is prefill's.
+        return last["output_ids"], first, last["meta_info"].get("spec_verify_ct", ANSWER - 1)
 
     def chat(self, side: Side, seed: int, turns: int) -> None:
         rnd = random.Random(seed)
@@ -84,8 +90,9 @@ class Bench:
             there = len(history) // self.page_size
             history = history + [rnd.choice(WORDS) for _ in range(FIRST if turn == 0 else MORE)]
             side.least += (-(-len(history) // self.page_size) - there) * self.page_bytes
-            answer, ttft = self.ask(side, history)
+            answer, ttft, steps = self.ask(side, history)
             side.ttft.append(ttft)
+            side.steps += steps
             side.answers.append([seed, turn, *answer])
             history = history + answer
 
@@ -112,17 +119,21 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl")
+    parser.add_argument("--speculate", action="store_true")
     args = parser.parse_args()
-    shape = ModelShape(arch="qwen3-next")
+    shape = ModelShape(arch="qwen3-next-mtp" if args.speculate else "qwen3-next")
+    # The draft has one layer with KV of its own, of the same size.
+    layers = shape.layers // 2
+    token_bytes = shape.kv_bytes_per_token // layers * (layers + args.speculate)
     options = ["--page-size", str(args.page_size), "--enable-metrics", "--max-mamba-cache-size", "80"]
-    options += ["--max-running-requests", "16"]
+    options += ["--max-running-requests", "16", *(SPECULATE if args.speculate else [])]
     # Without the flag, a decode worker on a CPU host cannot have it: its steps then take pinned memory.
     extra = ["--mamba-scheduler-strategy", "extra_buffer"]
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(f"{folder}/model", shape)
-        workers = {"prefill_args": extra, "decode": 2, "decode_args": [[RADIX_FLAG, *extra], []]}
+        workers = {"prefill_args": extra, "decode": 2, "decode_args": [[RADIX_FLAG, *extra], ["--disable-radix-cache"]]}
         with Cluster(model, common_args=options, backend=args.backend, **workers) as cluster:
-            bench = Bench(cluster, args.page_size, args.page_size * shape.kv_bytes_per_token)
+            bench = Bench(cluster, args.page_size, args.page_size * token_bytes)
             on, off = (Side(*side) for side in zip(("on", "off"), cluster.decode_urls, strict=True))
             for number in range(-1, args.rounds):
                 for side in (on, off) if number % 2 else (off, on):
@@ -130,11 +141,13 @@ def main() -> int:
                         bench.round(Side(side.name, side.decode_url), number, args.clients, 2)
                     else:
                         bench.round(side, number, args.clients, args.turns)
-    print("| flag | KV sent, MiB | over the least possible | states sent, MiB | TTFT p50, ms |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| flag | KV sent, MiB | over the least possible | states sent, MiB | TTFT p50, ms | tokens of a step |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for side in (off, on):
         ratio, ttft = side.kv / side.least, 1e3 * statistics.median(side.ttft)
-        print(f"| {side.name} | {side.kv / 2**20:.1f} | {ratio:.3f} | {side.states / 2**20:.2f} | {ttft:.0f} |")
+        a_step = len(side.answers) * (ANSWER - 1) / side.steps
+        figures = f"{side.kv / 2**20:.1f} | {ratio:.3f} | {side.states / 2**20:.2f} | {ttft:.0f} | {a_step:.2f}"
+        print(f"| {side.name} | {figures} |")
     differ = sum(a != b for a, b in zip(sorted(on.answers), sorted(off.answers), strict=True))
     print(f"\n{len(on.answers)} answers of each, {differ} differ.")
     return 1 if differ else 0

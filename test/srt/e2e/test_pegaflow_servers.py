@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import requests
-from pd import FLAG, Pair, ask, conversations, log_of, pools, wait_idle, words
+from pd import FLAG, TP2, Pair, ask, conversations, log_of, pools, wait_idle, words
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
 
+from sglang_pd_radix.tools.make_model import ModelShape  # noqa: E402
+
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing())),
 ]
 
@@ -53,6 +55,14 @@ def check_at_rest(url):
         assert (rank["saving_tokens"], rank["loading_tokens"], rank["prefetches"]) == (0, 0, 0), rank
 
 
+def wait_until_back(server, url, ranks):
+    """Until all ranks have found a server that was started again; only the first tells of itself."""
+    end = time.monotonic() + 20
+    while not state(url)[0]["up"] or len(server.instances()) < ranks:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
 def check_nothing_left(server):
     """The engines are gone: so are their registrations and mappings, and no lease keeps a page."""
     end = time.monotonic() + 10
@@ -71,6 +81,27 @@ def prompts(seed, count=4, length=300):
 def answers(send, asked, max_new=16):
     with ThreadPoolExecutor(len(asked)) as pool:
         return [reply["output_ids"] for reply in pool.map(lambda ids: send(ids, max_new), asked)]
+
+
+def check_pair(pair, truth, where):
+    assert conversations(pair) == truth["conversations"]
+    asked = prompts(5)
+    first = answers(pair, asked)
+    wait_idle(pair.prefill_url)
+    pair.flush()
+    assert conversations(pair) == truth["conversations"]
+    assert answers(pair, asked) == first
+    assert state(pair.prefill_url)[0]["loaded"] > 0
+    if where == "both":
+        # What decode has from the server is not sent.
+        pair.flush()
+        loaded = state(pair.decode_url)[0]["loaded"]
+        details = pair(asked[0], 4)["meta_info"]["cached_tokens_details"]
+        assert state(pair.decode_url)[0]["loaded"] > loaded
+        assert details["decode_prefix"] == 288 and details["transferred"] == 12, details
+    for url in (pair.prefill_url, pair.decode_url):
+        wait_idle(url)
+    pair.check_idle()
 
 
 @pytest.mark.parametrize("shape", ["mha", "mla"])
@@ -109,10 +140,7 @@ def test_aggregated(clusters, server, request, shape):
     server.kill()
     assert answers(send, asked) == first
     server.start()
-    end = time.monotonic() + 20
-    while not state(url)[0]["up"]:
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_until_back(server, url, 1)
     answers(send, prompts(4))
     flush(url)
     answers(send, prompts(4))
@@ -123,19 +151,53 @@ def test_aggregated(clusters, server, request, shape):
     check_nothing_left(server)
 
 
-@pytest.mark.skip(reason="--tensor-parallel-size above 1 is refused until this has run (pegaflow_checks.py)")
-def test_two_ranks(clusters, server, model, truth):
-    """Each has its own part of every page; what they load they agree on."""
-    cluster = clusters.get(
-        model, aggregated=True, common_args=[*options(server), "--tp-size", "2"], env=host_server.engine_env()
-    )
+@pytest.mark.parametrize("shape", ["mha", "mla"])
+def test_two_ranks(clusters, server, request, shape):
+    """Each has its own part of every page, or, with MLA, one saves what all load; what they load they agree on."""
+    model = request.getfixturevalue("model" if shape == "mha" else "mla_model")
+    truth = request.getfixturevalue("truth" if shape == "mha" else "mla_truth")
+    cluster = clusters.get(model, aggregated=True, common_args=[*options(server), *TP2], env=host_server.engine_env())
     url, send = cluster.router_url, ask(cluster.router_url)
     assert len(server.instances()) == 2
     assert conversations(send) == truth["conversations"]
+    asked = prompts(3)
+    first = answers(send, asked)
     flush(url)
+    (rank,) = state(url)
+    # Of each page the server holds one copy: both ranks' parts, or what they have alike. It rounds up.
+    page_bytes = 16 * ModelShape(arch="mla" if shape == "mla" else "qwen3").kv_bytes_per_token
+    assert server.metric("pegaflow_pool_used_bytes") == pytest.approx(rank["saved"] * page_bytes, rel=0.05)
     assert conversations(send) == truth["conversations"]
-    assert state(url)[0]["loaded"] > 0
+    assert answers(send, asked) == first
+    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == 288 for ids in asked)
+    (rank,) = state(url)
+    assert rank["loaded"] >= 4 * 18 and rank["loads_failed"] == rank["lost"] == 0
     check_at_rest(url)
+
+    # Without a server they go on, and find it again, each by itself.
+    server.kill()
+    assert answers(send, asked) == first
+    server.start()
+    wait_until_back(server, url, 2)
+    answers(send, prompts(4))
+    flush(url)
+    answers(send, prompts(4))
+    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == 288
+    check_at_rest(url)
+    clusters.stop()
+    check_nothing_left(server)
+
+
+@pytest.mark.skip(reason="--tensor-parallel-size above 1 is refused on pairs until this has run (pegaflow_checks.py)")
+@pytest.mark.parametrize("shape", ["mha", "mla"])
+def test_pair_of_two_ranks(clusters, server, request, shape):
+    """Two prefill and two decode ranks, all of which use the server."""
+    model = request.getfixturevalue("model" if shape == "mha" else "mla_model")
+    truth = request.getfixturevalue("truth" if shape == "mha" else "mla_truth")
+    args = [*options(server), *TP2]
+    cluster = clusters.get(model, prefill_args=args, decode_args=[FLAG, *args], env=host_server.engine_env())
+    assert len(server.instances()) == 4
+    check_pair(Pair(cluster), truth, "both")
     clusters.stop()
     check_nothing_left(server)
 
@@ -150,25 +212,7 @@ def test_pair(clusters, server, model, truth, where):
         decode_args=[FLAG, *(args if where == "both" else args[:2])],
         env=host_server.engine_env(),
     )
-    pair = Pair(cluster)
-    assert conversations(pair) == truth["conversations"]
-    asked = prompts(5)
-    first = answers(pair, asked)
-    wait_idle(pair.prefill_url)
-    pair.flush()
-    assert conversations(pair) == truth["conversations"]
-    assert answers(pair, asked) == first
-    assert state(pair.prefill_url)[0]["loaded"] > 0
-    if where == "both":
-        # What decode has from the server is not sent.
-        pair.flush()
-        loaded = state(pair.decode_url)[0]["loaded"]
-        details = pair(asked[0], 4)["meta_info"]["cached_tokens_details"]
-        assert state(pair.decode_url)[0]["loaded"] > loaded
-        assert details["decode_prefix"] == 288 and details["transferred"] == 12, details
-    for url in (pair.prefill_url, pair.decode_url):
-        wait_idle(url)
-    pair.check_idle()
+    check_pair(Pair(cluster), truth, where)
     clusters.stop()
     check_nothing_left(server)
 

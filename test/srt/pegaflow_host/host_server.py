@@ -76,6 +76,13 @@ def server_env(libraries: Path) -> dict[str, str]:
     }
 
 
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 class HostServer:
     """One server; ``start`` after ``kill`` brings it back, empty, where it was."""
 

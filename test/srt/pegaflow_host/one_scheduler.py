@@ -1,6 +1,9 @@
 """A real scheduler with its model and overlapped loop, in a process without servers, on a real PegaFlow server.
 
-    python one_scheduler.py MODE MODEL ENDPOINT      MODE: null (aggregated), prefill or decode
+    python one_scheduler.py MODE MODEL ENDPOINT [RANKS]      MODE: null (aggregated), prefill or decode
+
+With RANKS above 1 it starts the other TP ranks itself; what happens in a step is, as in the engine, what the first rank
+has broadcast.
 
 It is given the same prompts twice, with its device cache flushed in between, and then one whose peer never comes, which
 is aborted. Prints a JSON object. With `engine/` on PYTHONPATH its pool can be mapped.
@@ -11,10 +14,13 @@ KV drawn at random from the tokens, so that the model's answer depends on every 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import subprocess
 import sys
+import threading
 import time
 import zlib
 from types import SimpleNamespace
@@ -23,6 +29,7 @@ import torch
 
 PAGE = 16
 FAKE_HOST, NOBODY = "2.2.2.2", "10.255.255.1"
+FLUSH = "flush"
 ROLES = {
     "null": [],
     "prefill": ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"],
@@ -37,19 +44,55 @@ class LoopEnds(BaseException):
     """Thrown into the loop, which has no end of its own."""
 
 
-def make_scheduler(mode: str, model: str, endpoint: str):
+def end_with(parent: int) -> None:
+    """A rank whose first rank is gone would wait for it in a collective."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def make_scheduler(options: list[str], rank: int = 0, refused: bool = False):
+    """One TP rank with ``options``, beside those of a CPU host. refused: whether to start what servers refuse."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    options = ["--model-path", model, "--device", "cpu", "--attention-backend", "torch_batched", "--dtype", "float32"]
-    options += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--page-size", str(PAGE)]
-    options += ["--chunked-prefill-size", "128", "--skip-tokenizer-init"]
-    options += ["--enable-pegaflow", "--pegaflow-endpoint", endpoint]
-    args = prepare_server_args(options + ROLES[mode])
-    args.check_server_args()
-    scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+    host = ["--device", "cpu", "--attention-backend", "torch_batched", "--dtype", "float32", "--skip-tokenizer-init"]
+    args = prepare_server_args(host + options)
+    if not refused:
+        args.check_server_args()
+    scheduler = Scheduler(args, PortArgs.init_new(args), 0, rank, 0, 0, 0, 0, None)
     scheduler.schedule_stream = scheduler.device_module.current_stream()
     return scheduler
+
+
+def options_of(mode: str, model: str, endpoint: str, ranks: int, port: int) -> list[str]:
+    options = ["--model-path", model, "--max-total-tokens", "8192", "--max-running-requests", "16"]
+    options += ["--page-size", str(PAGE), "--chunked-prefill-size", "128"]
+    options += ["--enable-pegaflow", "--pegaflow-endpoint", endpoint]
+    if ranks > 1:
+        options += ["--tp-size", str(ranks), "--nccl-port", str(port)]
+    return options + ROLES[mode]
+
+
+def make_request(rid: str, tokens: list[int], max_new: int, stream: bool = False, **peer):
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=max_new, temperature=0, ignore_eos=True)
+    sampling.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_text="",
+        input_ids=list(tokens),
+        mm_inputs=None,
+        sampling_params=sampling,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=stream,
+        **peer,
+    )
 
 
 def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: list[int]) -> None:
@@ -68,7 +111,7 @@ def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: lis
         slots = [int(page) * PAGE + i for page in pages for i in range(PAGE)]
         for end, slot in enumerate(slots[: len(tokens) - decode_prefix_len], decode_prefix_len + 1):
             drawn = torch.Generator().manual_seed(zlib.crc32(repr(tokens[:end]).encode()))
-            for buffer in (*kv.k_buffer, *kv.v_buffer):
+            for buffer in [*kv.kv_buffer] if hasattr(kv, "kv_buffer") else [*kv.k_buffer, *kv.v_buffer]:
                 buffer[slot] = torch.randn(buffer.shape[1:], generator=drawn)
         metadata = scheduler.disagg_metadata_buffers
         metadata.output_ids[index, 0] = 500 + zlib.crc32(repr(tokens).encode()) % 1000
@@ -88,14 +131,24 @@ def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: lis
         method.__globals__["is_warmup"] = lambda req: False
 
 
-def main(mode: str, model: str, endpoint: str) -> None:
+def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, port: int = 0) -> None:
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
     torch.set_num_threads(1)
-    scheduler = make_scheduler(mode, model, endpoint)
+    if ranks > 1 and not rank:
+        from sglang_pd_radix.tools.cluster import free_ports
+
+        (port,) = free_ports(1)
+        others = [str(value) for value in (mode, model, endpoint, ranks)]
+        for other in range(1, ranks):
+            subprocess.Popen([sys.executable, "-W", "ignore", __file__, *others, str(other), str(port)], stdout=2)
+    if rank:
+        threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
+    # Pairs of several ranks are refused until servers have run.
+    scheduler = make_scheduler(options_of(mode, model, endpoint, ranks, port), rank, ranks > 1 and mode != "null")
     tree = scheduler.tree_cache
     sent: dict[int, list[int]] = {}
+    numbers = itertools.count(1)
     prefixes: list[int] = []
     answers: dict[str, list[int]] = {}
     cached: dict[str, int] = {}
@@ -114,24 +167,13 @@ def main(mode: str, model: str, endpoint: str) -> None:
         stand_in_for_prefill(scheduler, sent, prefixes)
 
     def request(tokens: list[int], host: str = FAKE_HOST):
-        number = len(sent) + 1
-        sent[number] = tokens
-        sampling = SamplingParams(max_new_tokens=1 if mode == "prefill" else 8, temperature=0, ignore_eos=True)
-        sampling.normalize(None)
+        number = next(numbers)
         peer = {} if mode == "null" else {"bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": number}
-        return TokenizedGenerateReqInput(
-            rid=f"r{number}",
-            input_text="",
-            input_ids=list(tokens),
-            mm_inputs=None,
-            sampling_params=sampling,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-            **peer,
-        )
+        return make_request(f"r{number}", tokens, 1 if mode == "prefill" else 8, **peer)
+
+    def remember(received) -> None:
+        if isinstance(received, TokenizedGenerateReqInput):
+            sent[int(received.rid[1:])] = list(received.input_ids)
 
     seen = {}
 
@@ -146,7 +188,7 @@ def main(mode: str, model: str, endpoint: str) -> None:
             while not scheduler.is_fully_idle():
                 yield []
             look(name)
-            assert scheduler.flush_cache()
+            yield [FLUSH]
             # What is saved is in the server's index soon after it has said so.
             end = time.monotonic() + 1
             while time.monotonic() < end:
@@ -165,9 +207,17 @@ def main(mode: str, model: str, endpoint: str) -> None:
     steps = script()
 
     def receive():
-        for received in steps:
-            return received
-        raise LoopEnds
+        received = [next(steps, None)] if rank == 0 else [None]
+        if ranks > 1:
+            torch.distributed.broadcast_object_list(received, src=0, group=scheduler.tp_cpu_group)
+        if received[0] is None:
+            raise LoopEnds
+        if received[0] == [FLUSH]:
+            assert scheduler.flush_cache()
+            return []
+        for one in received[0]:
+            remember(one)
+        return received[0]
 
     scheduler.recv_requests = receive
     loops = {"null": "", "prefill": "_disagg_prefill", "decode": "_disagg_decode"}
@@ -175,6 +225,9 @@ def main(mode: str, model: str, endpoint: str) -> None:
         getattr(scheduler, "event_loop_overlap" + loops[mode])()
     except LoopEnds:
         pass
+    # Each rank's process goes when its own work is done.
+    if rank:
+        os._exit(0)
     result = {"tree": type(tree).__name__, "answers": answers, "cached": cached, "prefixes": prefixes, "seen": seen}
     print("\n" + json.dumps(result), flush=True)
     # Threads of the transfer library are still there.
@@ -182,4 +235,4 @@ def main(mode: str, model: str, endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

@@ -6,6 +6,7 @@ The KV of a token is a number that depends on all tokens up to it, so a slot tha
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import time
 import zlib
@@ -93,7 +94,7 @@ class SmallEngine:
 
     def connect(self):
         layout = kv_layout(self.kv, self.page)
-        instance = f"small-{next(_numbers)}"
+        instance = f"small-{os.getpid()}-{next(_numbers)}"
         return pegaflow_session.PegaFlowSession(self.server.endpoint, instance, self.namespace, layout)
 
     def settle(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
+from host_server import wait_for  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 
@@ -52,13 +53,6 @@ def engine(monkeypatch):
     for made in engines:
         made.audit()
         made.close()
-
-
-def wait_for(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def prompt(length, seed=0):
@@ -371,69 +365,6 @@ def test_a_weight_update_ends_it(shared, engine, caplog):
     assert warnings_in(caplog) == []
 
 
-def test_ranks_agree(shared, engine, monkeypatch):
-    """Ranks that hold different parts of a prompt in the server, and whose saves end at different times.
-
-    Two threads, each with a rank's tree; the reduction between them is the only thing here that is not the real one.
-    """
-    import threading
-
-    import torch
-
-    name = f"ranks-{random.random()}"
-    tokens, more = prompt(300), prompt(200, seed=2)
-    # Rank 1 has lost the end of it.
-    whole, part = engine(shared, namespace=f"{name}-0"), engine(shared, namespace=f"{name}-1", rank=10)
-    whole.run(tokens), part.run(tokens[:160])
-    whole.settle(), part.settle()
-    ranks = [engine(shared, namespace=f"{name}-{rank}", rank=10 * rank, size=512) for rank in (0, 1)]
-    meet, told = threading.Barrier(2), {}
-
-    def all_reduce(tensor, op, group):
-        told[group] = tensor.clone()
-        meet.wait(10)
-        assert len(told["rank 0"]) == len(told["rank 1"])
-        low = torch.minimum(told["rank 0"], told["rank 1"])
-        meet.wait(10)
-        tensor.copy_(low)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    late = ranks[1].session.save
-    ranks[1].session.save = lambda save: threading.Timer(0.2, late, [save]).start()
-    histories = [[], []]
-
-    def serve(number, tokens):
-        small, history = ranks[number], histories[number]
-        rid = f"r{len(tokens)}"
-        small.ask(rid, tokens)
-        history.append(("loaded", small.wait(rid)))
-        history.append(("held", small.run(tokens)))
-        while small.tree.busy:
-            small.tree.advance()
-            history.append((small.tree.evictable_size(), small.allocator.available_size(), len(small.tree._open)))
-            time.sleep(0.002)
-
-    def run(number):
-        small = ranks[number]
-        small.tree.tp_group = f"rank {number}"
-        try:
-            for asked in (tokens, more, tokens, more[:100] + tokens[:100]):
-                serve(number, asked)
-        except BaseException:
-            meet.abort()
-            raise
-        finally:
-            small.tree.tp_group = None
-
-    threads = [threading.Thread(target=run, args=[number]) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert histories[0] == histories[1]
-    assert histories[0][:2] == [("loaded", 160), ("held", 160)]
-
-
 @pytest.mark.thorough  # It imports the engine once more.
 @pytest.mark.timeout(300)
 def test_an_engine_that_crashes_leaves_nothing(server, tmp_path):
@@ -498,7 +429,8 @@ def check(model, monkeypatch):
         (["--enable-lmcache"], "--enable-lmcache"),
         (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--enable-memory-saver"], "--enable-memory-saver"),
-        (["--tp-size", "2"], "--tensor-parallel-size"),
+        (["--tp-size", "2", *PREFILL], "--tensor-parallel-size"),
+        (["--tp-size", "2", *DECODE_RADIX], "--tensor-parallel-size"),
         (["--dp-size", "2"], "--data-parallel-size"),
         (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--enable-dp-attention"),
         (["--pp-size", "2"], "--pipeline-parallel-size"),
@@ -531,7 +463,9 @@ def test_a_host_whose_memory_cannot_be_mapped_is_refused(check, monkeypatch):
         pegaflow_memory.check_device("cpu")
 
 
-@pytest.mark.parametrize("role", [[], PREFILL, DECODE_RADIX], ids=["aggregated", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "role", [[], ["--tp-size", "2"], PREFILL, DECODE_RADIX], ids=["aggregated", "two ranks", "prefill", "decode"]
+)
 def test_a_server_of_the_right_version_is_taken(check, shared, role):
     args = check("--pegaflow-endpoint", shared.endpoint, *role)
     assert args.enable_pegaflow and not args.disable_radix_cache

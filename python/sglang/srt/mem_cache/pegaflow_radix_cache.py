@@ -284,6 +284,8 @@ class PegaFlowTree(RadixCache):
         saves, watched = self._saves[:AGREED], self._open[:AGREED]
         facts = [save.done + save.saved if save.done else 0 for save, _ in saves]
         facts += [self._fact(found, now) for found in watched]
+        # Decode comes to a request when its handshake is done, which each rank sees in a step of its own.
+        facts += [found.asked_for for found in watched]
         if self.tp_group is not None:
             reduced = torch.tensor(facts, dtype=torch.int64)
             torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MIN, group=self.tp_group)
@@ -297,7 +299,9 @@ class PegaFlowTree(RadixCache):
             if node in self._unsaved:
                 break
         facts = facts[len(saves) :]
-        for found, fact in zip(watched, facts, strict=True):
+        asked_for = facts[len(watched) :]
+        for found, fact, asked in zip(watched, facts, asked_for, strict=False):
+            found.asked_for = bool(asked)
             self._decide(found, fact)
         for found in self._open:
             found.asked_for = False
