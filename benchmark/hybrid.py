@@ -127,7 +127,8 @@ def main() -> int:
     token_bytes = shape.kv_bytes_per_token // layers * (layers + args.speculate)
     options = ["--page-size", str(args.page_size), "--enable-metrics", "--max-mamba-cache-size", "80"]
     options += ["--max-running-requests", "16", *(SPECULATE if args.speculate else [])]
-    # Without the flag, a decode worker on a CPU host cannot have it: its steps then take pinned memory.
+    # Without the flag, a decode worker on a CPU host cannot have it: its steps then take pinned memory. What the engine
+    # has in its place beside a radix cache turns overlap off; a decode worker has no such cache, so it is told so.
     extra = ["--mamba-scheduler-strategy", "extra_buffer"]
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(f"{folder}/model", shape)

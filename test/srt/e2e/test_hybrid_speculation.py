@@ -1,4 +1,4 @@
-"""EAGLE with the draft in the model (MTP), on linear attention (GDN), with the decode tree: Qwen3.5 as it is deployed.
+"""EAGLE with the draft in the model (MTP), on linear attention (GDN), with the decode tree, as the proposal deploys it.
 
 The tests are those of test_speculative_pairs.py. The state of a request is the one after the last token that was
 accepted, in every step, and goes with it where the request goes; all slots are free at idle.

@@ -135,6 +135,8 @@ def test_a_draft_in_a_hybrid_model(parse_hybrid):
     for name in ("EAGLE", "NEXTN"):
         args = parse_hybrid(*options, name)
         assert not args.disable_radix_cache and args.speculative_algorithm == "EAGLE"
+    with pytest.raises(ValueError, match="MTP"):
+        parse_hybrid(*options, "EAGLE3")
     scheduler = object.__new__(Scheduler)
     scheduler.server_args = args
     scheduler._check_draft_of_hybrid()

@@ -190,26 +190,38 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
-def test_a_draft_of_another_width_is_refused(monkeypatch, overlap):
-    """Beside hidden states that all requests of a step have left, the engine cannot put those of the next."""
+def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
+    """One of another width: beside hidden states that all requests of a step have left, the engine cannot put those of
+    the next. And one that is part of another model, wherever it lies."""
     monkeypatch.setattr(EngineScheduler, "init_cache_with_memory_pool", lambda self: None)
     monkeypatch.setattr(DecodeRadixCache, "take_over", lambda cache: "the decode tree")
 
-    def runner(hidden_size: int) -> SimpleNamespace:
-        config = SimpleNamespace(hidden_size=hidden_size)
+    def runner(hidden_size: int, architecture: str) -> SimpleNamespace:
+        hf = SimpleNamespace(architectures=[architecture])
+        config = SimpleNamespace(hidden_size=hidden_size, hf_config=hf)
         return SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=None, model_config=config)
 
     scheduler = object.__new__(Scheduler)
-    scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True, enable_pegaflow=False)
-    scheduler.enable_overlap, scheduler.tp_worker = overlap, SimpleNamespace(model_runner=runner(256))
-    for size in (128, 256):
-        scheduler.tree_cache = object.__new__(RadixCache)
-        draft = runner(size)
-        apart = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=draft))
-        scheduler.draft_worker = apart if overlap else SimpleNamespace(model_runner=draft)
-        if size == 256:
-            scheduler.init_cache_with_memory_pool()
-            assert scheduler.tree_cache == "the decode tree"
-        else:
-            with pytest.raises(ValueError, match=r"another hidden size \(128\) than the model's \(256\)"):
-                scheduler.init_cache_with_memory_pool()
+    args = {"speculative_algorithm": "EAGLE", "model_path": "target", "speculative_draft_model_path": "draft"}
+    args |= {"disaggregation_decode_enable_radix_cache": True, "enable_pegaflow": False}
+    scheduler.server_args = SimpleNamespace(**args)
+    scheduler.enable_overlap = overlap
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner(256, "LlamaForCausalLM"))
+
+    def start(*draft) -> None:
+        scheduler.tree_cache, drafts = object.__new__(RadixCache), runner(*draft)
+        apart = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=drafts))
+        scheduler.draft_worker = apart if overlap else SimpleNamespace(model_runner=drafts)
+        scheduler.init_cache_with_memory_pool()
+
+    with pytest.raises(ValueError, match=r"another hidden size \(128\) than the model's \(256\)"):
+        start(128, "LlamaForCausalLMEagle3")
+    for part in ("DeepseekV3ForCausalLMNextN", "MiMoMTP"):
+        with pytest.raises(ValueError, match=rf"part of a model \(MTP\).*{part}"):
+            start(256, part)
+    start(256, "LlamaForCausalLMEagle3")
+    assert scheduler.tree_cache == "the decode tree"
+    # In the model itself, which one it may be has been looked at with the options.
+    scheduler.server_args.speculative_draft_model_path = "target"
+    start(256, "Qwen3NextForCausalLMMTP")
+    assert scheduler.tree_cache == "the decode tree"

@@ -90,29 +90,43 @@ class Scheduler(engine.Scheduler):
         self._check_draft()
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
 
-    def _check_draft(self) -> None:
-        """Raise ValueError for a draft model that is narrower or wider than its target.
+    def _has_draft_apart(self) -> bool:
+        args = self.server_args
+        path = args.speculative_draft_model_path
+        return args.speculative_algorithm is not None and path not in (None, args.model_path)
 
-        EAGLE3 allows it. But where all requests end in one step, the engine leaves hidden states of the target's size,
-        and ends the worker when those of the next request, of the draft's, are put beside them.
+    def _check_draft(self) -> None:
+        """Raise ValueError for a draft that is not verified with the flag, by what it is and not where it lies.
+
+        That is a part of a model (MTP) whose path is another, which the options do not tell from a draft by itself; and
+        one narrower or wider than its target. EAGLE3 allows the latter. But where all requests end in one step, the
+        engine leaves hidden states of the target's size, and ends the worker when those of the next request, of the
+        draft's, are put beside them.
         """
         if self.draft_worker is None:
             return
         draft = self.draft_worker.draft_worker.draft_runner if self.enable_overlap else self.draft_worker.model_runner
+        way_out = "Take another draft, or start this decode worker without the flag."
+        architecture = draft.model_config.hf_config.architectures[0]
+        if self._has_draft_apart() and architecture.endswith(("MTP", "NextN")):
+            raise ValueError(
+                f"{FLAG} is not verified for a draft that is part of a model (MTP) and has a path of its own, "
+                f"{architecture}. {way_out}"
+            )
         sizes = [runner.model_config.hidden_size for runner in (self.tp_worker.model_runner, draft)]
         if len(set(sizes)) > 1:
             raise ValueError(
                 f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
-                f"({sizes[0]}). Take another draft, or start this decode worker without the flag."
+                f"({sizes[0]}). {way_out}"
             )
 
     def _check_draft_of_hybrid(self) -> None:
         """Raise ValueError for a draft model that is not verified for a model with linear attention."""
-        args = self.server_args
-        if args.speculative_algorithm is not None and args.speculative_draft_model_path not in (None, args.model_path):
+        if self._has_draft_apart():
+            path = self.server_args.speculative_draft_model_path
             raise ValueError(
                 f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
-                f"({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
+                f"({path}). Leave --speculative-draft-model-path out if the model has a "
                 "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag."
             )
 

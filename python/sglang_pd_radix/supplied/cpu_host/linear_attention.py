@@ -132,18 +132,18 @@ def gated_delta_step(
     # Several tokens of each request, whose heads do not mix, have the shape of several tokens of one.
     query, key, value = (x.transpose(0, 1).unflatten(0, (requests, -1)) for x in _heads_first(q[0], k[0], v[0]))
     state = initial_state_source[slots].float()
+    rows = None if intermediate_state_indices is None else intermediate_state_indices[:requests].long()
     read = []
-    for token in range(q.shape[1] // max(requests, 1)):
+    for token in range(q.shape[1] // requests):
         state = state * g[:, token].exp().unsqueeze(3)
         change = beta[:, token] * (value[:, token] - torch.einsum("rhvk,rhk->rhv", state, key[:, token]))
         state = state + change.unsqueeze(3) * key[:, token].unsqueeze(2)
         read.append(torch.einsum("rhvk,rhk->rhv", state, query[:, token]))
-        if intermediate_states_buffer is not None and intermediate_state_indices is not None:
-            rows = intermediate_state_indices[:requests].long()
+        if intermediate_states_buffer is not None:
             intermediate_states_buffer[rows, token] = state.to(intermediate_states_buffer.dtype)
     if not disable_state_update:
         initial_state_source[slots] = state.to(initial_state_source.dtype)
-    return torch.stack(read, 1).view(v.shape).to(v.dtype) if read else torch.empty_like(v)
+    return torch.stack(read, 1).view(v.shape).to(v.dtype)
 
 
 def _chains_only(table: torch.Tensor | None) -> None:
