@@ -188,7 +188,6 @@ def test_two_ranks(clusters, server, request, shape):
     check_nothing_left(server)
 
 
-@pytest.mark.skip(reason="--tensor-parallel-size above 1 is refused on pairs until this has run (pegaflow_checks.py)")
 @pytest.mark.parametrize("shape", ["mha", "mla"])
 def test_pair_of_two_ranks(clusters, server, request, shape):
     """Two prefill and two decode ranks, all of which use the server."""

@@ -429,8 +429,6 @@ def check(model, monkeypatch):
         (["--enable-lmcache"], "--enable-lmcache"),
         (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--enable-memory-saver"], "--enable-memory-saver"),
-        (["--tp-size", "2", *PREFILL], "--tensor-parallel-size"),
-        (["--tp-size", "2", *DECODE_RADIX], "--tensor-parallel-size"),
         (["--dp-size", "2"], "--data-parallel-size"),
         (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--enable-dp-attention"),
         (["--pp-size", "2"], "--pipeline-parallel-size"),
@@ -463,11 +461,10 @@ def test_a_host_whose_memory_cannot_be_mapped_is_refused(check, monkeypatch):
         pegaflow_memory.check_device("cpu")
 
 
-@pytest.mark.parametrize(
-    "role", [[], ["--tp-size", "2"], PREFILL, DECODE_RADIX], ids=["aggregated", "two ranks", "prefill", "decode"]
-)
-def test_a_server_of_the_right_version_is_taken(check, shared, role):
-    args = check("--pegaflow-endpoint", shared.endpoint, *role)
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("role", [[], PREFILL, DECODE_RADIX], ids=["aggregated", "prefill", "decode"])
+def test_a_server_of_the_right_version_is_taken(check, shared, role, ranks):
+    args = check("--pegaflow-endpoint", shared.endpoint, "--tp-size", ranks, *role)
     assert args.enable_pegaflow and not args.disable_radix_cache
 
 

@@ -39,10 +39,6 @@ def check(args: ServerArgs) -> None:
         "--speculative-algorithm": args.speculative_algorithm is not None,
         "--dllm-algorithm": args.dllm_algorithm is not None,
         "--enable-dp-attention": args.enable_dp_attention,
-        # Written; of several ranks only aggregated schedulers have run.
-        "--tensor-parallel-size above 1 and --disaggregation-mode": (
-            args.tp_size > 1 and args.disaggregation_mode != "null"
-        ),
         "--data-parallel-size above 1": args.dp_size > 1,
         "--pipeline-parallel-size above 1": args.pp_size > 1,
         "--attention-context-parallel-size above 1": args.attn_cp_size > 1,
