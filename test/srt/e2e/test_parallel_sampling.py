@@ -17,10 +17,9 @@ PROMPTS = [words(random.Random(seed), length) for seed, length in ((1, 150), (2,
 
 
 @pytest.fixture(scope="module")
-def pair(clusters, model):
-    # The options of test_kits.py, so that one pair serves both.
+def pair(clusters, model, backend):
     options = ["--page-size", str(PAGE), "--constrained-json-disable-any-whitespace"]
-    pair = Pair(clusters.get(model, decode_args=[FLAG], common_args=options))
+    pair = Pair(clusters.get(model, decode_args=[FLAG], common_args=options, backend=backend))
     yield pair
     pair.check_idle()
 
