@@ -522,8 +522,10 @@ class Cluster:
             else:
                 port = next(ports)
                 extra = [*extra, "--disaggregation-mode", role, "--disaggregation-transfer-backend", self.backend]
-            # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens.
-            extra = [*extra, "--nccl-port", str(next(ports))]
+            # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens. DP
+            # ranks that are engines by themselves would all be given the one that is named here.
+            if has_option(args, "--enable-dp-attention") or not has_option(args, "--dp-size", "--data-parallel-size"):
+                extra = [*extra, "--nccl-port", str(next(ports))]
             bootstrap = next(ports) if role == "prefill" else None
             if bootstrap is not None:
                 extra = [*extra, "--disaggregation-bootstrap-port", str(bootstrap)]

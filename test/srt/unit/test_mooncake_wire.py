@@ -557,6 +557,22 @@ def test_dp_ranks(monkeypatch, prefill, decode, mla) -> None:
     world.close()
 
 
+def test_a_reason_that_comes_while_another_is_told_is_not_kept(world: World, monkeypatch) -> None:
+    """A write fails in its own thread, when the scheduler has just read why its request has."""
+    manager = world.prefill[0].manager
+    tell = manager.tell_failure
+
+    def told(room, infos, reason):
+        manager.record_failure(room, "a write has failed too")
+        tell(room, infos, reason)
+
+    monkeypatch.setattr(manager, "tell_failure", told)
+    world.prefill[0].library.result = -1
+    on_prefill, _ = world.request(1, 10, 4).bootstrap().send().fail()
+    assert "Failed to send kv chunk" in on_prefill
+    world.assert_books_closed()
+
+
 def test_success_waits_for_the_metadata(world: World) -> None:
     request = world.request(1, 8, 4).bootstrap()
     landed = [0]

@@ -1127,6 +1127,22 @@ def test_notifications_of_rooms_that_nobody_waits_for_leave_nothing_behind(world
     waiting.wait_receivers(KVPoll.Success)
 
 
+def test_a_reason_that_comes_while_another_is_told_is_not_kept(world, monkeypatch):
+    manager = world.prefill[0].manager
+    tell = manager.tell_failure
+
+    def told(room, listeners, reason):
+        manager.record_failure(room, "a message says so too")
+        tell(room, listeners, reason)
+
+    monkeypatch.setattr(manager, "tell_failure", told)
+    request = world.request(230).start_prefill().start_decode()
+    frames = request.frames()
+    world.push([*frames[:9], b"-4", b"0"])
+    request.assert_fails("negative")
+    assert not manager.request_status and not manager.failure_records
+
+
 def test_the_books_of_every_request_are_closed(world):
     for room in range(200, 210):
         world.assert_healthy(room)

@@ -289,7 +289,7 @@ def test_cluster_serves_and_leaves_nothing(fake, tmp_path):
         commands=fake,
         common_args=["--c", "1"],
         prefill_args=[["--p", "a"], ["--p", "b"]],
-        decode_args=["--d"],
+        decode_args=[["--d"], ["--dp-size", "2"]],
         prefill_env=[{"EXTRA": "one"}, {}],
         env={"OMP_NUM_THREADS": "7"},
         router_args=["--policy", "random"],
@@ -306,6 +306,8 @@ def test_cluster_serves_and_leaves_nothing(fake, tmp_path):
         assert answers[0]["args"][-4:] == ["--c", "1", "--p", "a"]
         assert answers[1]["args"][-4:] == ["--c", "1", "--p", "b"]
         assert answers[2]["args"][-3:] == ["--c", "1", "--d"]
+        # Engines of one worker cannot share it.
+        assert ["--nccl-port" in answer["args"] for answer in answers] == [True, True, True, False]
         router = json.loads(http(cluster.router_url + "/generate", {})[1])["args"]
         for process in cluster.processes:
             if process.role == "prefill":

@@ -462,6 +462,15 @@ class CommonKVManager(engine.CommonKVManager):
             if bootstrap_room in self.request_status:
                 super().record_failure(bootstrap_room, failure_reason)
 
+    def forget(self, room: int) -> None:
+        """Take a request that has failed out of the books, once its reason has been told.
+
+        Threads that write for it, or read messages, may have recorded another meanwhile, which nobody would read.
+        """
+        with self.rooms.lock:
+            self.request_status.pop(room, None)
+            self.failure_records.pop(room, None)
+
     def fail_room(self, room: int, reason: str) -> None:
         """Fail one request for ``reason``; the scheduler sees it at its next poll."""
         self.record_failure(room, reason)

@@ -477,10 +477,12 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.clear()
 
     def clear(self) -> None:
-        """Adds that the room is remembered as ended."""
+        """Adds that the room is remembered as ended, and that nothing is left of one that failed."""
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
-        if not self._failed():
+        if self._failed():
+            manager.forget(room)
+        else:
             manager.end_room(room)
         manager.cancels.pop(room, None)
         manager.rooms.take_refusal(room)

@@ -435,7 +435,7 @@ class NixlKVSender(engine.NixlKVSender):
         listeners = [name for name, info in infos.items() if info.dummy is False]
         self.kv_mgr.tell_failure(room, listeners, reason)
         self.kv_mgr.end_room(room, reason)
-        self.kv_mgr.request_status.pop(room, None)
+        self.kv_mgr.forget(room)
         # Decode's cancellation of what had failed already.
         self.kv_mgr.rooms.take_refusal(room)
 
