@@ -109,9 +109,9 @@ def mla_model(tmp_path_factory):
     return str(make_model(tmp_path_factory.mktemp("model") / "mla", ModelShape(arch="mla")))
 
 
-def aggregated_answers(clusters, model) -> dict:
-    """The truth: what the engine without disaggregation says to every workload of these tests."""
-    cluster = clusters.get(model, aggregated=True, common_args=["--page-size", "1"])
+def aggregated_answers(clusters, model, *more: str) -> dict:
+    """The truth: what the engine without disaggregation says to every workload of these tests. ``more``: options."""
+    cluster = clusters.get(model, aggregated=True, common_args=["--page-size", "1", *more])
     send = ask(cluster.router_url)
     answers = {"conversations": conversations(send), "long": conversations(send, 6, 1, seed=5, max_new=96)}
     for page in (1, 16, 64):

@@ -154,15 +154,18 @@ def conversations(send: Ask, clients: int = 4, turns: int = 3, seed: int = 1, ma
 TP2 = ["--tp-size", "2"]
 
 
-def tp_cluster(clusters, model, backend, **options) -> Cluster:
-    """Prefill 0 and decode 0 have one rank, prefill 1 and decode 1 have two; prompts go in chunks of 64 tokens."""
+def tp_cluster(clusters, model, backend, *more: str, **options) -> Cluster:
+    """Prefill 0 and decode 0 have one rank, prefill 1 and decode 1 have two; prompts go in chunks of 64 tokens.
+
+    ``more``: options of all workers.
+    """
     return clusters.get(
         model,
         prefill=2,
         decode=2,
         prefill_args=[[], TP2],
         decode_args=[[FLAG], [FLAG, *TP2]],
-        common_args=["--page-size", "16", "--chunked-prefill-size", "64"],
+        common_args=["--page-size", "16", "--chunked-prefill-size", "64", *more],
         backend=backend,
         **options,
     )
