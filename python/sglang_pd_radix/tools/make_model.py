@@ -18,6 +18,7 @@ The model has no knowledge, so it is no use for chatting. It is built for tests,
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -450,26 +451,11 @@ def _common_config(shape: ModelShape) -> dict[str, Any]:
 Builder = Callable[["ModelShape", int, Vocabulary], tuple[dict[str, Any], dict[str, Tensor]]]
 
 
-def _eagle3(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from . import eagle3_model
+def _elsewhere(module: str, name: str) -> Callable[..., tuple[dict[str, Any], dict[str, Tensor]]]:
+    """A function of a module that itself needs this one."""
 
-    return eagle3_model.target(shape, seed, vocabulary)
-
-
-def _eagle3_draft(
-    shape: ModelShape, seed: int, config: dict[str, Any], target: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from . import eagle3_model
-
-    return eagle3_model.draft(shape, seed, config, target)
-
-
-def _hybrid(name: str) -> Builder:
-    def build(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        from . import hybrid_models
-
-        builder: Builder = getattr(hybrid_models, name)
-        return builder(shape, seed, vocabulary)
+    def build(*args: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return getattr(importlib.import_module(f".{module}", __package__), name)(*args)
 
     return build
 
@@ -478,12 +464,12 @@ _BUILDERS: dict[str, Builder] = {
     "qwen3": _qwen3,
     "mla": _mla,
     "eagle": _eagle,
-    "eagle3": _eagle3,
-    "qwen3-next": _hybrid("qwen3_next"),
-    "qwen3-next-mtp": _hybrid("qwen3_next_mtp"),
-    "step3p5": _hybrid("step3p5"),
+    "eagle3": _elsewhere("eagle3_model", "target"),
+    "qwen3-next": _elsewhere("hybrid_models", "qwen3_next"),
+    "qwen3-next-mtp": _elsewhere("hybrid_models", "qwen3_next_mtp"),
+    "step3p5": _elsewhere("hybrid_models", "step3p5"),
 }
-_DRAFTS = {"eagle": eagle_draft, "eagle3": _eagle3_draft}
+_DRAFTS = {"eagle": eagle_draft, "eagle3": _elsewhere("eagle3_model", "draft")}
 # Where a model of those has its draft.
 DRAFT = "draft"
 

@@ -11,6 +11,7 @@ from conftest import aggregated_answers
 from pd import FLAG, TP2
 from test_hybrid import EXTRA_BUFFER, SLOTS
 from test_speculative_pairs import (  # noqa: F401
+    CHAIN,
     SMALL,
     V1,
     V2,
@@ -45,9 +46,8 @@ def plain(clusters, model):
 
 
 def speculating(page: int) -> list[str]:
-    chain = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
     pages = ["--page-size", str(page), "--chunked-prefill-size", "4096"]
-    return ["--speculative-algorithm", "EAGLE", *chain, *pages, *SLOTS]
+    return ["--speculative-algorithm", "EAGLE", *CHAIN, *pages, *SLOTS]
 
 
 @pytest.fixture(scope="module", params=[64])

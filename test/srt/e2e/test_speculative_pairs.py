@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 V1, V2 = {"SGLANG_ENABLE_SPEC_V2": "0"}, {"SGLANG_ENABLE_SPEC_V2": "1"}
 # Decode workers: with the flag and without, of each version of the engine's speculation.
 WORKERS = {"v1": (0, 1), "v2": (2, 3)}
+CHAIN = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 ARCHS = ["eagle", "eagle3"]
 # What a draft reads of the target has nothing to do with pages: one size is enough for the second.
 CELLS = [("eagle", 1), ("eagle", 16), ("eagle3", 16)]
@@ -65,9 +66,8 @@ def plain(clusters, eagle):
 def speculating(eagle: str, *more: str) -> list[str]:
     algorithm = Path(eagle).name.upper()
     draft = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", f"{eagle}/{DRAFT}"]
-    chain = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
     # Only `test_chunked_prefill` has prompts, or batches of them, that are longer than that.
-    return [*draft, *chain, "--chunked-prefill-size", "4096", *more]
+    return [*draft, *CHAIN, "--chunked-prefill-size", "4096", *more]
 
 
 @pytest.fixture(scope="module")
