@@ -19,45 +19,74 @@ _EXPERTS = 4
 _CONV_WIDTH = 4
 
 
+# Of a layer with linear attention, and of those the sizes that its options have no names for.
+_KEY_HEADS, _VALUE_HEADS = 4, 8
+
+
+def _gated_attention(weights: base._Weights, shape: base.ModelShape, prefix: str) -> dict[str, base.Tensor]:
+    """Full attention with a gate for each head, whose norms count from 1."""
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    score = np.full(shape.head_dim, math.sqrt(base._SCORE_STD) - 1, dtype=np.float32)
+    return {
+        # Each head's query and its gate, whose sigmoid is 0.54 in rms.
+        f"{prefix}.q_proj.weight": weights.linear(2 * query, shape.hidden),
+        f"{prefix}.k_proj.weight": weights.linear(key_value, shape.hidden),
+        f"{prefix}.v_proj.weight": weights.linear(key_value, shape.hidden),
+        f"{prefix}.o_proj.weight": weights.linear(shape.hidden, query, base._ATTENTION_GAIN / 0.54),
+        f"{prefix}.q_norm.weight": score,
+        f"{prefix}.k_norm.weight": score,
+    }
+
+
+def _linear_sizes(shape: base.ModelShape) -> tuple[int, int]:
+    """Numbers of all keys (or queries) and of all values of a token."""
+    return _KEY_HEADS * (shape.head_dim // 2), _VALUE_HEADS * (shape.head_dim // 2)
+
+
+def _linear_attention(
+    weights: base._Weights, shape: base.ModelShape, prefix: str, inputs: dict[str, int]
+) -> dict[str, base.Tensor]:
+    """``inputs``: what projects a layer's input is called, and the numbers that it makes."""
+    keys, values = _linear_sizes(shape)
+    return {
+        **{f"{prefix}.{name}.weight": weights.linear(rows, shape.hidden) for name, rows in inputs.items()},
+        f"{prefix}.conv1d.weight": weights.linear(2 * keys + values, _CONV_WIDTH)[:, None],
+        f"{prefix}.A_log": np.zeros(_VALUE_HEADS, dtype=np.float32),
+        f"{prefix}.dt_bias": np.linspace(_SLOWEST, _FASTEST, _VALUE_HEADS, dtype=np.float32),
+        f"{prefix}.norm.weight": base._ones(shape.head_dim // 2),
+        # Its input is of rms 1 times the silu of a unit normal.
+        f"{prefix}.out_proj.weight": weights.linear(shape.hidden, values, base._ATTENTION_GAIN / 0.6),
+    }
+
+
+def _linear_config(shape: base.ModelShape) -> dict[str, Any]:
+    return {
+        "full_attention_interval": 2,
+        "linear_conv_kernel_dim": _CONV_WIDTH,
+        "linear_key_head_dim": shape.head_dim // 2,
+        "linear_value_head_dim": shape.head_dim // 2,
+        "linear_num_key_heads": _KEY_HEADS,
+        "linear_num_value_heads": _VALUE_HEADS,
+    }
+
+
 def qwen3_next(
     shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
 ) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
     """Qwen3-Next: of two layers one has linear attention (GDN), the other a KV cache; experts throughout."""
     weights = base._Weights(seed)
     tensors = base._embeddings(weights, shape, vocabulary)
-    hidden, dim = shape.hidden, shape.head_dim
-    key_heads, value_heads, linear_dim = 4, 8, dim // 2
-    keys, values = key_heads * linear_dim, value_heads * linear_dim
-    query, key_value = shape.heads * dim, shape.kv_heads * dim
+    hidden = shape.hidden
+    keys, values = _linear_sizes(shape)
     zero_norm = np.zeros  # the weights of its norms count from 1
     tensors["model.norm.weight"] = zero_norm(hidden, dtype=np.float32)
-    score = np.full(dim, math.sqrt(base._SCORE_STD) - 1, dtype=np.float32)
-    bias = np.linspace(_SLOWEST, _FASTEST, value_heads, dtype=np.float32)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         if layer % 2:
-            attention = f"{prefix}.self_attn"
-            tensors |= {
-                # Each head's query and its gate, whose sigmoid is 0.54 in rms.
-                f"{attention}.q_proj.weight": weights.linear(2 * query, hidden),
-                f"{attention}.k_proj.weight": weights.linear(key_value, hidden),
-                f"{attention}.v_proj.weight": weights.linear(key_value, hidden),
-                f"{attention}.o_proj.weight": weights.linear(hidden, query, base._ATTENTION_GAIN / 0.54),
-                f"{attention}.q_norm.weight": score,
-                f"{attention}.k_norm.weight": score,
-            }
+            tensors |= _gated_attention(weights, shape, f"{prefix}.self_attn")
         else:
-            linear = f"{prefix}.linear_attn"
-            tensors |= {
-                f"{linear}.in_proj_qkvz.weight": weights.linear(2 * keys + 2 * values, hidden),
-                f"{linear}.in_proj_ba.weight": weights.linear(2 * value_heads, hidden),
-                f"{linear}.conv1d.weight": weights.linear(2 * keys + values, _CONV_WIDTH)[:, None],
-                f"{linear}.A_log": np.zeros(value_heads, dtype=np.float32),
-                f"{linear}.dt_bias": bias,
-                f"{linear}.norm.weight": base._ones(linear_dim),
-                # Its input is of rms 1 times the silu of a unit normal.
-                f"{linear}.out_proj.weight": weights.linear(hidden, values, base._ATTENTION_GAIN / 0.6),
-            }
+            inputs = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * _VALUE_HEADS}
+            tensors |= _linear_attention(weights, shape, f"{prefix}.linear_attn", inputs)
         inner = shape.intermediate // 4
         tensors |= {
             f"{prefix}.input_layernorm.weight": zero_norm(hidden, dtype=np.float32),
@@ -74,15 +103,10 @@ def qwen3_next(
     config = {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "head_dim": dim,
+        "head_dim": shape.head_dim,
         "num_key_value_heads": shape.kv_heads,
         "partial_rotary_factor": 1.0,
-        "full_attention_interval": 2,
-        "linear_conv_kernel_dim": _CONV_WIDTH,
-        "linear_key_head_dim": linear_dim,
-        "linear_value_head_dim": linear_dim,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
+        **_linear_config(shape),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "moe_intermediate_size": shape.intermediate // 4,
@@ -110,20 +134,25 @@ def qwen3_next_mtp(
     ``eagle``. The first layer, which the draft does not have, and the later ones add less than in `qwen3_next`.
     """
     config, tensors = qwen3_next(shape, seed, vocabulary)
+    add_mtp(shape, seed, tensors)
+    return config, tensors
+
+
+def add_mtp(shape: base.ModelShape, seed: int, tensors: dict[str, base.Tensor], model: str = "model") -> None:
+    """Make of a model's tensors, which are called ``model``.., those of one that has a draft in itself."""
     for name in tensors:
         outputs = name.endswith((".out_proj.weight", ".o_proj.weight", ".down_proj.weight"))
-        if outputs and not name.startswith(f"model.layers.{_DECISIVE}."):
-            before = name.startswith("model.layers.0.")
+        if outputs and not name.startswith(f"{model}.layers.{_DECISIVE}."):
+            before = name.startswith(f"{model}.layers.0.")
             tensors[name] *= np.float32(_BEFORE_GAIN if before else base._LATER_GAIN)
     # The draft has a norm before its layer. Of tokens of rms 1 it is the identity.
-    embed = tensors["model.embed_tokens.weight"]
+    embed = tensors[f"{model}.embed_tokens.weight"]
     embed /= base.rms(embed)
     norm = np.zeros(shape.hidden, dtype=np.float32)
-    layer = f"model.layers.{_DECISIVE}."
+    layer = f"{model}.layers.{_DECISIVE}."
     tensors |= {f"mtp.layers.0.{name[len(layer) :]}": t for name, t in tensors.items() if name.startswith(layer)}
     tensors |= {f"mtp.{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     tensors["mtp.fc.weight"] = base.draft_input(shape, seed)
-    return config, tensors
 
 
 # Short enough that prompts of tests are several times as long.

@@ -35,6 +35,9 @@ Tensor = np.ndarray[Any, np.dtype[np.float32]]
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+# Where a model sees: what an image or a video stands between, and what is put there for each part of it.
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
 
 # The assistant's text is trimmed and put behind one space: a client that strips the answer it got changes nothing, and
 # the text is encoded as it was generated, word by word with a leading space.
@@ -52,6 +55,21 @@ CHAT_TEMPLATE = (
     "{{- '<|im_start|>assistant\\n' }}"
     "{%- endif %}"
 )
+
+# The same where a content can be a list of texts and images.
+VISION_CHAT_TEMPLATE = (
+    "{%- macro text(content) %}"
+    "{%- if content is string %}{{- content }}"
+    "{%- else %}"
+    "{%- for part in content or [] %}"
+    "{%- if part['type'] == 'text' %}{{- part['text'] }}"
+    "{%- elif part['type'] == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part['type'] == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- endif %}"
+    "{%- endmacro %}"
+) + CHAT_TEMPLATE.replace("message['content'] or ''", "text(message['content'])")
 
 # Common English words, so that ordinary prompts are not spelled out byte by byte.
 _ENGLISH = """
@@ -110,7 +128,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
-        layers = self.layers // 2 if self.arch.startswith("qwen3-next") else self.layers
+        layers = self.layers // 2 if self.arch.startswith(("qwen3-next", "qwen3.5")) else self.layers
         return layers * per_layer * 4
 
 
@@ -139,14 +157,15 @@ class Vocabulary:
 
     tokens: tuple[str, ...]
     emitted: range
+    special: tuple[str, ...] = SPECIAL_TOKENS
 
     @property
     def special_ids(self) -> dict[str, int]:
-        first = len(self.tokens) - len(SPECIAL_TOKENS)
-        return {token: first + i for i, token in enumerate(SPECIAL_TOKENS)}
+        first = len(self.tokens) - len(self.special)
+        return {token: first + i for i, token in enumerate(self.special)}
 
 
-def make_vocabulary(size: int) -> Vocabulary:
+def make_vocabulary(size: int, special: tuple[str, ...] = SPECIAL_TOKENS) -> Vocabulary:
     """Lay out ``size`` tokens: 256 bytes, English words without leading space, words with one, special tokens."""
     alphabet = _byte_alphabet()
     space = alphabet[0x20]
@@ -155,7 +174,7 @@ def make_vocabulary(size: int) -> Vocabulary:
     bare = [w for w in dict.fromkeys(form for word in english for form in (word, word.capitalize())) if w not in known]
     spaced_capitals = [space + word.capitalize() for word in english]
     head = [*alphabet, *bare, *spaced_capitals]
-    room = size - len(head) - len(SPECIAL_TOKENS)
+    room = size - len(head) - len(special)
     if room < 2 * len(english):
         raise PdRadixError(f"--vocab {size} is too small: at least {size - room + 2 * len(english)} tokens are needed")
     words = dict.fromkeys(english)
@@ -165,8 +184,8 @@ def make_vocabulary(size: int) -> Vocabulary:
         words.setdefault(word)
     if len(words) < room:
         raise PdRadixError(f"--vocab {size} is too large: at most {size - room + len(words)} tokens can be made")
-    tokens = (*head, *(space + word for word in words), *SPECIAL_TOKENS)
-    return Vocabulary(tokens, range(len(head), len(head) + room))
+    tokens = (*head, *(space + word for word in words), *special)
+    return Vocabulary(tokens, range(len(head), len(head) + room), special)
 
 
 def tokenizer_files(vocabulary: Vocabulary, max_positions: int) -> dict[str, dict[str, Any]]:
@@ -226,7 +245,7 @@ def tokenizer_files(vocabulary: Vocabulary, max_positions: int) -> dict[str, dic
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_positions,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": VISION_CHAT_TEMPLATE if IMAGE in special else CHAT_TEMPLATE,
     }
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
 
@@ -451,10 +470,10 @@ def _common_config(shape: ModelShape) -> dict[str, Any]:
 Builder = Callable[["ModelShape", int, Vocabulary], tuple[dict[str, Any], dict[str, Tensor]]]
 
 
-def _elsewhere(module: str, name: str) -> Callable[..., tuple[dict[str, Any], dict[str, Tensor]]]:
+def _elsewhere(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that itself needs this one."""
 
-    def build(*args: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def build(*args: Any) -> Any:
         return getattr(importlib.import_module(f".{module}", __package__), name)(*args)
 
     return build
@@ -467,10 +486,14 @@ _BUILDERS: dict[str, Builder] = {
     "eagle3": _elsewhere("eagle3_model", "target"),
     "qwen3-next": _elsewhere("hybrid_models", "qwen3_next"),
     "qwen3-next-mtp": _elsewhere("hybrid_models", "qwen3_next_mtp"),
+    "qwen3.5": _elsewhere("qwen3_5_model", "qwen3_5"),
+    "qwen3.5-mtp": _elsewhere("qwen3_5_model", "qwen3_5_mtp"),
     "step3p5": _elsewhere("hybrid_models", "step3p5"),
 }
 _DRAFTS = {"eagle": eagle_draft, "eagle3": _elsewhere("eagle3_model", "draft")}
-# Where a model of those has its draft.
+# Those that see images, and the files that say how.
+_SEEING = dict.fromkeys(("qwen3.5", "qwen3.5-mtp"), _elsewhere("qwen3_5_model", "processor_files"))
+# Where a model of those with a draft has it.
 DRAFT = "draft"
 
 
@@ -521,7 +544,8 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
     if not 0 <= seed < 2**64:
         raise PdRadixError(f"--seed {seed}: must be between 0 and 2^64 - 1")
     target = Path(directory)
-    vocabulary = make_vocabulary(shape.vocab)
+    seeing = shape.arch in _SEEING
+    vocabulary = make_vocabulary(shape.vocab, SPECIAL_TOKENS + VISION_TOKENS if seeing else SPECIAL_TOKENS)
     special = vocabulary.special_ids
     config, tensors = _BUILDERS[shape.arch](shape, seed, vocabulary)
     ids = {"bos_token_id": None, "eos_token_id": special[TURN_END], "pad_token_id": special[END_OF_TEXT]}
@@ -529,6 +553,7 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
         "config.json": {**config, **ids, "dtype": "float32", "torch_dtype": "float32"},
         "generation_config.json": {**ids, "do_sample": False},
         **tokenizer_files(vocabulary, shape.max_positions),
+        **(_SEEING[shape.arch]() if seeing else {}),
     }
     try:
         target.mkdir(parents=True, exist_ok=True)

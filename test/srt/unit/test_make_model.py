@@ -13,6 +13,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model, make_vocabulary
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+SEEING_FILES = {"preprocessor_config.json", "video_preprocessor_config.json"}
 VOCABULARY = make_vocabulary(ModelShape().vocab)
 EMITTED = VOCABULARY.emitted
 # Of all tensors in name order, for seed 0. It changes only if the recipe does; then say so in the change.
@@ -28,10 +29,14 @@ EAGLE3_WEIGHTS = (
     "fc05be27d1693721fbef6d9df8b8483bd1f6595b498b282ddcff2163d081ceea",
     "7e8c46d88bf4db21ec3d1f125cc52efde0476a69ce1f875275a3f447337a00f3",
 )
-MTP_WEIGHTS = "26a73b37770e2b568a5cd0db3aebe1421d35ee9c19376aa565a1008a0490cec8"
+MTP_WEIGHTS = {
+    "qwen3-next": "26a73b37770e2b568a5cd0db3aebe1421d35ee9c19376aa565a1008a0490cec8",
+    "qwen3.5": "89969fe5607af4e75b4121f89ff2731aec3980d95d942abda7c7c511a9020a91",
+}
 # Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
 HYBRID_WEIGHTS = {
     "qwen3-next": "8a68044f380a4e57698386b017c7896a67698bc586c59e5de5616724bb7a84e6",
+    "qwen3.5": "5e6f99784fdb072265b1c6a1d3da6e8e01066bb5ebe539c3a118a88579b7c538",
     "step3p5": "a6328390924f25625d0c1ef7e3f14477506809bbdc697b4a2f54f0948d7b23f0",
 }
 
@@ -64,8 +69,9 @@ def weights_digest(path):
 @pytest.mark.parametrize("arch", WEIGHTS | HYBRID_WEIGHTS)
 def test_same_arguments_give_the_same_bytes(arch, models, tmp_path):
     again = make_model(tmp_path / "again", ModelShape(arch))
-    assert {p.name for p in again.iterdir()} == FILES
-    for name in FILES:
+    files = FILES | (SEEING_FILES if arch == "qwen3.5" else set())
+    assert {p.name for p in again.iterdir()} == files
+    for name in files:
         assert (again / name).read_bytes() == (models[arch] / name).read_bytes()
     assert weights_digest(again) == (WEIGHTS | HYBRID_WEIGHTS)[arch]
     make_model(again, ModelShape(arch), seed=1)
@@ -120,23 +126,54 @@ def test_a_target_and_a_draft_that_reads_three_layers(tmp_path):
     assert (draft["lm_head.weight"] == target["lm_head.weight"][said]).all()
 
 
-def test_a_target_with_its_draft(tmp_path, models):
-    """The draft is the second layer, on the token and the hidden state; the rest is `qwen3-next`, but for gains."""
+@pytest.mark.parametrize("arch, names", [("qwen3-next", "model."), ("qwen3.5", "model.language_model.")])
+def test_a_target_with_its_draft(arch, names, tmp_path, models):
+    """The draft is the second layer, on the token and the hidden state; the rest is the other model's, but for gains."""
     from safetensors.numpy import load_file
 
-    model = make_model(tmp_path / "mtp", ModelShape("qwen3-next-mtp"))
-    assert {p.name for p in model.iterdir()} == FILES and weights_digest(model) == MTP_WEIGHTS
-    tensors, plain = (load_file(path / "model.safetensors") for path in (model, models["qwen3-next"]))
+    model = make_model(tmp_path / "mtp", ModelShape(f"{arch}-mtp"))
+    assert {p.name for p in model.iterdir()} == {p.name for p in models[arch].iterdir()}
+    assert weights_digest(model) == MTP_WEIGHTS[arch]
+    tensors, plain = (load_file(path / "model.safetensors") for path in (model, models[arch]))
     assert {name for name in tensors if not name.startswith("mtp.")} == set(plain)
-    layer = {name: t for name, t in tensors.items() if name.startswith("model.layers.1.")}
+    second = f"{names}layers.1."
+    layer = {name: t for name, t in tensors.items() if name.startswith(second)}
     for name, tensor in layer.items():
-        assert (tensor == tensors[name.replace("model.layers.1.", "mtp.layers.0.")]).all()
+        assert (tensor == tensors[name.replace(second, "mtp.layers.0.")]).all()
         assert (tensor == plain[name]).all()
-    others = set(tensors) - set(plain) - {name.replace("model.layers.1.", "mtp.layers.0.") for name in layer}
+    others = set(tensors) - set(plain) - {name.replace(second, "mtp.layers.0.") for name in layer}
     norms = {f"mtp.{name}.weight" for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     assert others == {*norms, "mtp.fc.weight"} and not any(tensors[name].any() for name in norms)
     hidden = ModelShape().hidden
     assert (tensors["mtp.fc.weight"][:, :hidden] == np.eye(hidden)).all() and tensors["mtp.fc.weight"][:, hidden:].any()
+
+
+def test_a_model_that_sees(models):
+    """Images become as many tokens as their size says, of the words' size, and each image other ones."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    path = models["qwen3.5"]
+    reference, loaded = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(loaded.values())
+    processor = AutoProcessor.from_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    content = [{"type": "text", "text": "look at"}, {"type": "image"}, {"type": "text", "text": " and at this"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
+    prompt = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "look at<|vision_start|><|image_pad|><|vision_end|> and at this<|im_end|>" in prompt
+    rng = np.random.default_rng(0)
+    seen = []
+    for _ in range(2):
+        image = rng.integers(0, 255, (96, 128, 3), dtype=np.uint8)
+        inputs = processor(text=[prompt], images=[image], return_tensors="pt", input_data_format="channels_last")
+        assert (inputs["input_ids"] == config["image_token_id"]).sum() == 96 // 32 * (128 // 32)
+        features = reference.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+        seen.append(torch.cat(tuple(features)).detach())
+    words = reference.model.language_model.embed_tokens.weight[list(EMITTED)]
+    assert all(0.8 < image.square().mean() / words.square().mean() < 1.2 for image in seen)
+    alike = torch.nn.functional.cosine_similarity(*seen)
+    assert alike.abs().max() < 0.9
 
 
 def test_kv_per_token_is_worth_a_transfer(models):
