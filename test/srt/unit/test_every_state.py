@@ -969,10 +969,15 @@ def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, kind: str):
     bench.assert_books_closed()
 
 
-def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, kind: str):
-    """The router's request never reached decode. Over NIXL the engine waits for as long as the client does."""
-    heard = short_of_memory(bench)
+@pytest.mark.parametrize("state", [short_of_memory, asked])
+def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, kind: str, state: Callable):
+    """The router's request never reached decode. Over NIXL the engine waits for as long as the client does.
+
+    Prefill knows of a decode worker that would say so from what waits there, and from what it has asked for.
+    """
+    heard = state(bench)
     heard_of(bench, heard)
+    assert state is short_of_memory or not bench.prefill.rooms.waiting
     lost = bench.arrive()
     half = bench.halves[lost.rid]
     bench.world.queue._forget([bench.entry(lost)])

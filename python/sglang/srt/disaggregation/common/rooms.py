@@ -40,7 +40,7 @@ class Rooms:
         # Decode ranks, host and port, in which a room waits for memory, and when each last said so; the oldest rooms
         # are forgotten. The request may come here only later.
         self.waiting: dict[int, dict[tuple[str, int], float]] = {}
-        # Whether any decode worker has ever said so: those without the flag do not.
+        # Whether there is a decode worker that says so: those without the flag do not.
         self.hears_of_waiting = False
 
     def begin(self, room: int, sender: Any) -> None:
@@ -95,7 +95,7 @@ class Rooms:
     def unheard_s(self, room: int, since: float) -> float:
         """Seconds for which no decode rank has said that ``room`` waits in it, ``since`` its request came at most.
 
-        0 where no decode worker says so: it cannot be told then.
+        0 where no decode worker that would say so has been heard of: it cannot be told then.
         """
         if not self.hears_of_waiting:
             return 0.0
