@@ -27,7 +27,7 @@ LONGEST_PREFIX = "longest_prefix"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
 # Architectures of which the same is known for a draft that is part of the model (MTP).
-OWN_DRAFTS = ("Qwen3NextForCausalLM",)
+OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"

@@ -70,6 +70,30 @@ def _linear_config(shape: base.ModelShape) -> dict[str, Any]:
     }
 
 
+def _experts(weights: base._Weights, shape: base.ModelShape, prefix: str) -> dict[str, base.Tensor]:
+    hidden, inner = shape.hidden, shape.intermediate // 4
+    tensors = {
+        f"{prefix}.gate.weight": weights.linear(_EXPERTS, hidden),
+        f"{prefix}.shared_expert_gate.weight": weights.linear(1, hidden),
+    }
+    for expert in (*(f"experts.{i}" for i in range(_EXPERTS)), "shared_expert"):
+        tensors |= {
+            f"{prefix}.{expert}.gate_proj.weight": weights.linear(inner, hidden),
+            f"{prefix}.{expert}.up_proj.weight": weights.linear(inner, hidden),
+            f"{prefix}.{expert}.down_proj.weight": weights.linear(hidden, inner, base._MLP_GAIN / 0.6),
+        }
+    return tensors
+
+
+def _expert_config(shape: base.ModelShape) -> dict[str, int]:
+    return {
+        "moe_intermediate_size": shape.intermediate // 4,
+        "shared_expert_intermediate_size": shape.intermediate // 4,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": 2,
+    }
+
+
 def qwen3_next(
     shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
 ) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
@@ -87,19 +111,11 @@ def qwen3_next(
         else:
             inputs = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * _VALUE_HEADS}
             tensors |= _linear_attention(weights, shape, f"{prefix}.linear_attn", inputs)
-        inner = shape.intermediate // 4
         tensors |= {
             f"{prefix}.input_layernorm.weight": zero_norm(hidden, dtype=np.float32),
             f"{prefix}.post_attention_layernorm.weight": zero_norm(hidden, dtype=np.float32),
-            f"{prefix}.mlp.gate.weight": weights.linear(_EXPERTS, hidden),
-            f"{prefix}.mlp.shared_expert_gate.weight": weights.linear(1, hidden),
+            **_experts(weights, shape, f"{prefix}.mlp"),
         }
-        for expert in (*(f"experts.{i}" for i in range(_EXPERTS)), "shared_expert"):
-            tensors |= {
-                f"{prefix}.mlp.{expert}.gate_proj.weight": weights.linear(inner, hidden),
-                f"{prefix}.mlp.{expert}.up_proj.weight": weights.linear(inner, hidden),
-                f"{prefix}.mlp.{expert}.down_proj.weight": weights.linear(hidden, inner, base._MLP_GAIN / 0.6),
-            }
     config = {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -109,10 +125,7 @@ def qwen3_next(
         **_linear_config(shape),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "moe_intermediate_size": shape.intermediate // 4,
-        "shared_expert_intermediate_size": shape.intermediate // 4,
-        "num_experts": _EXPERTS,
-        "num_experts_per_tok": 2,
+        **_expert_config(shape),
         "norm_topk_prob": True,
         **base._common_config(shape),
     }
@@ -141,7 +154,7 @@ def qwen3_next_mtp(
 def add_mtp(shape: base.ModelShape, seed: int, tensors: dict[str, base.Tensor], model: str = "model") -> None:
     """Make of a model's tensors, which are called ``model``.., those of one that has a draft in itself."""
     for name in tensors:
-        outputs = name.endswith((".out_proj.weight", ".o_proj.weight", ".down_proj.weight"))
+        outputs = name.endswith((".out_proj.weight", ".o_proj.weight", ".down_proj.weight", ".experts.down_proj"))
         if outputs and not name.startswith(f"{model}.layers.{_DECISIVE}."):
             before = name.startswith(f"{model}.layers.0.")
             tensors[name] *= np.float32(_BEFORE_GAIN if before else base._LATER_GAIN)

@@ -487,12 +487,15 @@ _BUILDERS: dict[str, Builder] = {
     "qwen3-next": _elsewhere("hybrid_models", "qwen3_next"),
     "qwen3-next-mtp": _elsewhere("hybrid_models", "qwen3_next_mtp"),
     "qwen3.5": _elsewhere("qwen3_5_model", "qwen3_5"),
-    "qwen3.5-mtp": _elsewhere("qwen3_5_model", "qwen3_5_mtp"),
+    "qwen3.5-moe": _elsewhere("qwen3_5_model", "qwen3_5_moe"),
+    "qwen3.5-moe-mtp": _elsewhere("qwen3_5_model", "qwen3_5_moe_mtp"),
     "step3p5": _elsewhere("hybrid_models", "step3p5"),
 }
 _DRAFTS = {"eagle": eagle_draft, "eagle3": _elsewhere("eagle3_model", "draft")}
 # Those that see images, and the files that say how.
-_SEEING = dict.fromkeys(("qwen3.5", "qwen3.5-mtp"), _elsewhere("qwen3_5_model", "processor_files"))
+_SEEING = dict.fromkeys(
+    (a for a in _BUILDERS if a.startswith("qwen3.5")), _elsewhere("qwen3_5_model", "processor_files")
+)
 # Where a model of those with a draft has it.
 DRAFT = "draft"
 

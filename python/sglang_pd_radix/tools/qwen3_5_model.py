@@ -1,4 +1,4 @@
-"""Qwen3.5 of ``pd-radix make-model``: the layers of Qwen3-Next with dense MLPs, behind a vision tower.
+"""Qwen3.5 of ``pd-radix make-model``: layers like those of Qwen3-Next behind a vision tower.
 
 Names and sizes are those of the released checkpoints, as far as ``ModelShape`` names them.
 """
@@ -65,10 +65,35 @@ def _vision(weights: base._Weights, shape: base.ModelShape) -> dict[str, base.Te
     return tensors
 
 
+def _joined_experts(weights: base._Weights, shape: base.ModelShape, prefix: str) -> dict[str, base.Tensor]:
+    """The experts as one tensor: of each its gate above what goes through it, (experts, 2 * inner, hidden)."""
+    tensors = hybrid._experts(weights, shape, prefix)
+
+    def taken(name: str) -> base.Tensor:
+        return np.stack([tensors.pop(f"{prefix}.experts.{i}.{name}_proj.weight") for i in range(hybrid._EXPERTS)])
+
+    tensors[f"{prefix}.experts.gate_up_proj"] = np.concatenate((taken("gate"), taken("up")), axis=1)
+    tensors[f"{prefix}.experts.down_proj"] = taken("down")
+    return tensors
+
+
 def qwen3_5(
     shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
 ) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
-    """Dense Qwen3.5 without the draft that released checkpoints have; see `qwen3_5_mtp`."""
+    """Qwen3.5 with dense MLPs, without the draft that released checkpoints have; see `qwen3_5_moe_mtp`."""
+    return _build(shape, seed, vocabulary, experts=False)
+
+
+def qwen3_5_moe(
+    shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
+) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
+    """The same with experts."""
+    return _build(shape, seed, vocabulary, experts=True)
+
+
+def _build(
+    shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary, experts: bool
+) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
     weights = base._Weights(seed)
     text = "model.language_model"
     tensors = {
@@ -92,15 +117,16 @@ def qwen3_5(
                 "in_proj_a": heads,
             }
             tensors |= hybrid._linear_attention(weights, shape, f"{prefix}.linear_attn", inputs)
-        tensors |= base._mlp(weights, shape, prefix)
+        tensors |= _joined_experts(weights, shape, f"{prefix}.mlp") if experts else base._mlp(weights, shape, prefix)
         tensors |= {f"{prefix}.{norm}.weight": none for norm in ("input_layernorm", "post_attention_layernorm")}
     tensors |= _vision(weights, shape)
     common = base._common_config(shape)
     del common["rope_scaling"], common["rope_theta"]
     special = vocabulary.special_ids
+    kind = "qwen3_5_moe" if experts else "qwen3_5"
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"Qwen3_5{'Moe' if experts else ''}ForConditionalGeneration"],
+        "model_type": kind,
         "tie_word_embeddings": False,
         "image_token_id": special[base.IMAGE],
         "video_token_id": special[base.VIDEO],
@@ -109,7 +135,8 @@ def qwen3_5(
         "text_config": {
             **common,
             **hybrid._linear_config(shape),
-            "model_type": "qwen3_5_text",
+            **(hybrid._expert_config(shape) if experts else {}),
+            "model_type": f"{kind}_text",
             "head_dim": shape.head_dim,
             "num_key_value_heads": shape.kv_heads,
             "attn_output_gate": True,
@@ -125,7 +152,7 @@ def qwen3_5(
             "dtype": "float32",
         },
         "vision_config": {
-            "model_type": "qwen3_5",
+            "model_type": kind,
             "depth": _VISION_LAYERS,
             "hidden_size": _VISION_HIDDEN,
             "hidden_act": "gelu_pytorch_tanh",
@@ -143,11 +170,11 @@ def qwen3_5(
     return config, tensors
 
 
-def qwen3_5_mtp(
+def qwen3_5_moe_mtp(
     shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
 ) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
-    """`qwen3_5` with a draft in the same files, made as that of `hybrid_models.qwen3_next_mtp`."""
-    config, tensors = qwen3_5(shape, seed, vocabulary)
+    """`qwen3_5_moe` with a draft in the same files, made as that of `hybrid_models.qwen3_next_mtp`."""
+    config, tensors = qwen3_5_moe(shape, seed, vocabulary)
     hybrid.add_mtp(shape, seed, tensors, "model.language_model")
     config["text_config"]["mtp_num_hidden_layers"] = 1
     return config, tensors

@@ -34,9 +34,9 @@ WITHOUT = ["--disable-radix-cache"]
 WITH = [FLAG, *EXTRA_BUFFER]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("model") / "mtp", ModelShape(arch="qwen3-next-mtp")))
+@pytest.fixture(scope="module", params=["qwen3-next-mtp", "qwen3.5-moe-mtp"])
+def model(request, tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "mtp", ModelShape(arch=request.param)))
 
 
 @pytest.fixture(scope="module")

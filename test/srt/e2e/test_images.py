@@ -29,6 +29,7 @@ from test_oracle import (  # noqa: F401
     test_conversations_without_the_flag,
     test_every_hit_length,
 )
+from test_speculative_pairs import CHAIN, V1, V2
 
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
@@ -198,6 +199,43 @@ def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend
         assert "Retract requests" in log_of(cluster, pair.decode_url)
         assert several_with_images(pair_chat(pair)) == truth["images"]
         pair.check_idle()
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+def test_images_and_drafts(clusters, tmp_path_factory, backend, version):
+    """With the draft in the model, whose tokens are also those of images; as many of its proposals are accepted."""
+    model = str(make_model(tmp_path_factory.mktemp("model") / "drafting", ModelShape(arch="qwen3.5-moe-mtp")))
+    alone = clusters.get(model, aggregated=True, common_args=["--page-size", "1"]).router_url
+    expected = several_with_images(lambda messages, *more: chat(alone, messages, *more))
+    cluster = clusters.get(
+        model,
+        prefill_args=EXTRA_BUFFER,
+        decode=2,
+        decode_args=[[FLAG, *EXTRA_BUFFER], ["--disable-radix-cache"]],
+        decode_env=version,
+        prefill_env=V2,
+        common_args=["--speculative-algorithm", "EAGLE", *CHAIN, "--page-size", "64", *SLOTS],
+        backend=backend,
+    )
+    accepted = []
+    for decode in (0, 1):
+        pair = Pair(cluster, decode=decode)
+        assert several_with_images(pair_chat(pair)) == expected
+        counts = []
+        for image in (1, 2, 1):
+            # As /generate is asked, which says how many were accepted.
+            content = question(1, image)[0]["content"]
+            prompt = content[0]["text"] + "<|vision_start|><|image_pad|><|vision_end|>" + content[2]["text"]
+            for _ in range(2):
+                more = {"text": prompt, "image_data": [content[1]["image_url"]["url"]], "input_ids": None}
+                answer = pair([], 24, **more)
+                counts.append((answer["text"], answer["meta_info"]["spec_accept_histogram"]))
+                prompt += answer["text"] + " and then"
+        accepted.append(counts)
+        pair.check_idle()
+    assert accepted[0] == accepted[1]
+    drafts = [sum(histogram[1:]) for _, histogram in accepted[0]]
+    assert sum(drafts) > len(drafts), "the draft must be good enough to show when it gets worse"
 
 
 def test_tensor_parallel_sizes(clusters, model, truth, backend):

@@ -9,7 +9,7 @@ import inspect
 import json
 
 import torch
-from sglang.srt.layers.attention.fla import fused_norm_gate
+from sglang.srt.layers.attention.fla import fused_norm_gate, layernorm_gated
 from sglang.srt.layers.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import track_mamba_state_if_needed_kernel
@@ -130,6 +130,12 @@ def main() -> dict[str, float]:
     norm.weight.data, x, gate = torch.randn(V), torch.randn(9, V), torch.randn(9, V)
     out = fused_norm_gate.rms_norm_gated(x.clone(), gate, norm.weight, None, "silu", eps=1e-6)
     found["norm"] = apart((out, norm(x, gate)))
+    # Qwen3.5's; it counts the cores of a GPU to lay out its grid.
+    layernorm_gated._get_sm_count = lambda device: 4
+    norm = layernorm_gated.RMSNorm(V, eps=1e-6, norm_before_gate=True)
+    norm.weight.data = torch.randn(V)
+    out = layernorm_gated.layernorm_fn(x, norm.weight, None, z=gate, eps=1e-6, is_rms_norm=True)
+    found["norm of Qwen3.5"] = apart((out, norm(x, gate)))
     # A sliding window that begins in a prefix and ends with each token; keys and values at mixed slots.
     prefix, length, window, size = 21, 13, 5, 16
     slots, q, out = torch.randperm(64)[: prefix + length], torch.randn(length, 4, size), torch.empty(length, 4, size)

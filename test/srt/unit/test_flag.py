@@ -130,7 +130,7 @@ def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monke
 
 
 def test_a_draft_in_a_hybrid_model(parse_hybrid):
-    """Of Qwen3-Next its own draft is verified; of others it is not, nor one beside a model that has states."""
+    """Qwen3-Next's and Qwen3.5's own are verified; others are not, nor is one beside a model that has states."""
     options = [FLAG, "--mamba-scheduler-strategy", "extra_buffer", "--speculative-algorithm"]
     for name in ("EAGLE", "NEXTN"):
         args = parse_hybrid(*options, name)
@@ -144,8 +144,8 @@ def test_a_draft_in_a_hybrid_model(parse_hybrid):
     with pytest.raises(ValueError, match=r"linear attention .*\(other\).*without the flag"):
         scheduler._check_draft_of_hybrid()
     args.speculative_draft_model_path = None
-    args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3_5ForConditionalGeneration"]))
-    with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM"):
+    args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["JetNemotronForCausalLM"]))
+    with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM, Qwen3_5"):
         args._check_decode_radix_cache()
 
 

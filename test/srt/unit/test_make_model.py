@@ -31,12 +31,13 @@ EAGLE3_WEIGHTS = (
 )
 MTP_WEIGHTS = {
     "qwen3-next": "26a73b37770e2b568a5cd0db3aebe1421d35ee9c19376aa565a1008a0490cec8",
-    "qwen3.5": "89969fe5607af4e75b4121f89ff2731aec3980d95d942abda7c7c511a9020a91",
+    "qwen3.5-moe": "89fb627f412be5d08b139ce9bc76b36023faced21d833cc6197c8713eac1edfe",
 }
 # Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
 HYBRID_WEIGHTS = {
     "qwen3-next": "8a68044f380a4e57698386b017c7896a67698bc586c59e5de5616724bb7a84e6",
     "qwen3.5": "5e6f99784fdb072265b1c6a1d3da6e8e01066bb5ebe539c3a118a88579b7c538",
+    "qwen3.5-moe": "8226d7e7abb14d4a97aab32fa02db8f4807ee2186a2864d30d81ca90fc672f43",
     "step3p5": "a6328390924f25625d0c1ef7e3f14477506809bbdc697b4a2f54f0948d7b23f0",
 }
 
@@ -69,7 +70,7 @@ def weights_digest(path):
 @pytest.mark.parametrize("arch", WEIGHTS | HYBRID_WEIGHTS)
 def test_same_arguments_give_the_same_bytes(arch, models, tmp_path):
     again = make_model(tmp_path / "again", ModelShape(arch))
-    files = FILES | (SEEING_FILES if arch == "qwen3.5" else set())
+    files = FILES | (SEEING_FILES if arch.startswith("qwen3.5") else set())
     assert {p.name for p in again.iterdir()} == files
     for name in files:
         assert (again / name).read_bytes() == (models[arch] / name).read_bytes()
@@ -126,9 +127,9 @@ def test_a_target_and_a_draft_that_reads_three_layers(tmp_path):
     assert (draft["lm_head.weight"] == target["lm_head.weight"][said]).all()
 
 
-@pytest.mark.parametrize("arch, names", [("qwen3-next", "model."), ("qwen3.5", "model.language_model.")])
+@pytest.mark.parametrize("arch, names", [("qwen3-next", "model."), ("qwen3.5-moe", "model.language_model.")])
 def test_a_target_with_its_draft(arch, names, tmp_path, models):
-    """The draft is the second layer, on the token and the hidden state; the rest is the other model's, but for gains."""
+    """The draft is the second layer, on the token and the hidden state; the rest is the other model, but for gains."""
     from safetensors.numpy import load_file
 
     model = make_model(tmp_path / "mtp", ModelShape(f"{arch}-mtp"))
@@ -148,12 +149,13 @@ def test_a_target_with_its_draft(arch, names, tmp_path, models):
     assert (tensors["mtp.fc.weight"][:, :hidden] == np.eye(hidden)).all() and tensors["mtp.fc.weight"][:, hidden:].any()
 
 
-def test_a_model_that_sees(models):
+@pytest.mark.parametrize("arch", ["qwen3.5", "qwen3.5-moe"])
+def test_a_model_that_sees(arch, models):
     """Images become as many tokens as their size says, of the words' size, and each image other ones."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    path = models["qwen3.5"]
+    path = models[arch]
     reference, loaded = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not any(loaded.values())
     processor = AutoProcessor.from_pretrained(path)

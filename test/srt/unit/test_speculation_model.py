@@ -1,7 +1,7 @@
 """A real decode worker that drafts, with the tree and without: the same tokens, and as many drafts accepted (trap 35).
 
-Without servers, and all of it with the models of `pd-radix make-model`: two with a draft beside them, and one that has
-states of linear attention and its draft in itself. Over the wire it is ``e2e/test_speculative_pairs.py`` and
+Without servers, and all of it with the models of `pd-radix make-model`: two with a draft beside them, and two that have
+states of linear attention and their draft in themselves. Over the wire it is ``e2e/test_speculative_pairs.py`` and
 ``e2e/test_hybrid_speculation.py``.
 """
 
@@ -23,7 +23,7 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 VERSIONS = ["0", "1"]
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3", "qwen3-next-mtp"])
+@pytest.fixture(scope="module", params=["eagle", "eagle3", "qwen3-next-mtp", "qwen3.5-moe-mtp"])
 def arch(request):
     return request.param
 

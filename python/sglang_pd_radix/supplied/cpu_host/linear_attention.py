@@ -301,6 +301,15 @@ def _patch_norm(module: Any) -> None:
     module.FusedRMSNormGated.forward = forward
 
 
+def _patch_norm_apart(module: Any) -> None:
+    def forward(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        # The engine's own reference for its kernel.
+        options = {"eps": self.eps, "group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
+        return module.rms_norm_ref(x, self.weight, self.bias, z, **options)
+
+    module.RMSNorm.forward = forward
+
+
 def _patch_server_args(module: Any) -> None:
     import wrapt
 
@@ -324,6 +333,7 @@ def _patch_server_args(module: Any) -> None:
 HOOKS: dict[str, Callable[[Any], None]] = {
     "sgl_kernel.mamba": _patch_kernels,
     "sglang.srt.layers.attention.fla.fused_norm_gate": _patch_norm,
+    "sglang.srt.layers.attention.fla.layernorm_gated": _patch_norm_apart,
     "sglang.srt.layers.attention.hybrid_linear_attn_backend": _patch_backend,
     "sglang.srt.mem_cache.memory_pool": _patch_pool,
     "sglang.srt.server_args": _patch_server_args,
