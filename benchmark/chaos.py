@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import shlex
 import signal
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from faults.traffic import Ask, Clients, trace_asks
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.cluster import Cluster, Progress, http
-from sglang_pd_radix.tools.make_model import make_model
+from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 # Replays after the storm, of which one has to be as fast as the one before.
 REPLAYS = 3
@@ -49,6 +50,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl")
     parser.add_argument("--model", help="model directory (default: a made one)")
+    parser.add_argument("--arch", default="qwen3", help="of the made one, as of `pd-radix make-model` (default: qwen3)")
+    parser.add_argument("--options", default="", help="of all workers, as one argument: what the model needs")
     parser.add_argument("--trace", type=Path, help="Mooncake-format trace (default: a made one of its shape)")
     parser.add_argument("--requests", type=int, default=10_000, help="of the storm (default: 10000)")
     parser.add_argument("--seconds", type=float, help="end the storm after so many, however many were asked")
@@ -74,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             print(event)
         return 0
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="pd-radix-chaos-"))
-    model = args.model or str(make_model(log_dir / "model"))
+    model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
     asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
     report: dict[str, Any] = {"seed": args.seed, "backend": args.backend, "log_dir": str(log_dir), "problems": []}
     before = signal.signal(signal.SIGTERM, _end)
@@ -83,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
             report["two_hosts"] = hosts is not None
             if hosts is None:
                 shape = Shape(link=False, without=shape.without)
-            cluster = deploy.cluster(model, args.backend, hosts, log_dir, on_progress=_say)
+            options = shlex.split(args.options)
+            cluster = deploy.cluster(model, args.backend, hosts, log_dir, options=options, on_progress=_say)
             with cluster:
                 storm(args, shape, cluster, Fire(cluster, hosts, model), asks, report)
     except PdRadixError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -91,9 +92,13 @@ def question(seed: int, image: int) -> list[dict]:
     return [{"role": "user", "content": [text(rnd, 90), picture(image), text(rnd, 20)]}]
 
 
-def chat(url: str, messages: list[dict], max_new: int = 12, **more) -> dict:
+def chat_reply(url: str, messages: list[dict], max_new: int = 12, **more) -> requests.Response:
     body = {"model": "any", "messages": messages, "max_tokens": max_new, "temperature": 0, "ignore_eos": True, **more}
-    reply = requests.post(url + "/v1/chat/completions", json=body, timeout=120)
+    return requests.post(url + "/v1/chat/completions", json=body, timeout=120)
+
+
+def chat(url: str, messages: list[dict], max_new: int = 12, **more) -> dict:
+    reply = chat_reply(url, messages, max_new, **more)
     reply.raise_for_status()
     return reply.json()
 
@@ -164,6 +169,20 @@ def test_an_image_is_a_hit_and_another_is_not(on, page):  # noqa: F811
     assert before[0] == length and 0 < before[1] <= length - IMAGE_TOKENS - 20 and before[1] % page == 0
     assert ask(question(1, 2)) == (length, length // page * page)
     assert ask(question(1, 1)) == (length, length // page * page)
+
+
+@pytest.mark.parametrize("worker", ["prefill", "decode"])
+def test_an_image_that_one_worker_cannot_read(on, worker):  # noqa: F811
+    """As when each fetches it for itself: the other is told, and the client need not wait for its time-out."""
+    good, bad = question(1, 1), question(1, 1)
+    bad[0]["content"][1] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    more = {name: value for name, value in on.body([], 1).items() if name.startswith("bootstrap")}
+    start = time.monotonic()
+    first = on._workers.submit(chat_reply, on.prefill_url, bad if worker == "prefill" else good, **more)
+    reply = chat_reply(on.decode_url, bad if worker == "decode" else good, **more)
+    assert reply.status_code >= 400 and first.result().status_code >= 400
+    assert time.monotonic() - start < 20
+    assert "AAAA" in reply.text + first.result().text
 
 
 def test_the_truth_is_what_transformers_says(truth, model):

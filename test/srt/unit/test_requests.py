@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import math
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
+from fastapi import HTTPException
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, nothing_listens
@@ -24,7 +26,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import REQUEST_CHECKS, SAMPLING_CHECKS, UNCHECKED, check_prompt, check_request
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -445,6 +447,34 @@ def test_what_prefill_refuses_goes_to_its_scheduler():
     alone = manager(DisaggregationMode.NULL)
     alone._tell_peer(request(bootstrap_room=5), "why")
     assert len(prefill.send_to_scheduler) == 1 and alone.send_to_scheduler == []
+
+
+@pytest.mark.parametrize("error", [ValueError("too long"), RuntimeError("no such image"), HTTPException(503, "why")])
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(monkeypatch, error, sent):
+    """An image, say, that one of the two workers could not fetch. Of what the scheduler has, the scheduler says it."""
+    prefill = manager(DisaggregationMode.PREFILL)
+    prefill.own_states = {}
+    obj = request(bootstrap_host="127.0.0.1", bootstrap_room=5)
+    obj.rid = "a"
+
+    async def generate(self, obj, request):
+        state = ReqState([], False, asyncio.Event(), obj, SimpleNamespace())
+        self.rid_to_state["a"] = self.own_states[id(obj)]["a"] = state
+        state.sent = sent
+        raise error
+        yield
+
+    async def ask() -> None:
+        async for _ in prefill._serve(obj):
+            pass
+
+    monkeypatch.setattr(TokenizerManager.__bases__[0], "generate_request", generate)
+    with pytest.raises(type(error)):
+        asyncio.run(ask())
+    told = not sent and not isinstance(error, HTTPException)
+    assert prefill.send_to_scheduler == ([refusal.RefusedReq(5, str(error), by_decode=False)] if told else [])
+    assert (not prefill.rid_to_state) == (not sent) and not prefill.own_states
 
 
 def test_a_copy_of_a_request_that_is_served_does_not_end_it():

@@ -127,8 +127,12 @@ class TokenizerManager(engine.TokenizerManager):
                     if getattr(obj, "needs_top_logprobs", False):
                         item["meta_info"].setdefault("input_top_logprobs", [])
                 yield out
-        except (ValueError, HTTPException) as e:
-            refused = isinstance(e, ValueError) and not (states and all(state.sent for state in states.values()))
+        except samples.SamplesHaveRooms:
+            raise
+        except Exception as e:
+            # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
+            unsent = not (states and all(state.sent for state in states.values()))
+            refused = unsent and not isinstance(e, HTTPException)
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
             for rid, state in states.items() if end_others else ():
