@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
 from sglang.srt import server_args
 from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from speculating_loop import SpeculatingLoop
 from test_step_in_flight import Play, scripts
+
+from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
 # The engine's own classes, under the patch set's.
 EngineReq, EngineBatch, EngineScheduler = Req.__mro__[1], ScheduleBatch.__mro__[1], Scheduler.__mro__[1]
@@ -225,3 +228,23 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
     scheduler.server_args.speculative_draft_model_path = "target"
     start(256, "Qwen3NextForCausalLMMTP")
     assert scheduler.tree_cache == "the decode tree"
+
+
+def test_drafts_are_compared_by_what_they_are(tmp_path):
+    """Those that have other sizes would write over what is not theirs, or propose tokens that nobody knows."""
+
+    def args(path, algorithm="EAGLE3", model="target"):
+        return SimpleNamespace(
+            speculative_algorithm=algorithm,
+            speculative_draft_model_path=path and str(path),
+            speculative_draft_model_revision=None,
+            model_path=model,
+            trust_remote_code=True,
+        )
+
+    drafts = [make_model(tmp_path / str(heads), ModelShape("eagle3", heads=heads)) / DRAFT for heads in (16, 8)]
+    said = [describe_draft(args(path)) for path in drafts]
+    assert said[0] != said[1] and "num_attention_heads 16" in said[0]
+    assert said[0].startswith("LlamaForCausalLMEagle3, ") and "draft_vocab_size" in said[0]
+    # None of its own: in the model, or none at all. And one that says nothing.
+    assert not any(map(describe_draft, (args(None), args("target"), args(drafts[0], None), args(tmp_path / "none"))))

@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.common.authentication import (
     middleware,
     secret,
 )
+from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
     DECODE_PREFIX_ROUTE,
@@ -233,7 +234,7 @@ class CommonKVManager(engine.CommonKVManager):
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
         answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
-        secret, and ValueError where only one of them speculates, which asking again does not mend.
+        secret, and ValueError where they do not speculate alike, which asking again does not mend.
         """
         try:
             reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -243,6 +244,7 @@ class CommonKVManager(engine.CommonKVManager):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
             version, drafts = int(answer["version"]), str(answer.get("drafts") or "")
+            draft_model = str(answer.get("draft_model") or "")
             if self.has_state and not answer.get("state"):
                 # On a full hit it would not send the state, and this worker would wait for it.
                 version = 0
@@ -257,6 +259,12 @@ class CommonKVManager(engine.CommonKVManager):
             raise ValueError(
                 f"it speculates with {drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
                 "Give both the same --speculative-algorithm and draft model"
+            )
+        own = describe_draft(self.server_args)
+        if version and draft_model and own and draft_model != own:
+            raise ValueError(
+                f"its draft model ({draft_model}) is not this decode worker's ({own}). Give both the same "
+                "--speculative-draft-model-path"
             )
         takes = self.prefix_peers[addr] = version == DECODE_PREFIX_VERSION
         abilities = {
@@ -929,7 +937,9 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}, "state": 1}
         # Of the process that the server is part of.
         drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
-        return web.json_response({**answer, "drafts": drafts} if drafts else answer)
+        draft_model = describe_draft(server_args._global_server_args) if drafts else ""
+        answer |= {name: said for name, said in (("drafts", drafts), ("draft_model", draft_model)) if said}
+        return web.json_response(answer)
 
     async def _handle_refused_room(self, request: web.Request) -> web.Response:
         return await self._hear(request, refusal.heard)

@@ -1,0 +1,51 @@
+"""What the draft models of a pair have to have in common, beyond the algorithm.
+
+Prefill sends the draft's KV, and the tokens it proposes first, by the draft's own numbers for them. A draft with other
+heads or layers would have its pages written over what lies beside them, and one with more tokens propose some that
+decode's does not know. Weights are not compared: with others, fewer drafts are accepted.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["describe_draft"]
+
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+)
+
+
+def describe_draft(server_args: Any) -> str:
+    """Architecture and sizes of the draft model; "" without one of its own, or where its configuration says nothing."""
+    path = getattr(server_args, "speculative_draft_model_path", None)
+    if getattr(server_args, "speculative_algorithm", None) is None or path is None or path == server_args.model_path:
+        return ""
+    return _describe(path, server_args.trust_remote_code, server_args.speculative_draft_model_revision)
+
+
+@functools.lru_cache
+def _describe(path: str, trust_remote_code: bool, revision: str | None) -> str:
+    try:
+        config = get_config(path, trust_remote_code=trust_remote_code, revision=revision)
+        sizes = get_hf_text_config(config)
+        named = [f"{name} {value}" for name in _SIZES if (value := getattr(sizes, name, None)) is not None]
+        return ", ".join([config.architectures[0], *named])
+    except Exception as e:
+        # The engine could load it; what it is like is then not compared.
+        logger.warning("The configuration of the draft model %s is not compared with the peer's: %r", path, e)
+        return ""
