@@ -131,8 +131,8 @@ class TokenizerManager(engine.TokenizerManager):
             raise
         except Exception as e:
             # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
-            unsent = not (states and all(state.sent for state in states.values()))
-            refused = unsent and not isinstance(e, HTTPException)
+            known = states and all(state.sent for state in states.values())
+            refused = not known and not isinstance(e, HTTPException)
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
             for rid, state in states.items() if end_others else ():
