@@ -77,12 +77,12 @@ def main(argv: list[str] | None = None) -> int:
             print(event)
         return 0
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="pd-radix-chaos-"))
-    model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
     asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
     report: dict[str, Any] = {"seed": args.seed, "backend": args.backend, "log_dir": str(log_dir), "problems": []}
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with deploy.two_hosts() if not args.one_host else contextlib.nullcontext() as hosts:
+            model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
             report["two_hosts"] = hosts is not None
             if hosts is None:
                 shape = Shape(link=False, without=shape.without)

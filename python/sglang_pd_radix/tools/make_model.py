@@ -487,6 +487,7 @@ _BUILDERS: dict[str, Builder] = {
     "qwen3-next": _elsewhere("hybrid_models", "qwen3_next"),
     "qwen3-next-mtp": _elsewhere("hybrid_models", "qwen3_next_mtp"),
     "qwen3.5": _elsewhere("qwen3_5_model", "qwen3_5"),
+    "qwen3.5-mtp": _elsewhere("qwen3_5_model", "qwen3_5_mtp"),
     "qwen3.5-moe": _elsewhere("qwen3_5_model", "qwen3_5_moe"),
     "qwen3.5-moe-mtp": _elsewhere("qwen3_5_model", "qwen3_5_moe_mtp"),
     "step3p5": _elsewhere("hybrid_models", "step3p5"),

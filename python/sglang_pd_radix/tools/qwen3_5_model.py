@@ -80,7 +80,7 @@ def _joined_experts(weights: base._Weights, shape: base.ModelShape, prefix: str)
 def qwen3_5(
     shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
 ) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
-    """Qwen3.5 with dense MLPs, without the draft that released checkpoints have; see `qwen3_5_moe_mtp`."""
+    """Qwen3.5 with dense MLPs, without the draft that released checkpoints have; see `qwen3_5_mtp`."""
     return _build(shape, seed, vocabulary, experts=False)
 
 
@@ -170,11 +170,23 @@ def _build(
     return config, tensors
 
 
+def qwen3_5_mtp(
+    shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
+) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
+    """`qwen3_5` with a draft in the same files, made as that of `hybrid_models.qwen3_next_mtp`."""
+    return _with_draft(shape, seed, *qwen3_5(shape, seed, vocabulary))
+
+
 def qwen3_5_moe_mtp(
     shape: base.ModelShape, seed: int, vocabulary: base.Vocabulary
 ) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
-    """`qwen3_5_moe` with a draft in the same files, made as that of `hybrid_models.qwen3_next_mtp`."""
-    config, tensors = qwen3_5_moe(shape, seed, vocabulary)
+    """`qwen3_5_moe` with such a draft."""
+    return _with_draft(shape, seed, *qwen3_5_moe(shape, seed, vocabulary))
+
+
+def _with_draft(
+    shape: base.ModelShape, seed: int, config: dict[str, Any], tensors: dict[str, base.Tensor]
+) -> tuple[dict[str, Any], dict[str, base.Tensor]]:
     hybrid.add_mtp(shape, seed, tensors, "model.language_model")
     config["text_config"]["mtp_num_hidden_layers"] = 1
     return config, tensors

@@ -153,13 +153,13 @@ def test_conversations_with_images(on, off, cluster, truth):  # noqa: F811
 
 def test_an_image_is_a_hit_and_another_is_not(on, page):  # noqa: F811
     on.flush()
-    send, names = pair_chat(on), ["sglang:decode_prefix_hit_tokens_total", "sglang:kv_transfer_sent_bytes_total"]
+    send, name = pair_chat(on), "sglang:decode_prefix_hit_tokens_total"
 
     def ask(messages: list[dict]) -> tuple[int, int]:
         """Tokens of the prompt, and those that decode held."""
-        hit = counter(on.decode_url, names[0])
+        hit = counter(on.decode_url, name)
         usage = send(messages)["usage"]
-        return usage["prompt_tokens"], int(counter(on.decode_url, names[0]) - hit)
+        return usage["prompt_tokens"], int(counter(on.decode_url, name) - hit)
 
     length, held = ask(question(1, 1))
     assert held == 0 and length > IMAGE_TOKENS + 110
@@ -171,18 +171,22 @@ def test_an_image_is_a_hit_and_another_is_not(on, page):  # noqa: F811
     assert ask(question(1, 1)) == (length, length // page * page)
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("worker", ["prefill", "decode"])
-def test_an_image_that_one_worker_cannot_read(on, worker):  # noqa: F811
+def test_an_image_that_one_worker_cannot_read(on, worker, n):  # noqa: F811
     """As when each fetches it for itself: the other is told, and the client need not wait for its time-out."""
     good, bad = question(1, 1), question(1, 1)
-    bad[0]["content"][1] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    # All of it is in the error.
+    bad[0]["content"][1] = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     more = {name: value for name, value in on.body([], 1).items() if name.startswith("bootstrap")}
     start = time.monotonic()
-    first = on._workers.submit(chat_reply, on.prefill_url, bad if worker == "prefill" else good, **more)
-    reply = chat_reply(on.decode_url, bad if worker == "decode" else good, **more)
-    assert reply.status_code >= 400 and first.result().status_code >= 400
+    first = on._workers.submit(chat_reply, on.prefill_url, bad if worker == "prefill" else good, n=n, **more)
+    told = {"decode": chat_reply(on.decode_url, bad if worker == "decode" else good, n=n, **more)}
+    told["prefill"] = first.result()
     assert time.monotonic() - start < 20
-    assert "AAAA" in reply.text + first.result().text
+    assert told.pop(worker).status_code == 500
+    (other,) = told.values()
+    assert other.status_code >= 400 and "AAAA" in other.text and len(other.text) < 3000
 
 
 def test_the_truth_is_what_transformers_says(truth, model):
@@ -220,10 +224,12 @@ def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend
         pair.check_idle()
 
 
-@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
-def test_images_and_drafts(clusters, tmp_path_factory, backend, version):
+@pytest.mark.parametrize(
+    "version, arch", [(V1, "qwen3.5-mtp"), (V2, "qwen3.5-moe-mtp")], ids=["v1 dense", "v2 with experts"]
+)
+def test_images_and_drafts(clusters, tmp_path_factory, backend, version, arch):
     """With the draft in the model, whose tokens are also those of images; as many of its proposals are accepted."""
-    model = str(make_model(tmp_path_factory.mktemp("model") / "drafting", ModelShape(arch="qwen3.5-moe-mtp")))
+    model = str(make_model(tmp_path_factory.mktemp("model") / "drafting", ModelShape(arch=arch)))
     alone = clusters.get(model, aggregated=True, common_args=["--page-size", "1"]).router_url
     expected = several_with_images(lambda messages, *more: chat(alone, messages, *more))
     cluster = clusters.get(

@@ -132,6 +132,7 @@ def main() -> dict[str, float]:
     found["norm"] = apart((out, norm(x, gate)))
     # Qwen3.5's; it counts the cores of a GPU to lay out its grid.
     layernorm_gated._get_sm_count = lambda device: 4
+    assert layernorm_gated.RMSNorm.forward.__module__.startswith("sglang_pd_radix")
     norm = layernorm_gated.RMSNorm(V, eps=1e-6, norm_before_gate=True)
     norm.weight.data = torch.randn(V)
     out = layernorm_gated.layernorm_fn(x, norm.weight, None, z=gate, eps=1e-6, is_rms_norm=True)

@@ -7,6 +7,7 @@ libraries, the model, and what a prefill scheduler does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import socket
 import threading
@@ -991,6 +992,27 @@ def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, ki
         half.sender.init_time -= bench.prefill.bootstrap_timeout + 1
     half.step()
     assert half.ended and "timed out" in half.sender.why()
+
+
+def test_beside_decode_workers_without_the_flag_prefill_waits_for_what_they_may_hold(bench: Bench, kind: str):
+    """Such a worker says nothing of what waits there; as long as it asks for something now and then, anything may."""
+    if kind == "mooncake":
+        pytest.skip("the engine itself has a time-out here")
+    heard_of(bench, asked(bench))
+    lost = bench.arrive()
+    half = bench.halves[lost.rid]
+    bench.world.queue._forget([bench.entry(lost)])
+    half.sender.made_at -= 1e6
+    # One of them asks for another room.
+    info = dataclasses.replace(next(iter(next(iter(bench.prefill.transfer_infos.values())).values())))
+    info.room, info.dummy = 1 << 40, None
+    bench.prefill._on_request(info)
+    half.step()
+    assert not half.ended
+    bench.prefill.rooms.silent_peer_at -= bench.prefill.bootstrap_timeout + 1
+    half.step()
+    assert half.ended and "timed out" in half.sender.why()
+    bench.prefill.forget(info.room)
 
 
 def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench, kind: str):

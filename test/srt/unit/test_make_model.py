@@ -31,6 +31,7 @@ EAGLE3_WEIGHTS = (
 )
 MTP_WEIGHTS = {
     "qwen3-next": "26a73b37770e2b568a5cd0db3aebe1421d35ee9c19376aa565a1008a0490cec8",
+    "qwen3.5": "89969fe5607af4e75b4121f89ff2731aec3980d95d942abda7c7c511a9020a91",
     "qwen3.5-moe": "89fb627f412be5d08b139ce9bc76b36023faced21d833cc6197c8713eac1edfe",
 }
 # Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
@@ -127,7 +128,10 @@ def test_a_target_and_a_draft_that_reads_three_layers(tmp_path):
     assert (draft["lm_head.weight"] == target["lm_head.weight"][said]).all()
 
 
-@pytest.mark.parametrize("arch, names", [("qwen3-next", "model."), ("qwen3.5-moe", "model.language_model.")])
+@pytest.mark.parametrize(
+    "arch, names",
+    [("qwen3-next", "model."), ("qwen3.5", "model.language_model."), ("qwen3.5-moe", "model.language_model.")],
+)
 def test_a_target_with_its_draft(arch, names, tmp_path, models):
     """The draft is the second layer, on the token and the hidden state; the rest is the other model, but for gains."""
     from safetensors.numpy import load_file

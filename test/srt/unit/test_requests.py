@@ -449,9 +449,17 @@ def test_what_prefill_refuses_goes_to_its_scheduler():
     assert len(prefill.send_to_scheduler) == 1 and alone.send_to_scheduler == []
 
 
-@pytest.mark.parametrize("error", [ValueError("too long"), RuntimeError("no such image"), HTTPException(503, "why")])
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (ValueError("too long"), "too long"),
+        (RuntimeError("no image: " + "A" * 9000), "no image: " + "A" * 990),
+        (TimeoutError(), "TimeoutError()"),
+        (HTTPException(503, "why"), None),
+    ],
+)
 @pytest.mark.parametrize("sent", [False, True])
-def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(monkeypatch, error, sent):
+def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(monkeypatch, error, said, sent):
     """An image, say, that one of the two workers could not fetch. Of what the scheduler has, the scheduler says it."""
     prefill = manager(DisaggregationMode.PREFILL)
     prefill.own_states = {}
@@ -472,8 +480,8 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
     monkeypatch.setattr(TokenizerManager.__bases__[0], "generate_request", generate)
     with pytest.raises(type(error)):
         asyncio.run(ask())
-    told = not sent and not isinstance(error, HTTPException)
-    assert prefill.send_to_scheduler == ([refusal.RefusedReq(5, str(error), by_decode=False)] if told else [])
+    told = [refusal.RefusedReq(5, said, by_decode=False)] if said and not sent else []
+    assert prefill.send_to_scheduler == told
     assert (not prefill.rid_to_state) == (not sent) and not prefill.own_states
 
 

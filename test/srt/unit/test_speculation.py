@@ -246,5 +246,6 @@ def test_drafts_are_compared_by_what_they_are(tmp_path):
     said = [describe_draft(args(path)) for path in drafts]
     assert said[0] != said[1] and "num_attention_heads 16" in said[0]
     assert said[0].startswith("LlamaForCausalLMEagle3, ") and "draft_vocab_size" in said[0]
-    # None of its own: in the model, or none at all. And one that says nothing.
-    assert not any(map(describe_draft, (args(None), args("target"), args(drafts[0], None), args(tmp_path / "none"))))
+    assert describe_draft(args(None)) == describe_draft(args("target")) == "the model's own"
+    # None at all, and one that says nothing.
+    assert describe_draft(args(drafts[0], None)) == describe_draft(args(tmp_path / "none")) == ""

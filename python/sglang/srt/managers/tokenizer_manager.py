@@ -34,6 +34,12 @@ def _of_prompt(values, i: int):
     return values if not isinstance(values, list) else values[i] if i < len(values) else None
 
 
+def _reason(error: Exception) -> str:
+    """What an error says, for another worker; an image that could not be read may be all of the message."""
+    said = error.detail if isinstance(error, HTTPException) else str(error)
+    return (said or repr(error))[: refusal.MOST_CHARACTERS]
+
+
 @dataclass
 class ReqState(engine.ReqState):
     """The state of one prompt, which knows whether the scheduler has been told of it."""
@@ -86,7 +92,7 @@ class TokenizerManager(engine.TokenizerManager):
             served = False
             if prefill:
                 rooms = [room for room in obj.request_rooms if room]
-                async for out in self._until_told(as_sent, rooms, request):
+                async for out in self._until_told(as_sent, obj, rooms, request):
                     served = True
                     yield out
             if not served:
@@ -96,9 +102,10 @@ class TokenizerManager(engine.TokenizerManager):
             for rid in own:
                 del self.rids_of_samples[rid]
 
-    async def _until_told(self, obj, rooms: list[int], request):
+    async def _until_told(self, obj, sampled, rooms: list[int], request):
         """On prefill: serve a request with samples as the engine does, until decode has announced these.
 
+        sampled: the same request with a room for each sample.
         Yields nothing if it has: then it is to be served with a room for each sample. Decode says so before it asks for
         anything, and one that does not asks for the room with which the engine begins.
         """
@@ -110,8 +117,11 @@ class TokenizerManager(engine.TokenizerManager):
         except samples.SamplesHaveRooms:
             # What was sent is its warm-up, which releases nothing.
             await self._release_adapters(obj.lora_id)
-        except (ValueError, HTTPException) as e:
-            self.samples.refuse(rooms, e.detail if isinstance(e, HTTPException) else str(e))
+        except Exception as e:
+            self.samples.refuse(rooms, _reason(e))
+            if word.told and not word.too_late and not isinstance(e, HTTPException):
+                # What was served has the engine's rooms, and decode asks for those of the samples.
+                self._tell_peer(sampled, _reason(e))
             raise
         finally:
             self.samples.done(rooms, word)
@@ -139,7 +149,7 @@ class TokenizerManager(engine.TokenizerManager):
                 if state.sent and self.rid_to_state.get(rid) is state:
                     self.abort_request(rid)
             if refused:
-                self._tell_peer(obj, str(e), states)
+                self._tell_peer(obj, _reason(e), states)
             raise
         finally:
             if self.own_states.get(id(obj)) is states:

@@ -303,6 +303,8 @@ def _patch_norm(module: Any) -> None:
 
 def _patch_norm_apart(module: Any) -> None:
     def forward(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        if self.activation not in ("swish", "silu"):
+            raise NotImplementedError(f"On a CPU host this norm has no gate by {self.activation}.")
         # The engine's own reference for its kernel.
         options = {"eps": self.eps, "group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
         return module.rms_norm_ref(x, self.weight, self.bias, z, **options)

@@ -5,6 +5,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import socket
@@ -937,7 +938,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         answer: dict[str, int | str] = {"version": version, **{name: int(yes) for name, yes in can.items()}, "state": 1}
         # Of the process that the server is part of.
         drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
-        draft_model = describe_draft(server_args._global_server_args) if drafts else ""
+        draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""
         answer |= {name: said for name, said in (("drafts", drafts), ("draft_model", draft_model)) if said}
         return web.json_response(answer)
 

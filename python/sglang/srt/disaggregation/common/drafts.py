@@ -31,21 +31,27 @@ _SIZES = (
 
 
 def describe_draft(server_args: Any) -> str:
-    """Architecture and sizes of the draft model; "" without one of its own, or where its configuration says nothing."""
+    """Architecture and sizes of the draft model, or that it is in the model.
+
+    "" without speculation, and where the configuration cannot be read. It may be read from far away: not for an event
+    loop.
+    """
     path = getattr(server_args, "speculative_draft_model_path", None)
-    if getattr(server_args, "speculative_algorithm", None) is None or path is None or path == server_args.model_path:
+    if getattr(server_args, "speculative_algorithm", None) is None:
         return ""
-    return _describe(path, server_args.trust_remote_code, server_args.speculative_draft_model_revision)
-
-
-@functools.lru_cache
-def _describe(path: str, trust_remote_code: bool, revision: str | None) -> str:
+    if path is None or path == server_args.model_path:
+        return "the model's own"
     try:
-        config = get_config(path, trust_remote_code=trust_remote_code, revision=revision)
-        sizes = get_hf_text_config(config)
-        named = [f"{name} {value}" for name in _SIZES if (value := getattr(sizes, name, None)) is not None]
-        return ", ".join([config.architectures[0], *named])
+        return _describe(path, server_args.trust_remote_code, server_args.speculative_draft_model_revision)
     except Exception as e:
         # The engine could load it; what it is like is then not compared.
         logger.warning("The configuration of the draft model %s is not compared with the peer's: %r", path, e)
         return ""
+
+
+@functools.lru_cache
+def _describe(path: str, trust_remote_code: bool, revision: str | None) -> str:
+    config = get_config(path, trust_remote_code=trust_remote_code, revision=revision)
+    sizes = get_hf_text_config(config)
+    named = [f"{name} {value}" for name in _SIZES if (value := getattr(sizes, name, None)) is not None]
+    return ", ".join([config.architectures[0], *named])

@@ -42,6 +42,8 @@ class Rooms:
         self.waiting: dict[int, dict[tuple[str, int], float]] = {}
         # Whether there is a decode worker that says so: those without the flag do not.
         self.hears_of_waiting = False
+        # When one last asked for KV that does not: any room may wait there.
+        self.silent_peer_at = 0.0
 
     def begin(self, room: int, sender: Any) -> None:
         """A request is here. One of its room that had ended is forgotten."""
@@ -95,11 +97,12 @@ class Rooms:
     def unheard_s(self, room: int, since: float) -> float:
         """Seconds for which no decode rank has said that ``room`` waits in it, ``since`` its request came at most.
 
+        And for which no decode worker without the flag has asked for anything, where it may wait unsaid.
         0 where no decode worker that would say so has been heard of: it cannot be told then.
         """
         if not self.hears_of_waiting:
             return 0.0
-        return time.monotonic() - max([since, *self.waiting.get(room, {}).values()])
+        return time.monotonic() - max([since, self.silent_peer_at, *self.waiting.get(room, {}).values()])
 
     def lose_decode(self, rooms: list[int], reason: str) -> None:
         """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""

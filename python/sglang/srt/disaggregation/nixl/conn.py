@@ -193,8 +193,11 @@ class NixlKVManager(engine.NixlKVManager):
     def _on_request(self, info: TransferInfo) -> None:
         """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
         room, infos = info.room, self.transfer_infos.get(info.room, {})
-        # One with the flag would also say what waits in it, whether anything ever has or not.
-        self.rooms.hears_of_waiting |= info.names_prefix
+        if info.names_prefix:
+            # It would also say what waits in it, whether anything ever has or not.
+            self.rooms.hears_of_waiting = True
+        else:
+            self.rooms.silent_peer_at = time.monotonic()
         ended = self.rooms.failure(room)
         if ended is not None and info.names_prefix:
             # The request failed here before decode had asked for it.
