@@ -117,9 +117,7 @@ def storm(
     if len(truth) < len(asks):
         failed = next(told for told in calm.told if told.ids is None)
         raise PdRadixError(f"{len(asks) - len(truth)} requests failed in calm: {failed.status} {failed.error}")
-    for worker in workers:
-        books.wait_idle(worker.url, 30)
-    before = {worker.name: books.of_worker(worker) for worker in workers}
+    before = {worker.name: books.of_idle_worker(worker, 30) for worker in workers}
     report["calm_rate"] = calm.rate
     print(f"calm: {len(asks)} requests, {calm.rate:.2f} answers a second", flush=True)
 
@@ -186,9 +184,7 @@ def _afterwards(
             problems.append(f"{len(lost)} requests failed after the storm: {lost[0].status} {lost[0].error}")
     problems += judge.rate_problems(report["calm_rate"], rates)
     report["rates_after"] = rates
-    for worker in workers:
-        books.wait_idle(worker.url, 30)
-    after = {worker.name: books.of_worker(worker) for worker in workers}
+    after = {worker.name: books.of_idle_worker(worker, 30) for worker in workers}
     for name, own in after.items():
         for pool in own.pools:
             problems += judge.pool_problems(name, pool)

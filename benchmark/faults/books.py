@@ -74,6 +74,17 @@ def of_worker(process: Process) -> Books:
     return books
 
 
+def of_idle_worker(process: Process, seconds: float) -> Books:
+    """The same, once all its ranks are idle, or as they are after ``seconds``.
+
+    What it says is what it was found idle by: the router's next health check is a request that holds memory.
+    """
+    found = wait_idle(process.url, seconds)
+    books = of_process(process)
+    books.pools = found
+    return books
+
+
 def pools(url: str) -> list[dict[str, Any]]:
     """``kv_pool`` of each rank. Raises PdRadixError."""
     try:

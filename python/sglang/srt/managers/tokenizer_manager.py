@@ -37,7 +37,7 @@ def _of_prompt(values, i: int):
 def _reason(error: Exception) -> str:
     """What an error says, for another worker; an image that could not be read may be all of the message."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
-    return (said or repr(error))[: refusal.MOST_CHARACTERS]
+    return str(said or repr(error))[: refusal.MOST_CHARACTERS]
 
 
 @dataclass
