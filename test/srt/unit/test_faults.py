@@ -323,7 +323,7 @@ def test_what_a_process_keeps():
     before = books.Books("decode-0", 1, [], 50, 1000, {"socket": 100, "file": 10}, 0)
     after = dataclasses.replace(before, fds={"socket": 110, "file": 10}, threads=60)
     assert judge.process_problems(before, after, restarts=0) == []
-    many = dataclasses.replace(before, fds={"socket": 140, "file": 10}, threads=90, close_wait=9)
+    many = dataclasses.replace(before, fds={"socket": 160, "file": 10}, threads=90, close_wait=9)
     assert len(judge.process_problems(before, many, restarts=0)) == 3
     # Each peer that comes again may cost a few.
     assert len(judge.process_problems(before, many, restarts=8)) == 1
