@@ -32,7 +32,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
-from sglang.srt.mem_cache.decode_windows import WindowNeed
+from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
 
 if TYPE_CHECKING:
@@ -153,7 +153,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def __init__(self, *args, **kwargs):
         """Adds the cache's bookkeeping to the engine's queue."""
         super().__init__(*args, **kwargs)
-        self.has_radix = isinstance(self.tree_cache, DecodeRadixCache)
+        self.has_radix = False
+        if isinstance(self.tree_cache, DecodeRadixCache):
+            self.has_radix, self.radix = True, self.tree_cache
         # The same tree, where it loads from a PegaFlow server.
         self.pegaflow = self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
         self.num_ranks = dist.get_world_size(self.gloo_group)
@@ -201,12 +203,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 self.scheduler.model_config.get_total_num_kv_heads(),
             )
         return manager
-
-    @property
-    def radix(self) -> DecodeRadixCache:
-        """The decode tree; only with ``has_radix``."""
-        assert isinstance(self.tree_cache, DecodeRadixCache)
-        return self.tree_cache
 
     def add(self, req: Req, is_retracted: bool = False) -> None:
         """Adds that of two live requests of one room the second is refused.
@@ -352,9 +348,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not all(dr.waiting_for_input for dr in window):
             return False
         retractable = self._retractable_tokens()
-        budget = self._free_or_evictable().less(self._reserve(retractable, count_retracted=True))
+        reserve = self._reserve(retractable, count_retracted=True)
         _, plan, kept, asked_in = self._blocked
-        return asked_in == self._asked_in() and not budget.less(kept).covers(plan.needed(retractable))
+        if asked_in != self._asked_in():
+            return False
+        return not self._free_or_evictable().covers(plan.needed(retractable), reserve, kept)
 
     # ---- the step in flight, see step_in_flight.py ----
 
@@ -609,9 +607,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if reserve is None:
                 retractable = self._retractable_tokens()
                 reserve = self._reserve(retractable, count_retracted=True)
-            available = self.radix.pool.available_size()
-            budget = self._free_or_evictable().less(reserve).less(promised)
-            if not budget.covers(plan.needed(retractable)):
+            if not self._free_or_evictable().covers(plan.needed(retractable), reserve, promised):
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
                 self._block(req, plan, promised)
@@ -630,6 +626,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 slack -= 1
             if place.following_since is not None:
                 self.counters.followed(plan.found.length - place.held_alone, place.waited_s)
+            evicts = self.num_ranks > 1 and plan.delta > self.radix.pool.available_size()
             # Whatever comes of it on this rank, on all of them others may follow it from now on.
             line.admitted(place, len(req.origin_input_ids) - plan.found.length)
             try:
@@ -639,9 +636,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
                 decode_req.lose(e)
             admitted.append(decode_req)
-            windows = self._window_reserve(retractable, True, [dr.req for dr in admitted])
-            reserve = Memory(reserve.kv + self.num_reserved_decode_tokens, windows)
-            if plan.delta > available and self.num_ranks > 1:
+            reserve = Memory(
+                reserve.kv + self.num_reserved_decode_tokens, self._window_reserve(retractable, True, admitted)
+            )
+            if evicts:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
         if admitted:
@@ -660,8 +658,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         tree = self.radix
         return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders
 
-    def _still_blocked(self, req: Req, budget: Memory, retractable: Memory | None) -> bool:
-        """Whether ``req`` was found not to fit, and neither the budget nor the tree has changed enough since.
+    def _still_blocked(self, req: Req, free: Memory, reserve: Memory) -> bool:
+        """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough since.
 
         Costs the same for any prompt.
         """
@@ -670,7 +668,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         rid, plan, kept, asked_in = self._blocked
         if rid != req.rid or asked_in != self._asked_in():
             return False
-        return not budget.less(kept).covers(plan.needed(retractable))
+        return not free.covers(plan.needed(None), reserve, kept)
 
     def _free_or_evictable(self) -> Memory:
         """Of windows also what lies behind those of running requests; the engine frees that from time to time."""
@@ -711,7 +709,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         kv = self.token_to_kv_pool_allocator.available_size() - allocatable + arrived
         return Memory(kv, self._window_reserve(retractable, count_retracted))
 
-    def _window_reserve(self, retractable: Memory | None, count_retracted: bool, admitted: Sequence[Req] = ()) -> int:
+    def _window_reserve(
+        self, retractable: Memory | None, count_retracted: bool, admitted: Sequence[engine.DecodeRequest] = ()
+    ) -> int:
         """The same for windows, which the engine does not reserve: what requests will grow by, and one can finish.
 
         admitted: in this step, before.
@@ -721,7 +721,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         running = self._running()
         last = self.scheduler.last_batch
         prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
-        others = [*admitted, *(dr.req for dr in self.transfer_queue.queue), *self._committed(), *prebuilt]
+        moving = [*admitted, *self.transfer_queue.queue]
+        others = [*(dr.req for dr in moving), *self._committed(), *prebuilt]
         live = {id(req): req for req in (*running, *others) if not req.finished()}
         needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
         kept = sum(need.soon - need.now for need in needs.values())
@@ -738,7 +739,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
         windows = self.radix.windows
         if windows is None:
-            return WindowNeed(0, 0, 0)
+            return NO_WINDOW
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
         return windows.rule.need(num_tokens, left, self.num_reserved_decode_tokens)
 
@@ -855,15 +856,15 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return resumed
         reserve = self._reserve(None, count_retracted=False)
         for req in self.retracted_queue:
-            budget = self._free_or_evictable().less(reserve)
-            if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, budget, None):
+            free = self._free_or_evictable()
+            if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, free, reserve):
                 break
             try:
                 token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
                 shared = self.radix.shareable(token_ids)
                 found = self.radix.peek(shared, req.extra_key) if self.radix.takes(req) else NOTHING
                 plan = self._plan(req, token_ids, found)
-                if not budget.covers(plan.needed(None)):
+                if not free.covers(plan.needed(None), reserve):
                     self._block(req, plan, Memory(0))
                     break
                 self._blocked = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.mem_cache.decode_windows import WindowNeed
+from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
@@ -111,11 +111,13 @@ class Memory(NamedTuple):
     def plus(self, other: Memory) -> Memory:
         return Memory(self.kv + other.kv, self.windows + other.windows)
 
-    def less(self, other: Memory) -> Memory:
-        return Memory(self.kv - other.kv, self.windows - other.windows)
-
-    def covers(self, need: Memory) -> bool:
-        return self.kv >= need.kv and self.windows >= need.windows
+    def covers(self, need: Memory, *kept: Memory) -> bool:
+        """Whether this is enough for ``need`` and all that is kept for others."""
+        kv, windows = self
+        for other in kept:
+            kv -= other.kv
+            windows -= other.windows
+        return kv >= need.kv and windows >= need.windows
 
 
 class AdmissionPlan(NamedTuple):
@@ -131,7 +133,7 @@ class AdmissionPlan(NamedTuple):
     delta: int
     soon: int
     at_length: int
-    window: WindowNeed = WindowNeed(0, 0, 0)
+    window: WindowNeed = NO_WINDOW
 
     def needed(self, retractable: Memory | None) -> Memory:
         """What must be there, free or evictable, before admission.

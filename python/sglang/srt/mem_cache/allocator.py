@@ -45,6 +45,10 @@ class _Runs:
     free_pages: torch.Tensor
     release_pages: torch.Tensor
 
+    def available_size(self) -> int:
+        """As the engine's, which takes ``len`` of the two tensors: a call into Python each, several times a step."""
+        return (self.free_pages.numel() + self.release_pages.numel()) * self.page_size
+
     def merge_and_sort_free(self) -> None:
         """Replaces, where it is set, the engine's order by page number with one by length of run.
 
@@ -65,9 +69,10 @@ class _Runs:
         num_pages = need_size // self.page_size
         # Used up to the end, the list would give its short runs too. Half of what is sorted has just been freed, so a
         # page is sorted a few times at most before it is used.
-        if num_pages > len(self.free_pages) or len(self.release_pages) >= max(len(self.free_pages), 1):
+        free = self.free_pages.numel()
+        if num_pages > free or self.release_pages.numel() >= max(free, 1):
             self.merge_and_sort_free()
-        rest = len(self.free_pages) - num_pages
+        rest = self.free_pages.numel() - num_pages
         if rest < 0:
             return None
         pages, self.free_pages = self.free_pages[rest:], self.free_pages[:rest]

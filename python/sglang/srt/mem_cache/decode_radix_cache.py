@@ -265,16 +265,16 @@ class DecodeRadixCache(RadixCache):
         if not found.path:
             return [], self.root_node
         parts: list[torch.Tensor] = []
-        for node in found.path:
+        *above, last = found.path
+        for node in above:
             node.last_access_time = now
-            parts.append(node.value)
-        last = found.path[-1]
-        if found.in_last < len(last.key):
-            last = self._split_node(last.key, last, found.in_last)
-            parts[-1] = last.value
-        for node in found.path[:-1]:
             node.lock_ref += 1
+            parts.append(node.value)
+        last.last_access_time = now
+        if found.in_last < len(last.key.token_ids):
+            last = self._split_node(last.key, last, found.in_last)
         last.lock_ref += 1
+        parts.append(last.value)
         self.evictable_size_ -= found.evictable
         self.protected_size_ += found.evictable
         # No other node of the path can have been a leaf.

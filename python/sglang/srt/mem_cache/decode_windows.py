@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["WindowNeed", "Windows"]
+__all__ = ["NO_WINDOW", "WindowNeed", "Windows"]
 
 
 class WindowNeed(NamedTuple):
@@ -25,6 +25,9 @@ class WindowNeed(NamedTuple):
     now: int
     soon: int
     at_length: int
+
+
+NO_WINDOW = WindowNeed(0, 0, 0)
 
 
 class Windows(NamedTuple):
