@@ -1,6 +1,7 @@
 """What one layer's decode attention takes: the engine's, the batch at once, shared prefixes once.
 
     python benchmark/decode_attention.py [--threads N] [--runs N]      the three sides on a CPU host, in turns
+    python benchmark/decode_attention.py --plots DIR                  over the lengths of what is shared and what is not
     python benchmark/decode_attention.py --grouping                   what it costs to find out what is shared
     python benchmark/decode_attention.py --fit                        the constants of the cost model
     python benchmark/decode_attention.py --triton                     on a GPU: the engine's triton backend and ours
@@ -19,14 +20,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import scipy.optimize
 import torch
+from bench.chart import Chart, Line
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.shared_prefix import triton_shared
@@ -337,14 +340,9 @@ def compare(runs: int) -> None:
     print("|" + "---|" * 11)
     for case in CASES:
         batch = Batch(case)
-        loop = batch.backend(TorchNativeAttnBackend)
-        shared, apart = batch.backend(TorchBatchedAttnBackend), batch.backend(TorchBatchedAttnBackend)
-        assert isinstance(apart, TorchBatchedAttnBackend)
-        apart._prefixes = None
-        sides = {"loop": loop, "batched": apart, "shared": shared}
-        took = in_turns({name: lambda batch=batch, side=side: batch.run(side)[0] for name, side in sides.items()}, runs)
-        truth = batch.run(loop)[1].float()
-        worst = max(float((batch.run(side)[1].float() - truth).abs().max()) for side in (apart, shared))
+        sides, took = sides_in_turns(batch, runs)
+        truth = batch.run(sides["loop"])[1].float()
+        worst = max(float((batch.run(sides[name])[1].float() - truth).abs().max()) for name in ("batched", "shared"))
         cells = [
             f"{case.name}",
             f"{case.requests} in {case.groups}" if case.shared else f"{case.requests}",
@@ -357,6 +355,47 @@ def compare(runs: int) -> None:
             f"{worst:.0e}",
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def sides_in_turns(batch: Batch, runs: int) -> tuple[dict[str, TorchNativeAttnBackend], dict[str, float]]:
+    """The three sides of a CPU host, and the seconds that each takes."""
+    apart = batch.backend(TorchBatchedAttnBackend)
+    assert isinstance(apart, TorchBatchedAttnBackend)
+    apart._prefixes = None
+    sides = {
+        "loop": batch.backend(TorchNativeAttnBackend),
+        "batched": apart,
+        "shared": batch.backend(TorchBatchedAttnBackend),
+    }
+    return sides, in_turns({name: lambda side=side: batch.run(side)[0] for name, side in sides.items()}, runs)
+
+
+PLOTTED = Case("model of `make-model`", 32, 4, 1024, 200, 16, 8, 64)
+COLORS = {"loop": "#9ca3af", "batched": "#2563eb", "shared": "#dc2626"}
+
+
+def plots(runs: int, folder: Path) -> None:
+    """Draw the three sides and the limit over the shared and over the own tokens of each request, and print both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    speed, case = memory_speed(), PLOTTED
+    print(f"{torch.get_num_threads()} threads; memory is read at {speed / 1e9:.1f} GB/s. Milliseconds of one layer.\n")
+    print("| shared | own | loop | batched | shared once | limit |\n" + "|---" * 6 + "|")
+    title = f"One layer's decode attention, {case.requests} requests in {case.groups} groups"
+    for over, lengths in (("shared", (0, 512, 1024, 2048, 4096, 8192)), ("own", (16, 100, 200, 400, 800, 1600))):
+        points: dict[str, list[tuple[float, float]]] = {name: [] for name in (*COLORS, "limit")}
+        for length in lengths:
+            batch = Batch(replace(case, **{over: length}))
+            _, took = sides_in_turns(batch, runs)
+            took["limit"] = batch.distinct * batch.kv_bytes / speed
+            for name, line in points.items():
+                line.append((length, 1e3 * took[name]))
+            cells = [f"{batch.case.shared}", f"{batch.case.own}", *(f"{1e3 * took[name]:.2f}" for name in points)]
+            print("| " + " | ".join(cells) + " |", flush=True)
+        lines = [Line(name, color, points[name]) for name, color in COLORS.items()]
+        lines.append(Line("distinct KV read once", "#111827", points["limit"], dashed=True))
+        fixed = f"{case.own} of their own" if over == "shared" else f"{case.shared} shared"
+        chart = Chart(f"{title}, {fixed}", f"{over} tokens of each request", "ms", lines)
+        (folder / f"attention-{over}.svg").write_text(chart.picture())
 
 
 def grouping(runs: int) -> None:
@@ -435,6 +474,7 @@ def main() -> None:
     parser.add_argument("--triton", action="store_true", help="the triton backends, on a GPU")
     parser.add_argument("--interpret", action="store_true", help="with --triton: small, in Triton's interpreter")
     parser.add_argument("--triton-grouping", action="store_true", help="what the triton form does on the host")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the three sides over the tokens of a request")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -442,6 +482,9 @@ def main() -> None:
         if args.interpret != (os.environ.get("TRITON_INTERPRET") == "1"):
             parser.error("--interpret goes with TRITON_INTERPRET=1 in the environment, and neither without the other")
         compare_triton(args.runs, args.interpret)
+        return
+    if args.plots:
+        plots(args.runs, args.plots)
         return
     chosen = triton_grouping if args.triton_grouping else grouping if args.grouping else fit if args.fit else compare
     chosen(args.runs)

@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.mamba.mamba_state_scatter_triton import _fused_
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
 from sglang_pd_radix.supplied.cpu_host import linear_attention as here
-from sglang_pd_radix.supplied.cpu_host.attention.windows import window_attention
+from sglang_pd_radix.supplied.cpu_host.attention.extend import extend_attention
 
 KEY_HEADS, VALUE_HEADS, K, V = 1, 2, 32, 16
 CHANNELS = 12
@@ -145,7 +145,7 @@ def main() -> dict[str, float]:
     before = (torch.tensor([0, prefix]).int(), slots[:prefix], None, True, None, length, 1.0, 1.0, scale)
     kernel = inspect.unwrap(extend_attention_fwd)
     kernel(q, keys[new], values[new], out, keys, values, ends, *before, sliding_window_size=window)
-    mine = window_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
+    mine = extend_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
     found["window"] = apart((out, mine))
     return found
 

@@ -16,9 +16,10 @@ from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend as batched
-from sglang_pd_radix.supplied.cpu_host.attention import plan
+from sglang_pd_radix.supplied.cpu_host.attention import extend, plan
 
 MAX_LEN, ROWS, SLOTS = 4096, 24, 16384
 # So that every level of the small cases is read together; what the real ones choose has a test of its own.
@@ -270,6 +271,42 @@ def test_other_layers_have_no_plan(change, monkeypatch):
         setattr(worker.layer, name, value)
     monkeypatch.setattr(batched, "decode_attention", lambda *a: pytest.fail("not for this layer"))
     worker.check_step()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_behind_what_is_cached_equal_the_engines_loop(kind, dtype, monkeypatch):
+    """Prompts that are cached in part, in whole but for one token, and not at all; several blocks of queries."""
+    monkeypatch.setattr(extend, "BLOCK", 16)
+    worker = Worker(kind, 16, dtype)
+    system = worker.new_pages(96)
+    for row, own in enumerate((1, 40, 16, 7)):
+        worker.enter(row, system[: 96 if row else 0], own)
+    worker.lens[0] = len(system)
+    worker.pool.write((0, slice(0, len(system))), system.to(torch.int32))
+    cached = [0, 96, 90, 102]
+    lens = [worker.lens[row] for row in range(4)]
+    new = [n - c for n, c in zip(lens, cached, strict=True)]
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=4,
+        input_ids=torch.zeros(sum(new), dtype=torch.int64),
+        req_pool_indices=torch.arange(4),
+        seq_lens=torch.tensor(lens),
+        out_cache_loc=torch.cat([worker.slots(row)[cached[row] :] for row in range(4)]),
+        seq_lens_sum=sum(lens),
+        req_to_token_pool=worker.pool,
+        token_to_kv_pool=worker.kv,
+        extend_prefix_lens=torch.tensor(cached),
+        extend_seq_lens=torch.tensor(new),
+    )
+    heads, kv_heads, dim = SHAPES[kind]
+    q, k = torch.randn(sum(new), heads * dim).to(dtype), torch.randn(sum(new), kv_heads, dim).to(dtype)
+    v = k[..., : worker.layer.v_head_dim] if kind == "mla" else torch.randn(sum(new), kv_heads, dim).to(dtype)
+    monkeypatch.setattr(worker.batched, "_run_sdpa_forward_extend", lambda *a, **k: pytest.fail("computed as new"))
+    found = [one.forward(q, k, v, worker.layer, batch).float() for one in (worker.native, worker.batched)]
+    assert found[0].shape == found[1].shape and not found[0].isnan().any()
+    assert (found[0] - found[1]).abs().max() < TOLERANCE[dtype]
 
 
 def longest_common(a: list[int], b: list[int]) -> int:

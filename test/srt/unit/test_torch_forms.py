@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
 from sglang_pd_radix.supplied.cpu_host import linear_attention
-from sglang_pd_radix.supplied.cpu_host.attention import windows
+from sglang_pd_radix.supplied.cpu_host.attention import extend
 
 
 def test_it_is_what_the_engines_kernels_compute():
@@ -55,13 +55,14 @@ def test_drafts_that_are_trees_are_refused():
         linear_attention.causal_conv_step(one, one, one, None, None, torch.tensor([1]), retrieve_next_token=table)
 
 
+@pytest.mark.parametrize("window", [6, -1])
 @pytest.mark.parametrize("own_pool", [True, False])
 @pytest.mark.parametrize("decodes", [True, False])
-def test_windows_of_several_requests(monkeypatch, decodes, own_pool):
-    """Blocks of queries, requests of different length, and slots of a pool of their own."""
+def test_windows_of_several_requests(monkeypatch, decodes, own_pool, window):
+    """Blocks of queries, requests of different length, and slots of a pool of their own; layers without one too."""
     torch.manual_seed(1)
-    monkeypatch.setattr(windows, "BLOCK", 4)
-    heads, kv_heads, size, window, slots = 4, 2, 8, 6, 64
+    monkeypatch.setattr(extend, "BLOCK", 4)
+    heads, kv_heads, size, slots = 4, 2, 8, 64
     table = torch.randperm(slots)[:60].reshape(3, 20).int()
     mapping = torch.randperm(slots)
     keys, values = torch.randn(slots, kv_heads, size), torch.randn(slots, kv_heads, size)
@@ -89,12 +90,12 @@ def test_windows_of_several_requests(monkeypatch, decodes, own_pool):
         attn_type=AttentionType.DECODER,
     )
     q = torch.randn(tokens, heads * size)
-    out = windows.forward(q, None, None, layer, batch, save_kv_cache=False).view(tokens, heads, size)
+    out = extend.forward(q, None, None, layer, batch, save_kv_cache=False).view(tokens, heads, size)
     at = 0
     for row, start, end in zip(rows, prefixes, lens, strict=True):
         for position in range(start, end):
-            seen = table[row, max(0, position - window) : position + 1].long()
-            seen = mapping[seen] if own_pool else seen
+            seen = table[row, max(0, position - window) if window > 0 else 0 : position + 1].long()
+            seen = mapping[seen] if own_pool and window > 0 else seen
             for head in range(heads):
                 key, value = keys[seen, head // 2], values[seen, head // 2]
                 weight = torch.softmax(0.3 * key @ q[at].view(heads, size)[head], 0)

@@ -2,7 +2,7 @@
 
 plan.py       the pieces of KV of a step, in blocks, from batch to batch and from step to step
 kernel.py     the computation
-windows.py    layers with a sliding window
+extend.py     prompts behind what is cached, and layers with a sliding window
 backend.py    the engine's interface
 
 Who shares what, and what of it pays, is in ``sglang/srt/layers/attention/shared_prefix``, which GPUs use as well.

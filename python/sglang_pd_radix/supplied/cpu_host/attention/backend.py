@@ -14,8 +14,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from . import windows
+from . import extend
 from .kernel import Plan, Workspace, decode_attention
 from .plan import Layout
 
@@ -25,9 +26,12 @@ SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
 #: times; two threads change all of it alike.
 COSTS = Costs(byte=0.16, product=0.034, score=2.4, piece=20_000, query=30)
 
+#: Steps whose requests have prefixes of their own lengths.
+HAS_PREFIXES = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
 
 class TorchBatchedAttnBackend(TorchNativeAttnBackend):
-    """Decode steps of plain layers as planned; the engine's loop over requests for prefill and for all other layers."""
+    """Decode steps of plain layers as planned, and of prompts what is new; the engine's loop for all other layers."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -93,9 +97,10 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> torch.Tensor:
-        """As the engine, but for windows, which it leaves out."""
-        if _has_window(layer):
-            return windows.forward(q, k, v, layer, forward_batch, save_kv_cache)
+        """As the engine, but for windows, which it leaves out, and for what is cached, which it computes again."""
+        cached = forward_batch.forward_mode in HAS_PREFIXES and bool(forward_batch.extend_prefix_lens.any())
+        if _has_window(layer) or (cached and _is_plain(layer)):
+            return extend.forward(q, k, v, layer, forward_batch, save_kv_cache)
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
@@ -103,7 +108,7 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """As planned, or as the engine does what the plan is not for."""
         if _has_window(layer):
-            return windows.forward(q, k, v, layer, forward_batch, save_kv_cache)
+            return extend.forward(q, k, v, layer, forward_batch, save_kv_cache)
         if self._plan is None or not _is_plain(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         pool = forward_batch.token_to_kv_pool
