@@ -574,8 +574,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Admit requests in the order given, until one does not fit. matching: of each, whether it may match."""
         line, now = self.line, time.monotonic()
         admitted: list[engine.DecodeRequest] = []
-        # Found out for the first that fits. Of those that could be admitted: their places; how many may still go out of
-        # their turn in this step; and the places again, whose turn it is last.
+        # Found out for the first that fits, if it is not alone. Of those that could be admitted: their places; how many
+        # may still go out of their turn in this step; and the places again, whose turn it is last.
         waiting: list[Place] | None = None
         in_turn: list[Place] = []
         slack = 0
@@ -612,14 +612,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     self.counters.blocked()
                 self._block(req, plan, promised)
                 break
-            if waiting is None:
+            if waiting is None and len(candidates) > 1:
                 waiting = [dr.place for dr in candidates if dr.error is None and not _is_aborted(dr)]
                 slack = line.slack([other for other in waiting if not other.coming])
                 in_turn = sorted(waiting, key=lambda other: (-other.priority, -other.arrival))
             # Who waits for a transfer is not passed by; this request itself stays.
             while in_turn and (in_turn[-1].coming or in_turn[-1].admitted_at):
                 in_turn.pop()
-            # Empty: all others wait for a transfer, or did when they were looked at.
+            # Empty: there are no others, or all wait for a transfer, or did when they were looked at.
             if in_turn and place is not in_turn[-1]:
                 if slack <= 0:
                     break
@@ -642,8 +642,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if evicts:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
-        if admitted:
-            left = [place for place in waiting or [] if not place.admitted_at and not place.coming]
+        if admitted and waiting:
+            left = [place for place in waiting if not place.admitted_at and not place.coming]
             self.counters.overtaken(line.passed_by(left, [dr.place for dr in admitted]))
         return admitted
 
@@ -781,7 +781,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 windows.take(delta[start - prefix_len :], fill_len - start)
                 req.swa_evicted_seqlen = start
             assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
-            pool.write((req.req_pool_idx, slice(0, fill_len)), torch.cat([*parts, delta])[:fill_len])
+            kv_loc = torch.cat([*parts, delta])
+            if prefix_len + plan.delta > fill_len:
+                kv_loc = kv_loc[:fill_len]
+            pool.write((req.req_pool_idx, slice(0, fill_len)), kv_loc)
         except Exception:
             if slots is not None:
                 _free_row(pool, req)
