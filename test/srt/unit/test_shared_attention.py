@@ -273,40 +273,55 @@ def test_other_layers_have_no_plan(change, monkeypatch):
     worker.check_step()
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prompts_behind_what_is_cached_equal_the_engines_loop(kind, dtype, monkeypatch):
-    """Prompts that are cached in part, in whole but for one token, and not at all; several blocks of queries."""
-    monkeypatch.setattr(extend, "BLOCK", 16)
-    worker = Worker(kind, 16, dtype)
-    system = worker.new_pages(96)
-    for row, own in enumerate((1, 40, 16, 7)):
-        worker.enter(row, system[: 96 if row else 0], own)
-    worker.lens[0] = len(system)
-    worker.pool.write((0, slice(0, len(system))), system.to(torch.int32))
-    cached = [0, 96, 90, 102]
-    lens = [worker.lens[row] for row in range(4)]
+def extends(worker: Worker, cached: list[int], mode: ForwardMode = ForwardMode.EXTEND, padded: int = 0):
+    """What both backends say of prompts of which so much is cached; padded: tokens that fill the batch up."""
+    lens = [worker.lens[row] for row in range(len(cached))]
     new = [n - c for n, c in zip(lens, cached, strict=True)]
+    where = torch.cat([worker.slots(row)[c:] for row, c in enumerate(cached)])
+    tokens = sum(new) + padded
     batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=4,
-        input_ids=torch.zeros(sum(new), dtype=torch.int64),
-        req_pool_indices=torch.arange(4),
+        forward_mode=mode,
+        batch_size=len(cached),
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        req_pool_indices=torch.arange(len(cached)),
         seq_lens=torch.tensor(lens),
-        out_cache_loc=torch.cat([worker.slots(row)[cached[row] :] for row in range(4)]),
+        out_cache_loc=torch.cat([where, where.new_zeros(padded)]),
         seq_lens_sum=sum(lens),
         req_to_token_pool=worker.pool,
         token_to_kv_pool=worker.kv,
         extend_prefix_lens=torch.tensor(cached),
         extend_seq_lens=torch.tensor(new),
     )
-    heads, kv_heads, dim = SHAPES[kind]
-    q, k = torch.randn(sum(new), heads * dim).to(dtype), torch.randn(sum(new), kv_heads, dim).to(dtype)
-    v = k[..., : worker.layer.v_head_dim] if kind == "mla" else torch.randn(sum(new), kv_heads, dim).to(dtype)
-    monkeypatch.setattr(worker.batched, "_run_sdpa_forward_extend", lambda *a, **k: pytest.fail("computed as new"))
+    heads, kv_heads, dim = SHAPES[worker.kind]
+    q, k = torch.randn(tokens, heads * dim).to(worker.dtype), torch.randn(tokens, kv_heads, dim).to(worker.dtype)
+    v = k[..., : worker.layer.v_head_dim] if worker.kind == "mla" else torch.randn_like(k)
     found = [one.forward(q, k, v, worker.layer, batch).float() for one in (worker.native, worker.batched)]
-    assert found[0].shape == found[1].shape and not found[0].isnan().any()
-    assert (found[0] - found[1]).abs().max() < TOLERANCE[dtype]
+    assert len(found[0]) == len(found[1]) == tokens and not found[1][sum(new) :].any()
+    return [out[: sum(new)] for out in found]
+
+
+@pytest.mark.parametrize("block", [16, 512])
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_behind_what_is_cached_equal_the_engines_loop(kind, dtype, block, monkeypatch):
+    """Prompts that are cached in small part, in large part, but for one token, and not at all; in a mixed batch too."""
+    monkeypatch.setattr(extend, "BLOCK", block)
+    worker = Worker(kind, 16, dtype)
+    system = worker.new_pages(96)
+    for row, own in enumerate((80, 40, 16, 7, 1, 600)):
+        worker.enter(row, system if row else system[:0], own)
+    monkeypatch.setattr(worker.batched, "_run_sdpa_forward_extend", lambda *a, **k: pytest.fail("computed as new"))
+    for mode, padded in ((ForwardMode.EXTEND, 0), (ForwardMode.MIXED, 0), (ForwardMode.EXTEND, 5)):
+        expected, found = extends(worker, [0, 96, 90, 102, 96, 16], mode, padded)
+        assert not expected.isnan().any() and (expected - found).abs().max() < TOLERANCE[dtype]
+
+
+def test_prompts_of_which_nothing_is_cached_are_the_engines(monkeypatch):
+    worker = Worker("gqa", 16)
+    worker.enter(0, worker.new_pages(16), 7)
+    monkeypatch.setattr(extend, "forward", lambda *a: pytest.fail("not for this batch"))
+    expected, found = extends(worker, [0])
+    assert torch.equal(expected, found)
 
 
 def longest_common(a: list[int], b: list[int]) -> int:

@@ -347,11 +347,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         window = self.queue[:WINDOW]
         if not all(dr.waiting_for_input for dr in window):
             return False
-        retractable = self._retractable_tokens()
-        reserve = self._reserve(retractable, count_retracted=True)
         _, plan, kept, asked_in = self._blocked
         if asked_in != self._asked_in():
             return False
+        retractable = self._retractable_tokens()
+        reserve = self._reserve(retractable, count_retracted=True)
         return not self._free_or_evictable().covers(plan.needed(retractable), reserve, kept)
 
     # ---- the step in flight, see step_in_flight.py ----

@@ -266,13 +266,14 @@ class DecodeRadixCache(RadixCache):
             return [], self.root_node
         parts: list[torch.Tensor] = []
         *above, last = found.path
+        last.last_access_time = now
+        if found.in_last < len(last.key.token_ids):
+            last = self._split_node(last.key, last, found.in_last)
+        # From here on nothing raises.
         for node in above:
             node.last_access_time = now
             node.lock_ref += 1
             parts.append(node.value)
-        last.last_access_time = now
-        if found.in_last < len(last.key.token_ids):
-            last = self._split_node(last.key, last, found.in_last)
         last.lock_ref += 1
         parts.append(last.value)
         self.evictable_size_ -= found.evictable

@@ -1,4 +1,4 @@
-"""Decode attention for CPU hosts: the requests of a step at once, and what they share read once.
+"""Attention for CPU hosts: the requests of a decode step at once, and what they share read once; and for prompts.
 
 plan.py       the pieces of KV of a step, in blocks, from batch to batch and from step to step
 kernel.py     the computation

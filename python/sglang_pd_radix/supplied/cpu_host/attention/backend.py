@@ -1,4 +1,5 @@
-"""The attention backend ``torch_batched``: the decode attention of a batch in a few calls, shared KV read once."""
+"""The attention backend ``torch_batched``: the decode attention of a batch in a few calls, shared KV read once; and of
+prompts what is new."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ HAS_PREFIXES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 class TorchBatchedAttnBackend(TorchNativeAttnBackend):
-    """Decode steps of plain layers as planned, and of prompts what is new; the engine's loop for all other layers."""
+    """Decode steps of plain layers as planned, what is new of prompts, and windows; else the engine's loop."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
