@@ -32,7 +32,8 @@ from sglang_pd_radix.tools.netns import TwoHosts
 from sglang_pd_radix.tools.up import RADIX_ALIAS
 
 OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
-# What a worker that shares a machine of this size can hold, and more requests than any workload here has.
+# What a worker that shares a machine of this size can hold. If decode holds more, prefill does too, which would else
+# compute long prefixes again and again. And more requests than any workload here has.
 PREFILL_POOL = 49152
 RUNNING_REQUESTS = 256
 
@@ -124,7 +125,7 @@ class Deployment:
             self.model,
             decode=len(side_of),
             common_args=self.options,
-            prefill_args=["--max-total-tokens", str(self.prefill_pool)],
+            prefill_args=["--max-total-tokens", str(max(self.prefill_pool, shape.pool))],
             decode_args=[[*decode, *([RADIX_FLAG] * side.radix), *side.options] for side in side_of],
             decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.
