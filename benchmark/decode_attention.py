@@ -67,13 +67,15 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
+# Also the one that is plotted.
+MAKE_MODEL = Case("model of `make-model`", 32, 4, 1024, 200, 16, 8, 64)
 CASES = (
     Case("8 heads, page 1", 24, 4, 1024, 200, 8, 8, 64, page=1),
     Case("GQA 32:8", 24, 4, 1024, 200, 32, 8, 128),
     Case("GQA 32:8, bf16", 24, 4, 1024, 200, 32, 8, 128, dtype=torch.bfloat16),
     Case("MLA, 16 heads", 24, 4, 1024, 200, 16, 0, 576),
     Case("model of `bench`", 128, 4, 1024, 200, 2, 1, 32),
-    Case("model of `make-model`", 32, 4, 1024, 200, 16, 8, 64),
+    MAKE_MODEL,
     Case("GQA 32:8, nothing shared", 24, 24, 0, 700, 32, 8, 128),
 )
 
@@ -331,8 +333,7 @@ def triton_grouping(runs: int) -> None:
 
 def compare(runs: int) -> None:
     """The table of the three sides."""
-    speed = memory_speed()
-    print(f"{torch.get_num_threads()} threads; memory is read at {speed / 1e9:.1f} GB/s. Milliseconds of one layer.\n")
+    speed = told_speed()
     print(
         "| layer | requests | shared | own | loop | batched | shared once | loop / batched | batched / shared |", end=""
     )
@@ -357,6 +358,13 @@ def compare(runs: int) -> None:
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
+def told_speed() -> float:
+    """`memory_speed` of this host, said above a table."""
+    speed = memory_speed()
+    print(f"{torch.get_num_threads()} threads; memory is read at {speed / 1e9:.1f} GB/s. Milliseconds of one layer.\n")
+    return speed
+
+
 def sides_in_turns(batch: Batch, runs: int) -> tuple[dict[str, TorchNativeAttnBackend], dict[str, float]]:
     """The three sides of a CPU host, and the seconds that each takes."""
     apart = batch.backend(TorchBatchedAttnBackend)
@@ -370,15 +378,13 @@ def sides_in_turns(batch: Batch, runs: int) -> tuple[dict[str, TorchNativeAttnBa
     return sides, in_turns({name: lambda side=side: batch.run(side)[0] for name, side in sides.items()}, runs)
 
 
-PLOTTED = Case("model of `make-model`", 32, 4, 1024, 200, 16, 8, 64)
 COLORS = {"loop": "#9ca3af", "batched": "#2563eb", "shared": "#dc2626"}
 
 
 def plots(runs: int, folder: Path) -> None:
     """Draw the three sides and the limit over the shared and over the own tokens of each request, and print both."""
     folder.mkdir(parents=True, exist_ok=True)
-    speed, case = memory_speed(), PLOTTED
-    print(f"{torch.get_num_threads()} threads; memory is read at {speed / 1e9:.1f} GB/s. Milliseconds of one layer.\n")
+    speed, case = told_speed(), MAKE_MODEL
     print("| shared | own | loop | batched | shared once | limit |\n" + "|---" * 6 + "|")
     title = f"One layer's decode attention, {case.requests} requests in {case.groups} groups"
     for over, lengths in (("shared", (0, 512, 1024, 2048, 4096, 8192)), ("own", (16, 100, 200, 400, 800, 1600))):
