@@ -39,7 +39,7 @@ def extend_attention(
             # With masks a score costs up to 1.6 times what it does in torch's causal form. That has no rows to begin
             # at, but where no more than half is cached it is the faster one.
             whole = torch.cat([q.new_zeros(start, *q.shape[1:]), q]) if start else q
-            return _attend(whole, keys, values, None, scaling)[start:]
+            return attend(whole, keys, values, scaling, causal=True)[start:]
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
     for a in range(0, len(q), BLOCK):
         b = min(a + BLOCK, len(q))
@@ -47,17 +47,25 @@ def extend_attention(
         of = slice(0, start + b) if window is None else slots_of(first, start + b)
         at, to = torch.arange(start + a, start + b).unsqueeze(1), torch.arange(first, start + b)
         seen = to <= at if window is None else (to <= at) & (to >= at - window)
-        out[a:b] = _attend(q[a:b], keys[of].to(q.dtype), values[of].to(q.dtype), seen, scaling)
+        out[a:b] = attend(q[a:b], keys[of].to(q.dtype), values[of].to(q.dtype), scaling, seen)
     return out
 
 
-def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, scaling: float
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    seen: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
-    """q: (queries, heads, size). seen: what each query attends to, bool, (queries, keys); None: causal."""
+    """Attention of ``q``, (queries, heads, size), to ``keys`` and ``values``, (tokens, KV heads, size); as ``q``.
+
+    seen: what each query attends to, bool, (queries, tokens); None: to all, or with ``causal`` to those up to its own.
+    """
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
     gqa = q.shape[1] != keys.shape[1]
-    found = scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=scaling, enable_gqa=gqa)
+    found = scaled_dot_product_attention(query, key, value, seen, is_causal=causal, scale=scaling, enable_gqa=gqa)
     return found[0].transpose(0, 1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+
+from ..attention.extend import attend
 
 # Query rows that are masked at a time: a prompt's mask as a whole would be as large as its scores.
 ROWS = 512
@@ -16,13 +17,6 @@ def _plain(**options: Any) -> None:
     for name, (value, default) in options.items():
         if value != default:
             raise NotImplementedError(f"Attention with {name} {value} has no torch form for the triton backend.")
-
-
-def _attend(q: Any, keys: Any, values: Any, scale: float, mask: Any = None) -> Any:
-    """q: (rows, heads, dim); keys, values: (tokens, kv heads, dim); mask: (rows, tokens), bool. Returns as ``q``."""
-    by_head = [x.transpose(0, 1)[None] for x in (q, keys, values)]
-    out = scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], attn_mask=mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 def extend_attention(
@@ -78,7 +72,7 @@ def extend_attention(
                 mask[:, prefix:] = whole[rows, prefix:]
             elif is_causal:
                 mask[:, prefix:] = torch.arange(new) <= torch.arange(first, rows.stop)[:, None]
-            out[begin:end][rows] = _attend(q[begin:end][rows], keys, values, scale, mask)
+            out[begin:end][rows] = attend(q[begin:end][rows], keys, values, scale, mask)
 
 
 def decode_attention(
@@ -109,4 +103,4 @@ def decode_attention(
     starts = kv_indptr.tolist()
     for i in range(len(q)):
         slots = kv_indices[starts[i] : starts[i + 1]]
-        out[i : i + 1] = _attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], sm_scale)
+        out[i : i + 1] = attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], sm_scale)
