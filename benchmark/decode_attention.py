@@ -5,11 +5,13 @@
     python benchmark/decode_attention.py --grouping                   what it costs to find out what is shared
     python benchmark/decode_attention.py --fit                        the constants of the cost model
     python benchmark/decode_attention.py --triton                     on a GPU: the engine's triton backend and ours
+    python benchmark/decode_attention.py --triton-fit                 on a GPU: when ours pays, and its constants
     python benchmark/decode_attention.py --triton-grouping            what ours has the scheduler do, on any host
 
 The real backends on the real pools; no model, no server. "Limit" is the time in which the step's distinct KV can be
-read once from memory, at the speed at which this machine sums 256 MiB (a GPU: 4 GiB). Neither side of --triton has
-run anywhere but in Triton's interpreter (--interpret), where times mean nothing.
+read once from memory, at the speed at which this machine sums 256 MiB (a GPU: 4 GiB). On a GPU layers run from a CUDA
+graph, as in serving, and there are so many of them that none finds its KV in the cache. --interpret is to see that
+--triton runs, in Triton's interpreter, where times mean nothing.
 """
 
 from __future__ import annotations
@@ -96,12 +98,15 @@ INTERPRETED_CASES = (Case("2 heads", 4, 2, 48, 40, 2, 1, 16),)
 class Batch:
     """A decode step that can be run by any backend: prefixes in runs of slots, what is a request's own page by page."""
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
+    def __init__(self, case: Case, device: str = "cpu", least_bytes: int = 0) -> None:
+        """``least_bytes``: as many layers as have so much KV."""
         self.case, self.device = case, device
         shared, own = case.shared // case.page * case.page, -(-(case.own + 1) // case.page) * case.page
         size = case.groups * shared + case.requests * own + case.page
+        token_bytes = (2 * case.kv_heads or 1) * case.dim * case.dtype.itemsize
+        layers = max(1, -(-least_bytes // (size * token_bytes)))
         common = dict(
-            size=size, page_size=case.page, dtype=case.dtype, layer_num=1, device=device, enable_memory_saver=False
+            size=size, page_size=case.page, dtype=case.dtype, layer_num=layers, device=device, enable_memory_saver=False
         )
         if case.kv_heads:
             self.kv = MHATokenToKVPool(head_num=case.kv_heads, head_dim=case.dim, **common)
@@ -112,7 +117,11 @@ class Batch:
         for buffer in buffers:
             buffer.normal_()
         kv_heads = case.kv_heads or 1
-        self.layer = RadixAttention(case.heads, case.dim, case.dim**-0.5, kv_heads, 0, v_head_dim=value_dim)
+        self.layers = [
+            RadixAttention(case.heads, case.dim, case.dim**-0.5, kv_heads, number, v_head_dim=value_dim)
+            for number in range(layers)
+        ]
+        self.layer = self.layers[0]
         self.pool = ReqToTokenPool(case.requests, shared + own, device, False)
         self.runner = SimpleNamespace(
             device=device,
@@ -134,7 +143,7 @@ class Batch:
         torch.manual_seed(0)
         self.query = torch.randn(case.requests, case.heads * case.dim).to(device, case.dtype)
         self.length = shared + case.own
-        self.kv_bytes = sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
+        self.kv_bytes = sum(buffer[0].numel() * buffer.element_size() for buffer in buffers) // layers
         self.distinct = case.groups * shared + case.requests * case.own
 
     def fill_table(self) -> None:
@@ -151,7 +160,7 @@ class Batch:
         case = self.case
         self.runner.__dict__.update(
             gpu_id=0,
-            model=torch.nn.ModuleList([self.layer]),
+            model=torch.nn.ModuleList(self.layers),
             token_to_kv_pool_allocator=None,
             sliding_window_size=None,
             hybrid_gdn_config=None,
@@ -174,7 +183,7 @@ class Batch:
         )
         made = {
             "engine": triton_backend.TritonAttnBackend(self.runner),
-            "shared": triton_shared.SharedPrefixTritonBackend(self.runner, [self.layer]),
+            "shared": triton_shared.SharedPrefixTritonBackend(self.runner, self.layers),
         }
         self.fill_table()
         return made
@@ -216,33 +225,87 @@ def in_turns(sides: dict[str, Callable[[], float]], runs: int) -> dict[str, floa
 def memory_speed(device: str = "cpu") -> float:
     """Bytes a second, read."""
     data = torch.ones((64 if device == "cpu" else 1024) << 20, device=device)
+    size = data.numel() * data.element_size()
+    if device != "cpu":
+        return size / gpu_seconds(data.sum, 9)
 
     def read() -> float:
-        if device != "cpu":
-            return gpu_seconds(data.sum)
         began = time.perf_counter()
         data.sum()
         return time.perf_counter() - began
 
-    return data.numel() * data.element_size() / in_turns({"read": read}, 9)["read"]
+    return size / in_turns({"read": read}, 9)["read"]
 
 
-def gpu_seconds(run: Callable[[], object]) -> float:
-    """Seconds on the device, of 10 calls in a row so that it does not wait for the host."""
+def gpu_seconds(run: Callable[[], object], runs: int) -> float:
+    """Seconds on the device, from a CUDA graph: the median of ``runs``, each of several replays in a row."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run()  # kernels are compiled outside of it
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    torch.cuda.synchronize()
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began.record()
-    for _ in range(10):
-        run()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e4
+    took = []
+    for _ in range(runs + 1):
+        began.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        ended.record()
+        ended.synchronize()
+        took.append(began.elapsed_time(ended) / 1e3 / REPLAYS)
+    return statistics.median(took[1:])
+
+
+REPLAYS = 5
+#: Several times a GPU's cache, so that a layer does not find its KV there.
+BEYOND_CACHE = 400 << 20
+
+
+class OnGpu:
+    """Both sides of a GPU on one batch, which has been told to them until every row has come to the host."""
+
+    def __init__(self, case: Case, interpret: bool = False) -> None:
+        self.interpret = interpret
+        self.batch = batch = Batch(case, "cpu" if interpret else "cuda", 0 if interpret else BEYOND_CACHE)
+        self.sides = batch.triton_backends()
+        self.step = batch.step(batch.length)
+        reqs = [SimpleNamespace(req_pool_idx=row) for row in range(case.requests)]
+        self._told = SimpleNamespace(
+            forward_mode=self.step.forward_mode, spec_info=None, seq_lens_cpu=self.step.seq_lens.cpu(), reqs=reqs
+        )
+        # Rows come to the host 16 a step, and each step finds what has arrived.
+        steps = 2 if interpret else case.requests // 16 + 20
+        self.metadata_s = {
+            name: statistics.median([self._prepare(side) for _ in range(steps)]) for name, side in self.sides.items()
+        }
+
+    def _prepare(self, side: Any) -> float:
+        if not self.interpret:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.batch.runner.running_groups.expect(self._told)
+        side.init_forward_metadata(self.step)
+        return time.perf_counter() - began
+
+    def attend(self, name: str) -> torch.Tensor:
+        """All layers, one after the other; the result of the last."""
+        for layer in self.batch.layers:
+            out = self.sides[name].forward_decode(self.batch.query, None, None, layer, self.step, save_kv_cache=False)
+        return out
+
+    def layer_s(self, name: str, runs: int) -> float:
+        """Seconds of a layer."""
+        return gpu_seconds(partial(self.attend, name), runs) / len(self.batch.layers)
 
 
 def compare_triton(runs: int, interpret: bool) -> None:
     """The table of the two sides of a GPU. With ``interpret`` on this machine's CPU, to see that it runs."""
     device = "cpu" if interpret else "cuda"
     if interpret:  # what pays on a GPU is far longer
-        triton_shared.CALL = triton_shared.PIECE = 0.0
+        triton_shared.CALL = triton_shared.PIECE = triton_shared.PARTIAL = 0.0
     speed = memory_speed(device)
     where = "Triton's interpreter: the times mean nothing" if interpret else torch.cuda.get_device_name()
     print(f"{where}; memory is read at {speed / 1e9:.0f} GB/s. Milliseconds of one layer; metadata: of a step.\n")
@@ -253,30 +316,11 @@ def compare_triton(runs: int, interpret: bool) -> None:
     print(" metadata, engine | shared |")
     print("|" + "---|" * 11)
     for case in INTERPRETED_CASES if interpret else GPU_CASES:
-        batch = Batch(case, device)
-        sides, took, made, outs = batch.triton_backends(), {}, {}, {}
-        groups = batch.runner.running_groups
-        step = batch.step(batch.length)
-        reqs = [SimpleNamespace(req_pool_idx=row) for row in range(case.requests)]
-        told = SimpleNamespace(
-            forward_mode=step.forward_mode, spec_info=None, seq_lens_cpu=step.seq_lens.cpu(), reqs=reqs
-        )
-
-        def prepare(side: Any, groups=groups, told=told, step=step) -> float:
-            if not interpret:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            groups.expect(told)
-            side.init_forward_metadata(step)
-            return time.perf_counter() - began
-
-        for name, side in sides.items():
-            # Rows come to the host 16 a step, and each step finds what has arrived.
-            made[name] = statistics.median([prepare(side) for _ in range(2 if interpret else case.requests // 16 + 20)])
-            run = partial(side.forward_decode, batch.query, None, None, batch.layer, step, save_kv_cache=False)
-            outs[name] = run().float()
-            took[name] = 0.0 if interpret else statistics.median([gpu_seconds(run) for _ in range(runs)])
-        if (sides["shared"]._launch is None) == bool(case.shared) and not interpret:
+        here = OnGpu(case, interpret)
+        batch = here.batch
+        outs = {name: here.attend(name).float() for name in here.sides}
+        took = {name: 0.0 if interpret else here.layer_s(name, runs) for name in here.sides}
+        if (here.sides["shared"]._launch is None) == bool(case.shared) and not interpret:
             print(f"{case}: shared {'nothing' if case.shared else 'something'}")
         cells = [
             case.name,
@@ -287,9 +331,47 @@ def compare_triton(runs: int, interpret: bool) -> None:
             "–" if interpret else f"{took['engine'] / took['shared']:.2f}",
             f"{1e3 * batch.distinct * batch.kv_bytes / speed:.3f}",
             f"{float((outs['engine'] - outs['shared']).abs().max()):.0e}",
-            *(f"{1e3 * seconds:.3f}" for seconds in made.values()),
+            *(f"{1e3 * seconds:.3f}" for seconds in here.metadata_s.values()),
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def fit_triton(runs: int) -> None:
+    """Where reading together pays on this GPU, by measuring both where it is forced, and constants by least squares."""
+    chosen = triton_shared.BANDWIDTH, triton_shared.CALL, triton_shared.PARTIAL
+    triton_shared.CALL = triton_shared.PIECE = triton_shared.PARTIAL = 0.0
+    print(f"{torch.cuda.get_device_name()}; memory is read at {memory_speed('cuda') / 1e9:.0f} GB/s.\n")
+    print("| layer | requests | groups | shared | own | saved, MB | parts | engine, us | shared, us | gain, us |")
+    print("|" + "---|" * 10)
+    rows, gains, weights = [], [], []
+    layers = (("GQA 32:8", 32, 8), ("GQA 8:1", 8, 1), ("MHA 16", 16, 16))
+    for (name, heads, kv_heads), requests, members in itertools.product(layers, (8, 32, 128), (2, 8, 32)):
+        for shared in (256, 1024, 4096) if members <= requests else ():
+            here = OnGpu(
+                Case(name, requests, requests // members, shared, 200, heads, kv_heads, 128, dtype=torch.bfloat16)
+            )
+            plan, batch = here.sides["shared"]._plan, here.batch
+            if not len(plan.items):
+                continue
+            took = {side: 1e9 * here.layer_s(side, runs) for side in here.sides}
+            saved = (requests - requests // members) * shared * batch.kv_bytes
+            parts = len(plan.queries)
+            gain = took["engine"] - took["shared"]
+            cells = [name, requests, requests // members, shared, 200, f"{saved / 1e6:.0f}", parts]
+            cells += [f"{value / 1e3:.1f}" for value in (took["engine"], took["shared"], gain)]
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+            rows.append([saved, -1.0, -parts * heads * 129 * 4])
+            gains.append(gain)
+            weights.append(1 / took["engine"])
+    scale = np.array(weights)
+    found = scipy.optimize.lsq_linear(np.array(rows) * scale[:, None], np.array(gains) * scale, bounds=(0, np.inf)).x
+    print(
+        f"\na byte {found[0]:.3g} ns ({1 / max(found[0], 1e-9):.0f} GB/s), a layer's call {found[1]:.0f} ns, ", end=""
+    )
+    print(
+        f"a byte of a partial result {found[2]:.3g} ns; "
+        f"in use: {chosen[0]:.0f} GB/s, {chosen[1]:.0f} and {chosen[2]:.3g} ns"
+    )
 
 
 def triton_grouping(runs: int) -> None:
@@ -303,7 +385,8 @@ def triton_grouping(runs: int) -> None:
             pool.req_to_token[row, :shared] = torch.arange(shared) + row % groups * shared
             pool.req_to_token[row, shared:] = torch.arange(400) + 10**7 + 1000 * row
         running = RunningGroups(pool, page)
-        costs = Costs(byte=1 / triton_shared.BANDWIDTH, product=0, score=0, piece=triton_shared.PIECE, query=4.1)
+        query = 32 * 129 * 4 * triton_shared.PARTIAL
+        costs = Costs(byte=1 / triton_shared.BANDWIDTH, product=0, score=0, piece=triton_shared.PIECE, query=query)
         shape, tiling = LayerShape(32, 8, 256, 4096), make_tiling(4, 8, 128, 2, 132)
         rows, most = list(range(256)), PARTS * 256
         times: dict[str, list[float]] = {name: [] for name in ("same", "changed", "tree", "levels", "plan", "array")}
@@ -318,9 +401,10 @@ def triton_grouping(runs: int) -> None:
             at = [time.perf_counter()]
             running.follow(rows, lens)
             at.append(time.perf_counter())
-            levels = levels_within(running.prefixes, shape, costs, triton_shared.CALL, most)
+            levels = levels_within(running.prefixes, shape, costs, most)
             at.append(time.perf_counter())
             plan = make_plan(levels, rows, tiling, most)
+            plan.gain(shape, costs)
             at.append(time.perf_counter())
             packed = plan.packed(256)
             at.append(time.perf_counter())
@@ -478,6 +562,7 @@ def main() -> None:
     parser.add_argument("--grouping", action="store_true", help="what the plan of a step costs")
     parser.add_argument("--fit", action="store_true", help="the constants of the cost model")
     parser.add_argument("--triton", action="store_true", help="the triton backends, on a GPU")
+    parser.add_argument("--triton-fit", action="store_true", help="when sharing pays on this GPU")
     parser.add_argument("--interpret", action="store_true", help="with --triton: small, in Triton's interpreter")
     parser.add_argument("--triton-grouping", action="store_true", help="what the triton form does on the host")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the three sides over the tokens of a request")
@@ -491,6 +576,9 @@ def main() -> None:
         return
     if args.plots:
         plots(args.runs, args.plots)
+        return
+    if args.triton_fit:
+        fit_triton(args.runs)
         return
     chosen = triton_grouping if args.triton_grouping else grouping if args.grouping else fit if args.fit else compare
     chosen(args.runs)

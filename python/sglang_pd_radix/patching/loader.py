@@ -158,9 +158,10 @@ def activate(engine: ModuleType) -> None:
         return
     if engine.__file__ is None:
         return
-    from sglang_pd_radix.supplied import cpu_host
+    from sglang_pd_radix.supplied import cpu_host, torch_layers
 
     cpu_host.install()
+    torch_layers.install()
     root = Path(engine.__file__).parent
     first = not _state.active
     _state.active, _state.reason, _state.engine_root = True, f"applied to sglang {ENGINE_VERSION}", root

@@ -788,7 +788,8 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
     """Extra options and the wave of each worker on a host with ``gpus`` GPUs, from each worker's own arguments.
 
     Workers take the next GPUs in turn. Where they have to share one, each gets an equal part of its memory. The engine
-    measures its part by what is free when it starts, so workers that share start one after the other.
+    measures its part by what is free when it starts, so workers that share start one after the other, unless it is said
+    of each how much it may take and how many tokens that are.
     """
     sizes = [_gpus_needed(args) for args in arguments]
     if gpus == 0:
@@ -803,8 +804,11 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
         first.append(cursor)
         cursor += size
     used = [set(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
-    waves: list[int] = []
-    for i, devices in enumerate(used):
+    sized = all(
+        has_option(args, "--mem-fraction-static") and has_option(args, "--max-total-tokens") for args in arguments
+    )
+    waves: list[int] = [0] * len(used) if sized else []
+    for i, devices in enumerate(() if sized else used):
         waves.append(1 + max((waves[j] for j in range(i) if used[j] & devices), default=-1))
     placement = []
     for args, start, wave, devices in zip(arguments, first, waves, used, strict=True):

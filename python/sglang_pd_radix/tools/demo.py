@@ -240,8 +240,21 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else float("inf") if a else 1.0
 
 
-def compare(off: Run, on: Run) -> Comparison:
-    """Judge the two runs of one workload."""
+def beyond_rounding(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> tuple[float, list[Difference]]:
+    """What rounding may make of a log-probability, nats, and the answers that differ by more; by what ``off`` noted.
+
+    ``control``: the answers of one engine with the prefix cache that it has. Prefill computes the KV of an earlier
+    answer in one pass over its tokens, and the steps that made the answer computed it one by one, which rounds
+    otherwise. Off, every answer reads what prefill computed; any cache that keeps answers reads the steps' own.
+    """
+    first = [turn.replies for turn in off.turns]
+    noise = roundings(first, off.again) + (roundings(first, control) if control else [])
+    limit = limit_of(noise)
+    return limit, [d for d in roundings(first, [turn.replies for turn in on.turns]) if not d.within(limit)]
+
+
+def compare(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> Comparison:
+    """Judge the two runs of one workload; ``control`` as for `beyond_rounding`."""
     page = off.page_size
     sizes = [[(reply.prompt_tokens, reply.answer_tokens) for reply in turn.replies] for turn in off.turns]
     prompt_pages = pages_of_prompts(sizes, page)
@@ -252,23 +265,23 @@ def compare(off: Run, on: Run) -> Comparison:
     different = differences(off, on)
     if off.again:
         # Another batch rounds differently. How much is measured, between two runs with the flag off.
+        limit, beyond = beyond_rounding(off, on, control)
         noise = roundings([turn.replies for turn in off.turns], off.again)
-        limit = limit_of(noise)
         seen = roundings([turn.replies for turn in off.turns], [turn.replies for turn in on.turns])
-        beyond = [d for d in seen if not d.within(limit)]
         conversations, answers = len(on.turns[0].replies), sum(len(turn.replies) for turn in on.turns)
+        engine = " and by one engine with its own prefix cache" if control else ""
         told = (
             f"in {on.dtype}, {_parted(seen)} part, and {_parted(noise)} of two runs with the flag off; "
             f"log-probabilities differ by at most {max(d.drift for d in seen):.2g}, where {limit:.2g} is rounding by "
-            f"those two runs ({len(seen)} of {answers} answers compared: none after the first that parts)"
+            f"those two runs{engine} ({len(seen)} of {answers} answers compared: none after the first that parts)"
         )
         if len(seen) <= conversations < answers:
             told += ". No answer that used the cache could be compared: pd-radix verify asks the same in both runs"
         (failures if beyond else notes).append(f"{told}; {len(beyond)} answers differ by more" if beyond else told)
     elif different:
         failures.append(f"{len(different)} answers are not identical")
-    control = sorted((off.turns[0].ttft_s, on.turns[0].ttft_s))
-    if control[1] > MOST_DISTURBED * control[0]:
+    unlike = sorted((off.turns[0].ttft_s, on.turns[0].ttft_s))
+    if unlike[1] > MOST_DISTURBED * unlike[0]:
         notes.append(
             "turn 1 is the same work in both runs, and its TTFT differs. That much is chance, or other work of this "
             "machine, and so may the other times be (tokens and bytes are exact)"
@@ -593,7 +606,8 @@ def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -
     else:
         if made_model and not has_option(given, "--dtype"):
             options += ["--dtype", "bfloat16"]  # the engine's kernels for GPUs have no float32
-        options += deterministic_options(given)
+        if option_value(given, "--dtype") != "float32":
+            options += deterministic_options(given)
     return options
 
 
@@ -636,8 +650,21 @@ def run(args: argparse.Namespace) -> int:
                 on_progress=progress,
             )
             runs.append(hold(cluster, name, workload, show))
-    comparison = compare(*runs)
-    off = comparison.off
+        off, on = runs
+        control = []
+        if off.again and beyond_rounding(off, on)[1]:
+
+            def control_progress(step: Progress) -> None:
+                show.now(f"one engine, to see what its own prefix cache rounds: {step}")
+
+            engine = Cluster(
+                model, common_args=options, aggregated=True, log_dir=work_dir / "engine", on_progress=control_progress
+            )
+            with engine:
+                chats = Chats(engine.router_url, engine.model_path, workload, likeliest=LIKELIEST)
+                control = [chats.turn(engine.check) for _ in range(workload.turns)]
+                show.now("one engine: stopping")
+    comparison = compare(off, on, control)
     size = f"{_count(workload.clients, 'client')}, {_count(workload.turns, 'turn')}"
     title = (
         f"{size} over {args.backend}, {off.device} {off.dtype}, pages of {off.page_size} tokens "

@@ -40,7 +40,7 @@ class PagedRequests:
         del self.lens[row]
 
     def slots(self, row: int) -> torch.Tensor:
-        return self.pool.req_to_token[row, : self.lens[row]].long()
+        return self.pool.req_to_token[row, : self.lens[row]].long().cpu()
 
     def next_batch(self, rows: list[int] | None = None) -> ForwardBatch:
         """The next token of each request."""
@@ -53,15 +53,15 @@ class PagedRequests:
                 slot = int(self.new_pages(1)[0])
             last.append(slot)
             self.lens[row] += 1
-        index, where = torch.tensor(rows), torch.tensor(last)
         lens = torch.tensor([self.lens[row] for row in rows])
-        self.pool.write((index, lens - 1), where.to(torch.int32))
+        index, where, on_device = (each.to(self.pool.device) for each in (torch.tensor(rows), torch.tensor(last), lens))
+        self.pool.write((index, on_device - 1), where.to(torch.int32))
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(rows),
             input_ids=torch.zeros(len(rows), dtype=torch.int64),
             req_pool_indices=index,
-            seq_lens=lens,
+            seq_lens=on_device,
             seq_lens_cpu=lens,
             out_cache_loc=where,
             seq_lens_sum=int(lens.sum()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -40,6 +40,7 @@ def _interpreter():
         # What pays on a GPU is far longer than what an interpreter can do in a test.
         patch.object(triton_shared, "CALL", 0.0),
         patch.object(triton_shared, "PIECE", 0.0),
+        patch.object(triton_shared, "PARTIAL", 0.0),
         patch.dict("os.environ", {option.OPTION: "1"}),
     ):
         yield
@@ -55,6 +56,7 @@ class Worker(PagedRequests):
     page: int = 1
     dtype: torch.dtype = torch.float32
     layer_options: dict = field(default_factory=dict)
+    device: str = "cpu"
     window: int | None = None
     lens: dict[int, int] = field(default_factory=dict)
 
@@ -66,18 +68,18 @@ class Worker(PagedRequests):
             page_size=self.page,
             dtype=self.dtype,
             layer_num=1,
-            device="cpu",
+            device=self.device,
             enable_memory_saver=False,
             head_num=self.kv_heads,
             head_dim=self.dim,
         )
         for buffer in self.kv.k_buffer + self.kv.v_buffer:
             buffer.normal_()
-        self.pool = ReqToTokenPool(ROWS, MAX_LEN, "cpu", False)
+        self.pool = ReqToTokenPool(ROWS, MAX_LEN, self.device, False)
         self.layer = RadixAttention(self.heads, self.dim, self.dim**-0.5, self.kv_heads, 0, **self.layer_options)
         self.free_pages = random.permutation(np.arange(1, SLOTS // self.page)).tolist()
         self.runner = SimpleNamespace(
-            device="cpu",
+            device=self.device,
             gpu_id=0,
             dtype=self.dtype,
             model=torch.nn.ModuleList([self.layer]),
@@ -109,8 +111,6 @@ class Worker(PagedRequests):
         )
         self.engine = triton_backend.TritonAttnBackend(self.runner)
         self.shared = attention_registry.ATTENTION_BACKENDS["triton"](self.runner)
-        if isinstance(self.shared, triton_shared.SharedPrefixTritonBackend):
-            self.shared._costs = replace(self.shared._costs, query=0)
 
     def tell(self, batch: ForwardBatch) -> None:
         """What ForwardBatch.init_new does; see test_shared_attention_model.py."""
@@ -120,8 +120,8 @@ class Worker(PagedRequests):
         )
 
     def inputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q = torch.randn(count, self.heads * self.dim).to(self.dtype)
-        k, v = (torch.randn(count, self.kv_heads, self.dim).to(self.dtype) for _ in range(2))
+        shapes = (count, self.heads * self.dim), *[(count, self.kv_heads, self.dim)] * 2
+        q, k, v = (torch.randn(shape).to(self.device, self.dtype) for shape in shapes)
         return q, k, v
 
     def exact(self, q: torch.Tensor, rows: list[int], sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -466,7 +466,7 @@ def planned(data, rows: dict[int, np.ndarray], group: int, kv_heads: int):
         prefixes.add(row, slots)
     free = Costs(byte=1, product=0, score=0, piece=0, query=0)
     most = data.draw(st.sampled_from([2, 3, 4]), "parts") * len(rows)
-    levels = triton_plan.levels_within(prefixes, LayerShape(group * kv_heads, kv_heads, 32, 1), free, 0, most)
+    levels = triton_plan.levels_within(prefixes, LayerShape(group * kv_heads, kv_heads, 32, 1), free, most)
     tiling = triton_plan.Tiling(group, kv_heads, 16, 16, data.draw(st.sampled_from([1, 64]), "programs"))
     return tiling, triton_plan.make_plan(levels, list(rows), tiling, most) if levels else None, most
 
@@ -505,14 +505,7 @@ def test_a_plan_reads_every_token_of_every_request_once(data, group):
     ]
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.data(),
-    st.sampled_from([(1, 2), (2, 1), (3, 1)]),
-    st.sampled_from([(16, 16), (24, 32)]),
-    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-)
-def test_the_kernels_equal_the_unshared_result(data, heads, dims, dtype):
+def check_kernels(data, heads, dims, dtype, device="cpu"):
     """Shared pieces by our kernel, own parts from torch: together attention to everything."""
     (group, kv_heads), (key_dim, value_dim) = heads, dims
     rows = paths(data, 16)
@@ -537,17 +530,52 @@ def test_the_kernels_equal_the_unshared_result(data, heads, dims, dtype):
         own_lse[i, :, 0] = mine.logsumexp(-1).flatten()
         part = torch.einsum("hgl,lhd->hgd", mine.softmax(-1), values[at[int(plan.begins[i]) :]].double())
         own[i, :, 0] = part.flatten(0, 1)
-    packed = torch.from_numpy(plan.packed(capacity))
-    memory = torch.full((parts, group * kv_heads, value_dim), float("nan")), torch.full((parts, group * kv_heads), 9e9)
-    triton_kernels.attend_to_pieces(
-        query, keys, values, table, packed, len(plan.items) + 1, *memory, 0.3, 0.0, tiling.block_rows, 16
-    )
     lens = torch.tensor([len(slots) for slots in rows.values()]) - torch.from_numpy(plan.begins)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)]).to(torch.int32)
-    out = torch.empty(count, group * kv_heads, value_dim, dtype=dtype)
-    ones = torch.ones(count, dtype=torch.int32)
-    triton_kernels.merge(own, own_lse, starts, ones, 32, packed, capacity, *memory, None, 1.0, out)
-    assert (out.double() - torch.stack(expected)).abs().max() < TOLERANCE[dtype]
+    memory = torch.full((parts, group * kv_heads, value_dim), float("nan")), torch.full((parts, group * kv_heads), 9e9)
+    results, weights = (each.to(device) for each in memory)
+    query, keys, values, table, own, own_lse, starts, packed, ones, out = (
+        each.to(device)
+        for each in (
+            query,
+            keys,
+            values,
+            table,
+            own,
+            own_lse,
+            starts,
+            torch.from_numpy(plan.packed(capacity)),
+            torch.ones(count, dtype=torch.int32),
+            torch.empty(count, group * kv_heads, value_dim, dtype=dtype),
+        )
+    )
+    triton_kernels.attend_to_pieces(
+        query,
+        keys,
+        values,
+        table,
+        packed,
+        len(plan.items) + 1,
+        results,
+        weights,
+        0.3,
+        0.0,
+        tiling.block_rows,
+        16,
+    )
+    triton_kernels.merge(own, own_lse, starts, ones, 32, packed, capacity, results, weights, None, 1.0, out)
+    assert (out.cpu().double() - torch.stack(expected)).abs().max() < TOLERANCE[dtype]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from([(1, 2), (2, 1), (3, 1)]),
+    st.sampled_from([(16, 16), (24, 32)]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)
+def test_the_kernels_equal_the_unshared_result(data, heads, dims, dtype):
+    check_kernels(data, heads, dims, dtype)
 
 
 COMPILE = """
@@ -609,8 +637,26 @@ def test_many_levels_keep_within_the_memory_for_partial_results():
     for row in range(8):  # each shares one token more with the next ones than the row before
         prefixes.add(row, np.r_[: 10 * row + 10, 10**6 + row].astype(np.int32))
     free, shape = Costs(byte=1, product=0, score=0, piece=0, query=0), LayerShape(1, 1, 32, 1)
-    all_levels = triton_plan.levels_within(prefixes, shape, free, 0, 1000)
-    few = triton_plan.levels_within(prefixes, shape, free, 0, 16)
+    all_levels = triton_plan.levels_within(prefixes, shape, free, 1000)
+    few = triton_plan.levels_within(prefixes, shape, free, 16)
     assert sum(len(level.rows) for level in all_levels) == 8 + 7 + 6 + 5 + 4 + 3 + 2
     assert 0 < sum(len(level.rows) for level in few) <= 16
-    assert triton_plan.levels_within(prefixes, shape, free, 10**6, 1000) == []
+
+
+def test_a_plan_that_saves_less_than_a_call_takes_is_not_used(monkeypatch):
+    worker = Worker(2, 1, 16)
+    prompt = worker.new_pages(40)
+    for row in range(3):
+        worker.enter(row, prompt, own=4)
+    worker.check_step()
+    assert worker.read_together() == 2 * 40
+    gain = worker.shared._plan.gain(worker.shared._shape, worker.shared._costs)
+    assert gain == pytest.approx(2 * 40 * 2 * 16 * 4 / triton_shared.BANDWIDTH)
+    for call, together in ((1.01 * gain, 0), (0.99 * gain, 2 * 40)):
+        monkeypatch.setattr(triton_shared, "CALL", call)
+        worker.leave(0, 40)
+        worker.check_step()
+        assert worker.read_together() == 0, "what two share is half of that"
+        worker.enter(0, prompt, own=4)
+        worker.check_step()
+        assert worker.read_together() == together

@@ -17,13 +17,16 @@ from .option import is_windowed
 from .running_groups import RunningGroups
 from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared
 
-#: Bytes that a GPU reads in a nanosecond of attention; estimated from data sheets (A100 2.0, H100 3.4 at their peak).
-BANDWIDTH = 2000.0
+# Fitted on an H100: docs/benchmarks.md, "What the triton form gains on a GPU".
+#: Bytes that a GPU reads in a nanosecond of attention.
+BANDWIDTH = 2800.0
+#: Nanoseconds for a byte of a partial result, which is written by one kernel and read by another.
+PARTIAL = 0.0085
+#: What a layer's step with shared pieces takes more than one without, whatever they are.
+CALL = 8200.0
 #: A piece that is read for itself: what one of a hundred processors needs to begin, 5 us, in time of all of them.
 #: Estimated. What multiplies and adds is the same with sharing as without, so the choice does not depend on it.
 PIECE = 50.0
-#: What a layer's step with shared pieces takes more, for the launch of one more kernel. Estimated.
-CALL = 10_000.0
 
 
 def attention_layers(runner: Any) -> list[Any]:
@@ -60,8 +63,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         key_dim, value_dim = keys.shape[-1], values.shape[-1]
         token_bytes = kv_heads * (key_dim + value_dim) * keys.element_size()
         self._shape = LayerShape(heads=heads, kv_heads=kv_heads, dims=key_dim + value_dim, kv_bytes=token_bytes)
-        # A partial result is written and read again.
-        query = 2 * heads * (value_dim + 1) * 4 / BANDWIDTH
+        query = heads * (value_dim + 1) * 4 * PARTIAL
         self._costs = Costs(byte=1 / BANDWIDTH, product=0, score=0, piece=PIECE, query=query)
         self._tiling = make_tiling(
             heads // kv_heads, kv_heads, max(key_dim, value_dim), keys.element_size(), self.device_core_count
@@ -144,8 +146,9 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
     def _next_plan(self, rows: list[int], lens: list[int]) -> SharedPlan:
         if self.groups.follow(rows, lens):
             most = PARTS * len(rows)
-            levels = levels_within(self.groups.prefixes, self._shape, self._costs, CALL, most)
-            self._plan = make_plan(levels, rows, self._tiling, most) if levels else self._nothing
+            levels = levels_within(self.groups.prefixes, self._shape, self._costs, most)
+            plan = make_plan(levels, rows, self._tiling, most) if levels else self._nothing
+            self._plan = plan if plan.gain(self._shape, self._costs) > CALL else self._nothing
         return self._plan
 
     def _put(self, plan: SharedPlan) -> None:
