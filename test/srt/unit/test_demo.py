@@ -296,12 +296,38 @@ def test_in_half_precision_answers_are_judged_by_what_rounding_does() -> None:
     assert any("3 answers differ by more" in failure for failure in wrong.failures)
 
 
+@pytest.mark.parametrize(("moved", "failed"), [(0.15, False), (0.05, True)])
+def test_what_an_engines_own_prefix_cache_rounds_is_rounding_too(moved: float, failed: bool) -> None:
+    """``moved``: what keeping answers does to log-probabilities there; with the flag their words are 0.3 behind."""
+    off, on = _hold(False, dtype="bfloat16"), _hold(True, answers=True, dtype="bfloat16")
+    engine = [
+        [
+            dataclasses.replace(
+                reply,
+                answer=dataclasses.replace(
+                    reply.answer, logprobs=tuple(value - moved for value in reply.answer.logprobs)
+                ),
+            )
+            for reply in turn.replies
+            if reply.answer
+        ]
+        for turn in off.turns
+    ]
+    assert len(demo.beyond_rounding(off, on)[1]) == 3
+    limit, beyond = demo.beyond_rounding(off, on, engine)
+    assert limit == pytest.approx(3 * moved) and bool(beyond) == failed
+    comparison = demo.compare(off, on, engine)
+    told = next(text for text in comparison.failures + comparison.notes if "log-probabilities" in text)
+    assert "by one engine with its own prefix cache" in told and (told in comparison.failures) == failed
+
+
 def test_a_gpu_gives_answers_that_do_not_depend_on_the_batch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.cpu_host, "active", lambda: False)
     made = demo.engine_options([], SMALL, True)
     assert "--enable-deterministic-inference" in made and made[-2:] == ["--attention-backend", "triton"]
     assert "--enable-deterministic-inference" in demo.engine_options(["--attention-backend", "fa3"], SMALL, False)
     assert "--enable-deterministic-inference" not in demo.engine_options(["--attention-backend", "x"], SMALL, False)
+    assert "--enable-deterministic-inference" not in demo.engine_options(["--dtype", "float32"], SMALL, True)
 
 
 @pytest.mark.parametrize("faults", [{"extra_pages": 1}, {"rewrites": True}])
@@ -387,6 +413,23 @@ def test_the_command(no_cluster: list[dict[str, Any]], tmp_path: Path, capsys: p
     assert json.loads(figures.read_text())["setting"]["engine_options"] == off["common_args"]
     shown = capsys.readouterr()
     assert "turn 2 of 2" in shown.err and "4 of 4 identical" in shown.out
+
+
+def test_an_engine_is_asked_where_answers_differ_by_more_than_two_runs_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def cluster(model: str, **options: Any) -> Deployment:
+        made.append(options)
+        keeps_answers = bool(options.get("decode_args")) or options.get("aggregated", False)
+        return Deployment(cached=bool(options.get("decode_args")), answers=keeps_answers, dtype="bfloat16")
+
+    monkeypatch.setattr(demo, "Cluster", cluster)
+    assert demo.run(_parse("--work-dir", str(tmp_path / "work"))) == 0
+    off, on, engine = made
+    assert engine["aggregated"] and engine["common_args"] == off["common_args"] == on["common_args"]
+    assert "Note:     in bfloat16, 2 conversations part" in capsys.readouterr().out
 
 
 def test_users_options_win() -> None:
