@@ -278,16 +278,15 @@ class OnGpu:
         )
         # Rows come to the host 16 a step, and each step finds what has arrived.
         steps = 2 if interpret else case.requests // 16 + 20
-        self.metadata_s = {
-            name: statistics.median([self._prepare(side) for _ in range(steps)]) for name, side in self.sides.items()
-        }
+        self.metadata_s = {name: statistics.median([self._prepare(name) for _ in range(steps)]) for name in self.sides}
 
-    def _prepare(self, side: Any) -> float:
+    def _prepare(self, name: str) -> float:
         if not self.interpret:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        self.batch.runner.running_groups.expect(self._told)
-        side.init_forward_metadata(self.step)
+        if name == "shared":
+            self.batch.runner.running_groups.expect(self._told)
+        self.sides[name].init_forward_metadata(self.step)
         return time.perf_counter() - began
 
     def attend(self, name: str) -> torch.Tensor:

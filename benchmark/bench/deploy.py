@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.supplied import cpu_host
+from sglang_pd_radix.supplied import cpu_host, torch_layers
 from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Progress, has_option
 from sglang_pd_radix.tools.demo import (
@@ -216,5 +216,5 @@ def engine_options(given: Sequence[str], page_size: int, made_model: bool) -> li
     if not has_option(given, "--max-running-requests"):
         options += ["--max-running-requests", str(RUNNING_REQUESTS)]
     if made_model and not cpu_host.active() and not has_option(given, "--dtype"):
-        options += ["--dtype", "bfloat16"]  # the engine's kernels for GPUs have no float32
+        options += ["--dtype", "float32" if torch_layers.wanted() else "bfloat16"]
     return options

@@ -1,1 +1,1 @@
-"""What the engine takes for granted and a host lacks: a GPU, and the system libraries of Mooncake."""
+"""What the engine takes for granted and a host lacks: a GPU, float32 on one, the system libraries of Mooncake."""

@@ -1,8 +1,9 @@
 """Float32 on a GPU: the engine's layers in torch's operations, and float32 products that are as exact as float32 is.
 
 The engine's CUDA kernels for norms, rotary embeddings and activations take 16-bit types only, so on a GPU the question
-whether two deployments say the same is one of rounding. In float32 it is not: wrong KV shows, and nothing else does.
-Attention, copies of KV, CUDA graphs, streams and the transfer stay what they are. For checks; it is slower.
+whether two deployments say the same is one of rounding. In float32 wrong KV shows, and nothing else does but for an
+answer in a thousand. All the engine's layers that have a form in torch take it. Attention, copies of KV, CUDA graphs,
+streams and the transfer stay what they are. For checks; it is slower.
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ from types import ModuleType
 SWITCH = "SGLANG_TORCH_LAYERS"
 
 
+def wanted() -> bool:
+    """Whether the environment asks for it. Raises ValueError for a value that is neither 0 nor 1."""
+    value = os.environ.get(SWITCH, "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"{SWITCH} is {value!r}: give 1 to have layers run in torch, 0 or nothing for the engine's own."
+        )
+    return value == "1"
+
+
 def install() -> None:
     """With ``SGLANG_TORCH_LAYERS=1``, have layers that the engine makes from now on run in torch."""
-    if os.environ.get(SWITCH, "").strip() != "1":
+    if not wanted():
         return
     import wrapt
 

@@ -48,6 +48,8 @@ CPU_RUNNING_REQUESTS = 64
 ENGINE_ENV = {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
 # Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
 _SHARED_GPU_MEMORY = 0.85
+# What others take while a worker starts counts against its part; of so large a part it may.
+_NEARLY_ALL = 0.8
 
 #: Options of one role: one list for all its workers, or one list per worker.
 RoleArgs = Sequence[str] | Sequence[Sequence[str]]
@@ -788,8 +790,8 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
     """Extra options and the wave of each worker on a host with ``gpus`` GPUs, from each worker's own arguments.
 
     Workers take the next GPUs in turn. Where they have to share one, each gets an equal part of its memory. The engine
-    measures its part by what is free when it starts, so workers that share start one after the other, unless it is said
-    of each how much it may take and how many tokens that are.
+    measures its part by what is free when it starts, so workers that share start one after the other, unless the sizes
+    of their pools are told and each may take nearly all.
     """
     sizes = [_gpus_needed(args) for args in arguments]
     if gpus == 0:
@@ -804,11 +806,9 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
         first.append(cursor)
         cursor += size
     used = [set(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
-    sized = all(
-        has_option(args, "--mem-fraction-static") and has_option(args, "--max-total-tokens") for args in arguments
-    )
-    waves: list[int] = [0] * len(used) if sized else []
-    for i, devices in enumerate(() if sized else used):
+    together = all(_may_take(args) >= _NEARLY_ALL and has_option(args, "--max-total-tokens") for args in arguments)
+    waves: list[int] = [0] * len(used) if together else []
+    for i, devices in enumerate(() if together else used):
         waves.append(1 + max((waves[j] for j in range(i) if used[j] & devices), default=-1))
     placement = []
     for args, start, wave, devices in zip(arguments, first, waves, used, strict=True):
@@ -819,6 +819,13 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
             extra += ["--mem-fraction-static", f"{part / (1 - wave * part):.3f}"]
         placement.append((extra, wave))
     return placement
+
+
+def _may_take(args: Sequence[str]) -> float:
+    try:
+        return float(option_value(args, "--mem-fraction-static") or 0)
+    except ValueError as error:
+        raise PdRadixError(f"--mem-fraction-static takes a number: {error}") from None
 
 
 def _gpus_needed(args: Sequence[str]) -> int:

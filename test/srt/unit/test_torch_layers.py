@@ -25,7 +25,16 @@ print(Layer()(), os.environ.get("TRITON_F32_DEFAULT"))
 
 @pytest.mark.parametrize(("switch", "found"), [("1", "torch ieee"), ("0", "cuda None"), ("", "cuda None")])
 def test_layers_run_in_torch_if_they_are_asked_to(switch, found):
+    run = started(switch)
+    assert run.stdout.split("\n")[0] == found, run.stderr[-2000:]
+
+
+def test_any_other_value_is_refused():
+    run = started("yes")
+    assert run.returncode and "ValueError: SGLANG_TORCH_LAYERS is 'yes': give 1" in run.stderr
+
+
+def started(switch):
     env = {**os.environ, "SGLANG_TORCH_LAYERS": switch}
     env.pop("TRITON_F32_DEFAULT", None)
-    run = subprocess.run([sys.executable, "-c", LAYER], capture_output=True, text=True, env=env, timeout=100)
-    assert run.stdout.split("\n")[0] == found, run.stderr[-2000:]
+    return subprocess.run([sys.executable, "-c", LAYER], capture_output=True, text=True, env=env, timeout=100)

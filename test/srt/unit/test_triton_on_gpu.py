@@ -146,16 +146,34 @@ def test_one_captured_graph_serves_every_plan(dtype):
 
 def test_a_row_that_is_written_while_its_copy_is_under_way_is_copied_again():
     worker = OnGpu(2, 1, 64, 16, torch.bfloat16, device="cuda")
-    ours, others = worker.new_pages(64), worker.new_pages(64)
+    prompts = [worker.new_pages(64) for _ in range(2)]
     for row in range(3):
-        worker.enter(row, ours, own=4)
-    for turn in range(20):
-        # The stream has work before it, so that copies are late and the next writes come before them.
-        busy = torch.randn(2048, 2048, device="cuda")
-        for _ in range(10):
-            busy = busy @ busy / 2048
+        worker.enter(row, prompts[0], own=200)
+    own = worker.slots(1)[64:]
+    worker.check_until(2 * 64)
+
+    def row_of(prompt: torch.Tensor) -> torch.Tensor:
+        return torch.cat([prompt, own]).to("cuda", torch.int32)
+
+    late = 0
+    for turn in range(10):
+        # Row 1 comes anew, its prompt now in these pages, now in those.
+        now, then = row_of(prompts[1 - turn % 2]), row_of(prompts[turn % 2])
+        worker.pool.write((1, slice(0, len(now))), now)
+        batch = worker.next_batch()
+        q, k, v = worker.inputs(3)
+        worker.kv.set_kv_buffer(worker.layer, batch.out_cache_loc, k, v)
+        expected = worker.exact_on_host(q, [0, 1, 2])
+        worker.tell(batch)
+        # Nothing waits from here until the row is written again: the copy of it is behind these products.
+        busy = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy / 4096
+        worker.shared.init_forward_metadata(batch)
+        found = worker.shared.forward_decode(q, k, v, worker.layer, batch)
+        worker.pool.write((1, slice(0, len(then))), then)
+        late += any(not copies.arrived() for copies in worker.shared.groups._coming)
+        assert (found.float().cpu() - expected).abs().max() < OF_THE_ENGINE[torch.bfloat16]
         worker.check()
-        worker.leave(1, 64)
-        worker.enter(1, (others, ours)[turn % 2], own=4)
-        worker.check()
+    assert late, "no copy was late: nothing was tried"
     worker.check_until(2 * 64)

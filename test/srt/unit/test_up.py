@@ -225,10 +225,15 @@ def test_gpus_are_given_out_in_turn_and_shared_when_scarce():
     first, second = (float(option_value(extra, "--mem-fraction-static")) for extra, _ in shared)
     # The second part is of what the first one left.
     assert first == pytest.approx((1 - first) * second, rel=0.01) and first + (1 - first) * second < 0.9
-    # Of which it is said how much they take, need not wait for each other; with one of which it is not, they do.
+    # Pools of a size that is told, and nearly all for each: no need to wait for each other. Else what one takes while
+    # another starts would be taken from its part.
     sized = ["--mem-fraction-static", "0.8", "--max-total-tokens=4096"]
     assert gpu_placement([sized, sized, sized], 1) == [(["--base-gpu-id", "0"], 0)] * 3
     assert gpus(gpu_placement([sized, sized[:2]], 1)) == [("0", 0), ("0", 1)]
+    parts = ["--mem-fraction-static", "0.25", "--max-total-tokens=4096"]
+    assert gpus(gpu_placement([parts, parts], 1)) == [("0", 0), ("0", 1)]
+    with pytest.raises(PdRadixError, match="--mem-fraction-static takes a number"):
+        gpu_placement([["--mem-fraction-static", "most"], []], 1)
     assert gpu_placement([["--base-gpu-id", "3"], []], 2)[0] == ([], 0)
     with pytest.raises(PdRadixError, match="needs 2 GPUs"):
         gpu_placement([["--tp=2"]], 1)
