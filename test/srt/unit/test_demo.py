@@ -327,7 +327,12 @@ def test_a_gpu_gives_answers_that_do_not_depend_on_the_batch_where_it_can(monkey
     assert "--enable-deterministic-inference" in made and made[-2:] == ["--attention-backend", "triton"]
     assert "--enable-deterministic-inference" in demo.engine_options(["--attention-backend", "fa3"], SMALL, False)
     assert "--enable-deterministic-inference" not in demo.engine_options(["--attention-backend", "x"], SMALL, False)
-    assert "--enable-deterministic-inference" not in demo.engine_options(["--dtype", "float32"], SMALL, True)
+    # In float32 nothing has to be done for it, and the engine's default backend has no float32.
+    monkeypatch.setenv("SGLANG_TORCH_LAYERS", "1")
+    exact = ["--dtype", "float32", "--attention-backend"]
+    assert demo.engine_options([], SMALL, True)[-4:] == [*exact, "triton"]
+    assert demo.engine_options([*exact, "x"], SMALL, False)[:4] == [*exact, "x"]
+    assert "--enable-deterministic-inference" not in demo.engine_options([], SMALL, False)
 
 
 @pytest.mark.parametrize("faults", [{"extra_pages": 1}, {"rewrites": True}])

@@ -156,7 +156,7 @@ def test_a_row_that_is_written_while_its_copy_is_under_way_is_copied_again():
         return torch.cat([prompt, own]).to("cuda", torch.int32)
 
     late = 0
-    for turn in range(10):
+    for turn in range(11):
         # Row 1 comes anew, its prompt now in these pages, now in those.
         now, then = row_of(prompts[1 - turn % 2]), row_of(prompts[turn % 2])
         worker.pool.write((1, slice(0, len(now))), now)
