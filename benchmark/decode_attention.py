@@ -35,7 +35,7 @@ from bench.chart import Chart, Line
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.shared_prefix import triton_shared
-from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, Level
+from sglang.srt.layers.attention.shared_prefix.levels import LayerShape, Level
 from sglang.srt.layers.attention.shared_prefix.running_groups import RunningGroups
 from sglang.srt.layers.attention.shared_prefix.triton_plan import PARTS, levels_within, make_plan, make_tiling
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -353,7 +353,7 @@ def fit_triton(runs: int) -> None:
             if not len(plan.items):
                 continue
             took = {side: 1e9 * here.layer_s(side, runs) for side in here.sides}
-            saved = (requests - requests // members) * shared * batch.kv_bytes
+            saved = plan.saved * batch.kv_bytes
             parts = len(plan.queries)
             gain = took["engine"] - took["shared"]
             cells = [name, requests, requests // members, shared, 200, f"{saved / 1e6:.0f}", parts]
@@ -384,8 +384,7 @@ def triton_grouping(runs: int) -> None:
             pool.req_to_token[row, :shared] = torch.arange(shared) + row % groups * shared
             pool.req_to_token[row, shared:] = torch.arange(400) + 10**7 + 1000 * row
         running = RunningGroups(pool, page)
-        query = 32 * 129 * 4 * triton_shared.PARTIAL
-        costs = Costs(byte=1 / triton_shared.BANDWIDTH, product=0, score=0, piece=triton_shared.PIECE, query=query)
+        costs = triton_shared.costs_of(32, 128)
         shape, tiling = LayerShape(32, 8, 256, 4096), make_tiling(4, 8, 128, 2, 132)
         rows, most = list(range(256)), PARTS * 256
         times: dict[str, list[float]] = {name: [] for name in ("same", "changed", "tree", "levels", "plan", "array")}
@@ -576,10 +575,8 @@ def main() -> None:
     if args.plots:
         plots(args.runs, args.plots)
         return
-    if args.triton_fit:
-        fit_triton(args.runs)
-        return
-    chosen = triton_grouping if args.triton_grouping else grouping if args.grouping else fit if args.fit else compare
+    others = {"triton_fit": fit_triton, "triton_grouping": triton_grouping, "grouping": grouping, "fit": fit}
+    chosen = next((run for name, run in others.items() if getattr(args, name)), compare)
     chosen(args.runs)
 
 

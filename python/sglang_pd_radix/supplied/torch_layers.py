@@ -11,17 +11,14 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
+from sglang_pd_radix.environment import switched_on
+
 SWITCH = "SGLANG_TORCH_LAYERS"
 
 
 def wanted() -> bool:
     """Whether the environment asks for it. Raises ValueError for a value that is neither 0 nor 1."""
-    value = os.environ.get(SWITCH, "").strip()
-    if value not in ("", "0", "1"):
-        raise ValueError(
-            f"{SWITCH} is {value!r}: give 1 to have layers run in torch, 0 or nothing for the engine's own."
-        )
-    return value == "1"
+    return switched_on(SWITCH, "to have layers run in torch", "for the engine's own")
 
 
 def install() -> None:

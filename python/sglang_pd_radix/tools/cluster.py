@@ -46,6 +46,8 @@ CPU_RUNNING_REQUESTS = 64
 # Of every worker. The router keeps an idle connection for 50 s and the engine for 5 (sgl-project/sglang#20851): what is
 # asked over one in the moment in which the engine gives it up comes to nothing.
 ENGINE_ENV = {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
+#: The options that choose an attention backend.
+ATTENTION_OPTIONS = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 # Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
 _SHARED_GPU_MEMORY = 0.85
 # What others take while a worker starts counts against its part; of so large a part it may.
@@ -196,9 +198,8 @@ def cpu_options(args: Sequence[str]) -> list[str]:
     options: list[str] = []
     if not has_option(args, "--device"):
         options += ["--device", "cpu"]
-    backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
     # Compiled as a whole, a model cannot have that one, and drafts have another.
-    if not has_option(args, *backends, "--enable-torch-compile", "--speculative-algorithm"):
+    if not has_option(args, *ATTENTION_OPTIONS, "--enable-torch-compile", "--speculative-algorithm"):
         options += ["--attention-backend", cpu_host.attention.NAME]
     if not has_option(args, "--dtype"):
         options += ["--dtype", "float32"]
@@ -807,9 +808,10 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
         cursor += size
     used = [set(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
     together = all(_may_take(args) >= _NEARLY_ALL and has_option(args, "--max-total-tokens") for args in arguments)
-    waves: list[int] = [0] * len(used) if together else []
-    for i, devices in enumerate(() if together else used):
-        waves.append(1 + max((waves[j] for j in range(i) if used[j] & devices), default=-1))
+    waves: list[int] = []
+    for i, devices in enumerate(used):
+        before = [] if together else [waves[j] for j in range(i) if used[j] & devices]
+        waves.append(1 + max(before, default=-1))
     placement = []
     for args, start, wave, devices in zip(arguments, first, waves, used, strict=True):
         extra = [] if has_option(args, "--base-gpu-id") else ["--base-gpu-id", str(start)]

@@ -22,7 +22,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 
 from .chat_load import ChatError, Chats, Reply, Workload
-from .cluster import RADIX_FLAG, Cluster, Progress, has_option, http, option_value
+from .cluster import ATTENTION_OPTIONS, RADIX_FLAG, Cluster, Progress, has_option, http, option_value
 from .make_model import make_model
 from .rounding import Difference, difference, limit_of
 from .up import check_json, check_may_switch, check_model
@@ -242,21 +242,35 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else float("inf") if a else 1.0
 
 
-def beyond_rounding(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> tuple[float, list[Difference]]:
-    """What rounding may make of a log-probability, nats, and the answers that differ by more; by what ``off`` noted.
+@dataclass(frozen=True)
+class Rounding:
+    """noise: what two runs with the flag off differ by. seen: what the run with it does. limit: what may be, nats."""
+
+    noise: list[Difference]
+    seen: list[Difference]
+    limit: float
+
+    @property
+    def beyond(self) -> list[Difference]:
+        """What is seen and rounding does not explain."""
+        return [d for d in self.seen if not d.within(self.limit)]
+
+
+def rounding_of(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> Rounding:
+    """What rounding does in two runs, of which ``off`` held the chat twice.
 
     ``control``: the answers of one engine with the prefix cache that it has. Prefill computes the KV of an earlier
     answer in one pass over its tokens, and the steps that made the answer computed it one by one, which rounds
     otherwise. Off, every answer reads what prefill computed; any cache that keeps answers reads the steps' own.
     """
     first = [turn.replies for turn in off.turns]
-    noise = roundings(first, off.again) + (roundings(first, control) if control else [])
-    limit = limit_of(noise)
-    return limit, [d for d in roundings(first, [turn.replies for turn in on.turns]) if not d.within(limit)]
+    noise = roundings(first, off.again)
+    limit = limit_of(noise + (roundings(first, control) if control else []))
+    return Rounding(noise, roundings(first, [turn.replies for turn in on.turns]), limit)
 
 
 def compare(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> Comparison:
-    """Judge the two runs of one workload; ``control`` as for `beyond_rounding`."""
+    """Judge the two runs of one workload; ``control`` as for `rounding_of`."""
     page = off.page_size
     sizes = [[(reply.prompt_tokens, reply.answer_tokens) for reply in turn.replies] for turn in off.turns]
     prompt_pages = pages_of_prompts(sizes, page)
@@ -264,18 +278,18 @@ def compare(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> Compa
     page_bytes = off.total("sent_bytes") / prompt_pages
     failures: list[str] = []
     notes: list[str] = []
-    different, limit = differences(off, on), None
-    if off.again:
-        # Another batch rounds differently. How much is measured, between two runs with the flag off.
-        limit, beyond = beyond_rounding(off, on, control)
-        noise = roundings([turn.replies for turn in off.turns], off.again)
-        seen = roundings([turn.replies for turn in off.turns], [turn.replies for turn in on.turns])
+    different = differences(off, on)
+    # Another batch rounds differently. How much is measured, between two runs with the flag off.
+    rounding = rounding_of(off, on, control) if off.again else None
+    if rounding:
+        seen, beyond = rounding.seen, rounding.beyond
         conversations, answers = len(on.turns[0].replies), sum(len(turn.replies) for turn in on.turns)
         engine = " and by one engine with its own prefix cache" if control else ""
         told = (
-            f"in {on.dtype}, {_parted(seen)} part, and {_parted(noise)} of two runs with the flag off; "
-            f"log-probabilities differ by at most {max(d.drift for d in seen):.2g}, where {limit:.2g} is rounding by "
-            f"those two runs{engine} ({len(seen)} of {answers} answers compared: none after the first that parts)"
+            f"in {on.dtype}, {_parted(seen)} part, and {_parted(rounding.noise)} of two runs with the flag off; "
+            f"log-probabilities differ by at most {max(d.drift for d in seen):.2g}, where {rounding.limit:.2g} is "
+            f"rounding by those two runs{engine} ({len(seen)} of {answers} answers compared: "
+            "none after the first that parts)"
         )
         if len(seen) <= conversations < answers:
             told += ". No answer that used the cache could be compared: pd-radix verify asks the same in both runs"
@@ -302,7 +316,9 @@ def compare(off: Run, on: Run, control: Sequence[Sequence[Reply]] = ()) -> Compa
     # The least is that of the conversation which ran with the flag on: other answers may tokenize to other lengths.
     sizes = [[(reply.prompt_tokens, reply.answer_tokens) for reply in turn.replies] for turn in on.turns]
     least_bytes = least_pages(sizes, page, on.overlapped) * page_bytes
-    result = Comparison(off, on, page_bytes, least_bytes, different, failures, notes, limit)
+    result = Comparison(
+        off, on, page_bytes, least_bytes, different, failures, notes, rounding.limit if rounding else None
+    )
     if result.over_least > MOST_OVER_LEAST:
         failures.append(
             f"with the flag on, {result.over_least:.3f} times the least possible was sent, above {MOST_OVER_LEAST} "
@@ -606,13 +622,13 @@ def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -
         if not has_option(given, "--max-total-tokens", "--mem-fraction-static"):
             # Room for every conversation twice, since words may take more than one token. More costs start-up time.
             options += ["--max-total-tokens", str(max(8192, -(-2 * workload.clients * workload.words // 1024) * 1024))]
+    elif torch_layers.wanted():
+        # In float32 another batch changes a token in some ten thousand at most.
+        if not has_option(given, "--dtype"):
+            options += ["--dtype", "float32"]
+        if not has_option(given, *ATTENTION_OPTIONS):
+            options += ["--attention-backend", "triton"]
     else:
-        if torch_layers.wanted():
-            # In float32 another batch changes a token in some ten thousand at most.
-            options += [] if has_option(given, "--dtype") else ["--dtype", "float32"]
-            backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
-            options += [] if has_option(given, *backends) else ["--attention-backend", "triton"]
-            return options
         if made_model and not has_option(given, "--dtype"):
             options += ["--dtype", "bfloat16"]  # the engine's own kernels for GPUs have no float32
         options += deterministic_options(given)
@@ -660,7 +676,7 @@ def run(args: argparse.Namespace) -> int:
             runs.append(hold(cluster, name, workload, show))
         off, on = runs
         control = []
-        if off.again and beyond_rounding(off, on)[1]:
+        if off.again and rounding_of(off, on).beyond:
 
             def control_progress(step: Progress) -> None:
                 show.now(f"one engine, to see what its own prefix cache rounds: {step}")

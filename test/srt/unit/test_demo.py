@@ -313,9 +313,9 @@ def test_what_an_engines_own_prefix_cache_rounds_is_rounding_too(moved: float, f
         ]
         for turn in off.turns
     ]
-    assert len(demo.beyond_rounding(off, on)[1]) == 3
-    limit, beyond = demo.beyond_rounding(off, on, engine)
-    assert limit == pytest.approx(3 * moved) and bool(beyond) == failed
+    assert len(demo.rounding_of(off, on).beyond) == 3
+    rounding = demo.rounding_of(off, on, engine)
+    assert rounding.limit == pytest.approx(3 * moved) and bool(rounding.beyond) == failed
     comparison = demo.compare(off, on, engine)
     told = next(text for text in comparison.failures + comparison.notes if "log-probabilities" in text)
     assert "by one engine with its own prefix cache" in told and (told in comparison.failures) == failed

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.layers.attention import triton_backend
-from sglang.srt.layers.attention.shared_prefix import option, triton_shared
+from paged_requests import all_sharing_pays
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_triton_shared_attention import TOLERANCE, Worker, check_kernels
 
@@ -22,48 +20,23 @@ OF_THE_ENGINE = {**TOLERANCE, torch.float32: 3e-3}
 
 @pytest.fixture(autouse=True, scope="module")
 def _all_levels_pay():
-    with (
-        patch.object(triton_backend, "get_attention_tp_size", lambda: 1),
-        patch.object(triton_shared, "CALL", 0.0),
-        patch.object(triton_shared, "PIECE", 0.0),
-        patch.object(triton_shared, "PARTIAL", 0.0),
-        patch.dict("os.environ", {option.OPTION: "1"}),
-    ):
+    with all_sharing_pays():
         yield
 
 
 class OnGpu(Worker):
     """Steps of real kernels; what is shared is known when the copies of the rows have come to the host."""
 
+    tolerance = OF_THE_ENGINE
+
     def check_until(self, together: int, rows: list[int] | None = None) -> None:
         """Check each of some steps, until one has read this many tokens for others."""
         until = time.monotonic() + 20
         while True:
-            self.check(rows)
+            self.check_step(rows)
             if self.read_together() == together:
                 return
             assert time.monotonic() < until, f"{self.read_together()} tokens read together, not {together}"
-
-    def check(self, rows: list[int] | None = None) -> None:
-        batch = self.next_batch(rows)
-        members = batch.req_pool_indices.tolist()
-        q, k, v = self.inputs(len(members))
-        self.tell(batch)
-        self.shared.init_forward_metadata(batch)
-        found = self.shared.forward_decode(q, k, v, self.layer, batch).float().cpu()
-        assert (found - self.exact_on_host(q, members)).abs().max() < OF_THE_ENGINE[self.dtype]
-
-    def exact_on_host(self, q: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        kv, self.kv = self.kv, _OnHost(self.kv)
-        try:
-            return self.exact(q.cpu(), rows)
-        finally:
-            self.kv = kv
-
-
-class _OnHost:
-    def __init__(self, kv) -> None:
-        self.k_buffer, self.v_buffer = ([buffer.cpu() for buffer in each] for each in (kv.k_buffer, kv.v_buffer))
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,7 +62,7 @@ def test_levels_of_sharing_equal_exact_attention(heads, kv_heads, dim, page, dty
     worker.check_until(4 * 64 + 64 + 128)
     worker.leave(0, 64 + 64)
     worker.check_until(3 * 64 + 128)
-    worker.check([4])
+    worker.check_step([4])
     assert worker.read_together() == 0
 
 
@@ -123,21 +96,16 @@ def test_one_captured_graph_serves_every_plan(dtype):
             size, rows, lens, int(on_host.sum()), None, ForwardMode.DECODE, None, seq_lens_cpu=on_host
         )
         graph.replay()
-        found = out[:count].float().cpu()
-        assert (found - worker.exact_on_host(q[:count], members)).abs().max() < OF_THE_ENGINE[dtype]
-
-    def together() -> int:
-        pieces = shared._on_device.items[shared._on_device.items[:, 4] == 0]
-        return int(((pieces[:, 2] - pieces[:, 1]) * (pieces[:, 5] - 1)).sum())
+        assert (out[:count] - worker.exact(q[:count], members)).abs().max() < OF_THE_ENGINE[dtype]
 
     prompts = [worker.new_pages(32), worker.new_pages(48)]
     for row in range(6):
         worker.enter(row, prompts[row % 2], own=2 + row)
     # Several groups, then nothing shared, then one group and a batch that is filled up.
-    for members, read in (([0, 1, 2, 3], 80), ([0, 1], 0), ([1, 3, 5], 96), ([0, 1, 2, 3], 80)):
+    for members, together in (([0, 1, 2, 3], 80), ([0, 1], 0), ([1, 3, 5], 96), ([0, 1, 2, 3], 80)):
         until = time.monotonic() + 20
         replay(members)
-        while together() != read:
+        while worker.read_together() != together:
             assert time.monotonic() < until
             replay(members)
         replay(members)
@@ -163,7 +131,7 @@ def test_a_row_that_is_written_while_its_copy_is_under_way_is_copied_again():
         batch = worker.next_batch()
         q, k, v = worker.inputs(3)
         worker.kv.set_kv_buffer(worker.layer, batch.out_cache_loc, k, v)
-        expected = worker.exact_on_host(q, [0, 1, 2])
+        expected = worker.exact(q, [0, 1, 2])
         worker.tell(batch)
         # Nothing waits from here until the row is written again: the copy of it is behind these products.
         busy = torch.randn(4096, 4096, device="cuda")
@@ -173,7 +141,7 @@ def test_a_row_that_is_written_while_its_copy_is_under_way_is_copied_again():
         found = worker.shared.forward_decode(q, k, v, worker.layer, batch)
         worker.pool.write((1, slice(0, len(then))), then)
         late += any(not copies.arrived() for copies in worker.shared.groups._coming)
-        assert (found.float().cpu() - expected).abs().max() < OF_THE_ENGINE[torch.bfloat16]
-        worker.check()
+        assert (found - expected).abs().max() < OF_THE_ENGINE[torch.bfloat16]
+        worker.check_step()
     assert late, "no copy was late: nothing was tried"
     worker.check_until(2 * 64)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
-from paged_requests import PagedRequests
+from paged_requests import PagedRequests, all_sharing_pays
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import attention_registry, triton_backend
 from sglang.srt.layers.attention import utils as attention_utils
@@ -36,12 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 def _interpreter():
     with (
         interpreted(triton_backend, triton_shared, decode_attention, attention_utils, triton_kernels),
-        patch.object(triton_backend, "get_attention_tp_size", lambda: 1),
-        # What pays on a GPU is far longer than what an interpreter can do in a test.
-        patch.object(triton_shared, "CALL", 0.0),
-        patch.object(triton_shared, "PIECE", 0.0),
-        patch.object(triton_shared, "PARTIAL", 0.0),
-        patch.dict("os.environ", {option.OPTION: "1"}),
+        all_sharing_pays(),
     ):
         yield
 
@@ -50,6 +46,7 @@ def _interpreter():
 class Worker(PagedRequests):
     """A pool, a table, layers, the engine's backend and ours; requests come with slots that others have too."""
 
+    tolerance: ClassVar[dict[torch.dtype, float]] = TOLERANCE
     heads: int = 4
     kv_heads: int = 2
     dim: int = 16
@@ -148,19 +145,15 @@ class Worker(PagedRequests):
         self.tell(batch)
         self.shared.init_forward_metadata(batch)
         found = self.shared.forward_decode(q, k, v, self.layer, batch, sinks=sinks).float()
-        assert (found - self.exact(q, rows, sinks)).abs().max() < TOLERANCE[self.dtype]
+        assert (found - self.exact(q, rows, sinks)).abs().max() < self.tolerance[self.dtype]
         if also_engine:
             self.engine.init_forward_metadata(batch)
             engines = self.engine.forward_decode(q, k, v, self.layer, batch, sinks=sinks)
-            assert (found - engines).abs().max() < TOLERANCE[self.dtype]
+            assert (found - engines).abs().max() < self.tolerance[self.dtype]
 
     def read_together(self) -> int:
         """How many tokens the last step did not read again because another request read them."""
-        plan = self.shared._plan
-        if self.shared._launch is None or not len(plan.items):
-            return 0
-        pieces = plan.items[plan.items[:, 4] == 0]
-        return int(((pieces[:, 2] - pieces[:, 1]) * (pieces[:, 5] - 1)).sum())
+        return 0 if self.shared._launch is None else self.shared._plan.saved
 
 
 @pytest.mark.parametrize("heads, kv_heads, dim, page", [(2, 2, 16, 1), (6, 2, 24, 16), (3, 1, 32, 1)])

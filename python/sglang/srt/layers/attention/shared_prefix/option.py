@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
+
+from sglang_pd_radix.environment import switched_on
 
 OPTION = "SGLANG_TRITON_SHARED_PREFIX_ATTENTION"
 #: Wider heads take more registers than a program has; which tiling they need can only be found on a GPU.
@@ -13,10 +14,7 @@ WIDEST_HEAD = 256
 
 def wanted() -> bool:
     """Whether the environment asks for it. Raises ValueError for a value that is neither 0 nor 1."""
-    value = os.environ.get(OPTION, "").strip()
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{OPTION} is {value!r}: give 1 to read shared prefixes once, 0 or nothing to leave it off.")
-    return value == "1"
+    return switched_on(OPTION, "to read shared prefixes once", "to leave it off")
 
 
 def check(args: Any) -> None:

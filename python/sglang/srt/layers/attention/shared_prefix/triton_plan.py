@@ -64,11 +64,15 @@ class SharedPlan:
     ends: Ints
     items: Ints
 
+    @property
+    def saved(self) -> int:
+        """Tokens that are not read again because a piece is read once for all its queries."""
+        first = self.items[self.items[:, 4] == 0]
+        return int(((first[:, 2] - first[:, 1]) * (first[:, 5] - 1)).sum())
+
     def gain(self, shape: LayerShape, costs: Costs) -> float:
         """What a layer saves that does not read the pieces for each of their queries, nanoseconds."""
-        first = self.items[self.items[:, 4] == 0]
-        saved = int(((first[:, 2] - first[:, 1]) * (first[:, 5] - 1)).sum())
-        return saved * shape.kv_bytes * costs.byte - len(self.queries) * costs.query
+        return self.saved * shape.kv_bytes * costs.byte - len(self.queries) * costs.query
 
     def packed(self, capacity: int) -> np.ndarray:
         """One int32 array, with room for ``capacity`` requests where a graph has to find things in the same place.

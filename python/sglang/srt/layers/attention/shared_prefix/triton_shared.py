@@ -29,6 +29,11 @@ CALL = 8200.0
 PIECE = 50.0
 
 
+def costs_of(heads: int, value_dim: int) -> Costs:
+    """The constants above, for a layer with so many heads on this rank, whose values have so many numbers."""
+    return Costs(byte=1 / BANDWIDTH, product=0, score=0, piece=PIECE, query=heads * (value_dim + 1) * 4 * PARTIAL)
+
+
 def attention_layers(runner: Any) -> list[Any]:
     """The attention layers of a runner's model."""
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -63,8 +68,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         key_dim, value_dim = keys.shape[-1], values.shape[-1]
         token_bytes = kv_heads * (key_dim + value_dim) * keys.element_size()
         self._shape = LayerShape(heads=heads, kv_heads=kv_heads, dims=key_dim + value_dim, kv_bytes=token_bytes)
-        query = heads * (value_dim + 1) * 4 * PARTIAL
-        self._costs = Costs(byte=1 / BANDWIDTH, product=0, score=0, piece=PIECE, query=query)
+        self._costs = costs_of(heads, value_dim)
         self._tiling = make_tiling(
             heads // kv_heads, kv_heads, max(key_dim, value_dim), keys.element_size(), self.device_core_count
         )
