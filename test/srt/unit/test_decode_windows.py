@@ -10,12 +10,10 @@ from decode_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from test_traps import PAGE, serve, serve_to_end, tokens
@@ -44,17 +42,6 @@ def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
         start = max(first, rule.start(position - 1))
         assert -(-(position + 1) // page) * page - start <= rule.most
         assert position < length + min(left, 8) or need.soon <= need.at_length
-
-
-def test_each_pool_has_its_budget():
-    window = Windows(12, 4).need(40, 20, reserved=4)
-    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
-    assert plan.needed(None) == Memory(44, window.soon)
-    # What others give back when they are retracted is at hand for both.
-    assert plan.needed(Memory(0, 0)) == Memory(60, window.at_length)
-    assert plan.needed(Memory(100, 100)) == Memory(44, window.soon)
-    assert not Memory(44, window.soon - 1).covers(plan.needed(None))
-    assert not Memory(43, window.soon).covers(plan.needed(None))
 
 
 # ---- what is shared, and what is asked for ----

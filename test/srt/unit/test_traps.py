@@ -1009,6 +1009,28 @@ def test_trap_26_kv_of_old_weights_does_not_survive_an_update(page_size):
     assert world.tree.evictable_size() > 0
 
 
+@pytest.mark.parametrize("raises", ["write", "send_metadata"])
+def test_trap_26_a_flush_with_a_request_whose_admission_has_failed(raises):
+    """It is in quarantine and may have no row: the flush raised, after the pools had been cleared."""
+    world = World(size=128)
+    serve_to_end(world, tokens(1, 20))
+    bad = world.arrive(tokens(2, 22))
+    owner = world.pool if raises == "write" else bad.kv_receiver
+    setattr(owner, raises, lambda *args, **more: 1 // 0)
+    world.handshake(bad)
+    world.step()
+    delattr(owner, raises)
+    world.step()
+    assert aborted(bad.req) and [dr.req for dr in world.transfer.quarantine] == [bad.req]
+    assert world.flush()
+    world.check()
+    bad.kv_receiver.quiet = True
+    world.step()
+    assert world.idle() and world.allocator.available_size() == 128
+    world.check()
+    serve_to_end(world, tokens(1, 20))
+
+
 @pytest.mark.parametrize("page_size", [1, PAGE])
 def test_trap_27_a_promised_prefix_is_there_when_the_delta_lands(page_size):
     """Decode had named a prefix without locking it, and it was evicted before the rest of the prompt came."""

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +20,9 @@ import torch.distributed as dist
 from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, admission_order
+from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, Turns, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
+from sglang.srt.disaggregation.decode_budget import Budget, lacking, use_of
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, Memory, pages
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.page_digest import PageDigests
@@ -170,8 +170,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if self.radix.windows is not None:
                 # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
                 self.max_total_num_tokens = self.radix.pool_size
-        # The request that did not fit, what it takes, what was kept from it, and the state in which it was asked.
+        # The request that did not fit, what it takes, what was kept from it, and the state in which it was asked. And
+        # the same of the retracted one that did not.
         self._blocked: tuple[str, AdmissionPlan, Memory, tuple[int, ...]] | None = None
+        self._not_resumed: tuple[str, AdmissionPlan, Memory, tuple[int, ...]] | None = None
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
         # Of the requests of the window when the ranks last compared them, a digest of their rooms.
@@ -307,7 +309,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         admitted = [] if self.retracted_queue else self._admit_ready(*agreed)
         if admitted:
             self._forget(admitted)
-        if self._blocked is None:
+        if self._blocked is None and not self.retracted_queue:
             # While a request waits for memory, what is cached may be what it waits for.
             self.radix.evict_to_watermark()
         self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
@@ -348,11 +350,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not all(dr.waiting_for_input for dr in window):
             return False
         _, plan, kept, asked_in = self._blocked
-        if asked_in != self._asked_in():
-            return False
-        retractable = self._retractable_tokens()
-        reserve = self._reserve(retractable, count_retracted=True)
-        return not self._free_or_evictable().covers(plan.needed(retractable), reserve, kept)
+        return asked_in == self._asked_in() and not self._budget().covers(plan, kept)
 
     # ---- the step in flight, see step_in_flight.py ----
 
@@ -410,29 +408,33 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Or the handshake of one that has failed would still be made.
         self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
 
-    def _agree(self) -> tuple[list[engine.DecodeRequest], Iterable[bool]] | None:
+    def _agree(self) -> tuple[list[engine.DecodeRequest], Iterable[bool], list[engine.DecodeRequest]] | None:
         """Poll the handshakes and agree with the other TP ranks, in one collective, on what to do next.
 
         Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
         skip the step. A request of which their trees hold different prefixes goes without one.
 
-        Returns the requests that may be admitted, in order, and of each whether it may match; None to skip the step.
+        Returns the candidates for admission, in order; of each whether it may match; and all requests that could be
+        admitted, of which there may be more. None to skip the step.
         """
         window = self.queue[:WINDOW]
         if not window:
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
-            return [], []
+            return [], [], []
         places = [getattr(dr, "place", None) or self._place(dr) for dr in window]
         polls = [self._poll(dr) for dr in window]
         if self.num_ranks == 1:
             self._take_polls(window, polls)
+            for i in self._follow(window, places):
+                self.line.give_up(places[i])
             ready = [window[i] for i in self._order(window, places)]
             # Asked one by one: most of a long queue stands behind the first that does not fit.
-            return ready, map(_takes_prefix, ready)
+            return ready, map(_takes_prefix, ready), ready
 
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
+        expired = self._follow(window, places)
         order = self._order(window, places)
-        picked = list(islice((i for i in order if not places[i].coming), CANDIDATES))
+        picked = [i for i in order if not places[i].coming][:CANDIDATES]
         late = [i for i, dr in enumerate(window) if not dr.waiting_for_input][: CANDIDATES - len(picked)]
         chosen = set(picked)
         order = [i for i in order if i in chosen or places[i].coming]
@@ -443,15 +445,22 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             [self.line.held(places[i]) for i in picked],
             polls,
             [_takes_prefix(dr) for dr in window],
+            expired,
         )
         if not told.in_step:
             self._on_disagreement(told.low, told.high)
             return None
         self._disagreements = 0
         self._take_polls(window, told.polls)
+        for place, capable in zip(places, told.capable, strict=True):
+            place.takes_prefix = bool(capable)
+        for i in told.expired:
+            # From the next step on; the order of this one is agreed.
+            self.line.give_up(places[i])
         same = dict(zip(picked, told.same, strict=True))
         going = [i for i in (*order, *late) if window[i].waiting_for_input]
-        return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going]
+        ready = [dr for dr in window if dr.waiting_for_input]
+        return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going], ready
 
     def _poll(self, decode_req: engine.DecodeRequest) -> int:
         """What its receiver says, but a request whose prefix is being loaded has not shaken hands yet."""
@@ -461,28 +470,39 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         loaded = self.pegaflow.check_prefetch_progress(decode_req.req.rid)
         return poll if loaded else int(KVPoll.Bootstrapping)
 
+    def _follow(self, window: list[engine.DecodeRequest], places: list[Place]) -> list[int]:
+        """Find out for each request that is ready whether it waits for the transfer of another.
+
+        Returns the indices of those that by this rank's clock have waited long enough.
+        """
+        if not self.line.may_follow:
+            self.line.stop_following(places)
+            return []
+        now, expired = time.monotonic(), []
+        for i, decode_req in enumerate(window):
+            if not decode_req.waiting_for_input:
+                continue
+            if self.num_ranks == 1:
+                places[i].takes_prefix = _takes_prefix(decode_req)
+            try:
+                if self.line.look(places[i], now):
+                    expired.append(i)
+            except Exception as e:
+                decode_req.lose(e)
+        return expired
+
     def _order(self, window: list[engine.DecodeRequest], places: list[Place]) -> list[int]:
         """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
         ready = [i for i, dr in enumerate(window) if dr.waiting_for_input]
-        line = self.line
-        following = False
-        if line.may_follow:
-            now = time.monotonic()
-            for i in ready:
-                try:
-                    following = bool(_takes_prefix(window[i]) and line.look(places[i], now)) or following
-                except Exception as e:
-                    window[i].lose(e)
-        else:
-            line.stop_following(places)
         if len(ready) < 2:
             return ready
-        # The same requests and the same tree: the same order. Who follows may lose patience.
+        # The same requests, of which the same wait for others, and the same tree: the same order.
         tree = self.radix
-        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, places)
-        if following or self._ordered is None or self._ordered[0] != asked_in:
+        coming = [places[i].coming for i in ready]
+        asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, coming, places)
+        if self._ordered is None or self._ordered[0] != asked_in:
             candidates = [self._candidate(window[i], places[i]) for i in ready]
-            order = [ready[n] for n in admission_order(candidates, line.max_overtaken)]
+            order = [ready[n] for n in admission_order(candidates, self.line.max_overtaken)]
             self._ordered = asked_in, order
         return self._ordered[1]
 
@@ -569,20 +589,26 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     # ---- admission ----
 
     def _admit_ready(
-        self, candidates: list[engine.DecodeRequest], matching: Iterable[bool]
+        self,
+        candidates: list[engine.DecodeRequest],
+        matching: Iterable[bool],
+        ready: Sequence[engine.DecodeRequest],
     ) -> list[engine.DecodeRequest]:
-        """Admit requests in the order given, until one does not fit. matching: of each, whether it may match."""
+        """Admit requests in the order given, until one does not fit.
+
+        matching: of each, whether it may match. ready: all that could be admitted in this step, whoever is looked at.
+        """
         line, now = self.line, time.monotonic()
         admitted: list[engine.DecodeRequest] = []
-        # Found out for the first that fits, if it is not alone. Of those that could be admitted: their places; how many
-        # may still go out of their turn in this step; and the places again, whose turn it is last.
-        waiting: list[Place] | None = None
-        in_turn: list[Place] = []
-        slack = 0
+        # Both are found out for the first that is not told to wait.
+        budget: Budget | None = None
+        turns: Turns | None = None
+        places = min(
+            self.req_to_token_pool.available_size() - self._late_rows,
+            self.req_to_metadata_buffer_idx_allocator.available_size(),
+        )
         # Kept for those that wait for a transfer of others and will then go first.
         promised = Memory(0)
-        retractable: Memory | None = None
-        reserve: Memory | None = None
         was_blocked = self._blocked
         self._blocked = None
         for decode_req, may_match in zip(candidates, matching, strict=True):
@@ -591,6 +617,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 continue
             try:
                 may_match = may_match and self.radix.takes(req)
+                # In the step in which it has shaken hands nobody has asked before.
+                place.takes_prefix = place.takes_prefix or may_match
                 coming = place.coming = line.look_again(place, now) if may_match and line.may_follow else 0
                 plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
             except Exception as e:
@@ -600,58 +628,46 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             if coming:
                 promised = promised.plus(Memory(max(0, plan.soon - coming), plan.window.soon))
                 continue
-            if self.req_to_token_pool.available_size() <= self._late_rows:
+            if len(admitted) >= places:
                 break
-            if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
-                break
-            if reserve is None:
-                retractable = self._retractable_tokens()
-                reserve = self._reserve(retractable, count_retracted=True)
-            if not self._free_or_evictable().covers(plan.needed(retractable), reserve, promised):
+            budget = budget or self._budget()
+            if not budget.covers(plan, promised):
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
-                self._block(req, plan, promised)
+                self._blocked = (req.rid, plan, promised, self._asked_in())
                 break
-            if waiting is None and len(candidates) > 1:
-                waiting = [dr.place for dr in candidates if dr.error is None and not _is_aborted(dr)]
-                slack = line.slack([other for other in waiting if not other.coming])
-                in_turn = sorted(waiting, key=lambda other: (-other.priority, -other.arrival))
-            # Who waits for a transfer is not passed by; this request itself stays.
-            while in_turn and (in_turn[-1].coming or in_turn[-1].admitted_at):
-                in_turn.pop()
-            # Empty: there are no others, or all wait for a transfer, or did when they were looked at.
-            if in_turn and place is not in_turn[-1]:
-                if slack <= 0:
-                    break
-                slack -= 1
-            if place.following_since is not None:
-                self.counters.followed(plan.found.length - place.held_alone, place.waited_s)
-            evicts = self.num_ranks > 1 and plan.delta > self.radix.pool.available_size()
-            # Whatever comes of it on this rank, on all of them others may follow it from now on.
-            line.admitted(place, len(req.origin_input_ids) - plan.found.length)
-            try:
-                self._admit(req, req.origin_input_ids, plan)
-                self._request_kv(decode_req)
-            except Exception as e:
-                # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
-                decode_req.lose(e)
+            if turns is None and len(ready) > 1:
+                turns = Turns(line, [dr.place for dr in ready if dr.error is None and not _is_aborted(dr)])
+            if turns is not None and not turns.take(place):
+                break
+            evicts = self.num_ranks > 1 and plan.delta > budget.available
+            self._admit_one(decode_req, plan)
             admitted.append(decode_req)
-            reserve = Memory(
-                reserve.kv + self.num_reserved_decode_tokens, self._window_reserve(retractable, True, admitted)
-            )
+            budget.admit(plan, self.num_reserved_decode_tokens)
+            budget.windows_kept = self._windows_kept(budget.windows_retractable, True, admitted)
             if evicts:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
-        if admitted and waiting:
-            left = [place for place in waiting if not place.admitted_at and not place.coming]
-            self.counters.overtaken(line.passed_by(left, [dr.place for dr in admitted]))
+        if admitted and turns is not None:
+            self.counters.overtaken(turns.end([dr.place for dr in admitted]))
         return admitted
+
+    def _admit_one(self, decode_req: engine.DecodeRequest, plan: AdmissionPlan) -> None:
+        """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""
+        req, place = decode_req.req, decode_req.place
+        if place.following_since is not None:
+            self.counters.followed(plan.found.length - place.held_alone, place.waited_s)
+        # Others may follow it from now on.
+        self.line.admitted(place, len(req.origin_input_ids) - plan.found.length)
+        try:
+            self._admit(req, req.origin_input_ids, plan)
+            self._request_kv(decode_req)
+        except Exception as e:
+            # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
+            decode_req.lose(e)
 
     def _found(self, place: Place) -> PrefixPeek:
         return NOTHING if place.watch is None else self.radix.found(place.watch)
-
-    def _block(self, req: Req, plan: AdmissionPlan, kept: Memory) -> None:
-        self._blocked = (req.rid, plan, kept, self._asked_in())
 
     def _asked_in(self) -> tuple[int, ...]:
         """What must have changed for a request that did not fit to fit now, other than free memory."""
@@ -659,16 +675,16 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders
 
     def _still_blocked(self, req: Req, free: Memory, reserve: Memory) -> bool:
-        """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough since.
+        """Whether a retracted request was found not to fit, and neither what is free nor the tree has changed enough.
 
         Costs the same for any prompt.
         """
-        if self._blocked is None:
+        if self._not_resumed is None:
             return False
-        rid, plan, kept, asked_in = self._blocked
+        rid, plan, kept, asked_in = self._not_resumed
         if rid != req.rid or asked_in != self._asked_in():
             return False
-        return not free.covers(plan.needed(None), reserve, kept)
+        return not free.covers(plan.needed, reserve, kept)
 
     def _free_or_evictable(self) -> Memory:
         """Of windows also what lies behind those of running requests; the engine frees that from time to time."""
@@ -682,55 +698,58 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """The requests that decode and have not ended."""
         return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
 
-    def _retractable_tokens(self) -> Memory:
-        """Tokens that retracting every running request would make free or evictable; a lower bound.
+    def _coming(self) -> list[Req]:
+        """The requests that hold KV, do not decode yet, and will."""
+        last = self.scheduler.last_batch
+        prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
+        running = set(map(id, self.scheduler.running_batch.reqs))
+        others = [*(dr.req for dr in self.transfer_queue.queue), *self._committed(), *prebuilt]
+        return [req for req in others if id(req) not in running and not req.finished()]
 
-        A prefix that many requests share is there once, so the engine's sum of sequence lengths does not hold here.
-        What requests in transfer or waiting have locked stays locked.
-        """
-        page = self.token_to_kv_pool_allocator.page_size
-        private = sum(
-            pages(r.kv_allocated_len, page) * page - r.cache_protected_len for r in self.scheduler.running_batch.reqs
+    def _budget(self) -> Budget:
+        """What admission has to give in this state. Cost: some figures of each live request."""
+        page, tree, windows = self.token_to_kv_pool_allocator.page_size, self.radix, self.radix.windows
+        running, coming = self._running(), self._coming()
+        # A retraction brings nothing of what others hold too, and those in quarantine do.
+        quarantined = [dr.req for dr in self.transfer_queue.quarantine]
+        held = tree.held_by([req.last_node for req in (*coming, *quarantined)])
+        in_tree = tree.protected_size() - held
+        private, lacks, at_most = lacking([use_of(req, page, MOST_NEW_TOKENS) for req in running], in_tree)
+        budget = Budget(
+            free=self._free_or_evictable(),
+            available=tree.pool.available_size(),
+            private=private,
+            in_tree=in_tree,
+            ahead=self.num_reserved_decode_tokens * (len(running) + len(coming)),
+            lacks=lacks,
+            at_most=at_most,
+            coming=max([(use := use_of(req, page, MOST_NEW_TOKENS)).at_length - use.held for req in coming], default=0),
+            retracted=sum([req.seqlen + self.num_reserved_decode_tokens for req in self.retracted_queue]),
         )
-        moving = self.transfer_queue.queue + self.transfer_queue.quarantine
-        kept = sum(dr.req.cache_protected_len for dr in moving)
-        kept += sum(r.cache_protected_len for r in self._committed())
-        kv, windows = private + max(0, self.radix.protected_size() - kept), self.radix.windows
-        if windows is None:
-            return Memory(kv)
-        return Memory(kv, sum(windows.rule.held(req.kv_allocated_len) for req in self._running()))
+        if windows is not None:
+            budget.windows_retractable = sum(windows.rule.held(req.kv_allocated_len) for req in running)
+            budget.windows_kept = self._windows_kept(budget.windows_retractable, count_retracted=True)
+        return budget
 
-    def _reserve(self, retractable: Memory | None, count_retracted: bool) -> Memory:
-        """What admission must leave alone: the engine's reservations for its other requests, and those of windows."""
-        retractable_kv = None if retractable is None else retractable.kv
-        allocatable = self._allocatable_tokens(retractable_tokens=retractable_kv, count_retracted=count_retracted)
-        # Of these the engine does not know: they have left one queue and not reached the next.
-        arrived = self.num_reserved_decode_tokens * len(self.transfer_queue.arrived)
-        kv = self.token_to_kv_pool_allocator.available_size() - allocatable + arrived
-        return Memory(kv, self._window_reserve(retractable, count_retracted))
-
-    def _window_reserve(
-        self, retractable: Memory | None, count_retracted: bool, admitted: Sequence[engine.DecodeRequest] = ()
+    def _windows_kept(
+        self, retractable: int | None, count_retracted: bool, admitted: Sequence[engine.DecodeRequest] = ()
     ) -> int:
-        """The same for windows, which the engine does not reserve: what requests will grow by, and one can finish.
+        """What admission must leave alone of windows: what requests will grow by, and what one can finish with.
 
-        admitted: in this step, before.
+        retractable: what retracting all that run brings; None when only the near future counts. admitted: in this step,
+        before.
         """
         if self.radix.windows is None:
             return 0
         running = self._running()
-        last = self.scheduler.last_batch
-        prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
-        moving = [*admitted, *self.transfer_queue.queue]
-        others = [*(dr.req for dr in moving), *self._committed(), *prebuilt]
-        live = {id(req): req for req in (*running, *others) if not req.finished()}
+        live = {id(req): req for req in (*running, *(dr.req for dr in admitted), *self._coming())}
         needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
         kept = sum(need.soon - need.now for need in needs.values())
         if retractable is not None:
             # A request that runs can have what all that run hold, also one that is still on its way to there.
             ours = {id(req) for req in running}
-            lacking = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
-            kept = max(kept, max(lacking, default=0) - retractable.windows)
+            lacks = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
+            kept = max(kept, max(lacks, default=0) - retractable)
         if count_retracted:
             kept += sum(self._window_need(req, req.seqlen - 1).soon for req in self.retracted_queue)
         return kept
@@ -857,7 +876,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         failed: list[Req] = []
         if not self.retracted_queue:
             return resumed
-        reserve = self._reserve(None, count_retracted=False)
+        live = len(self._running()) + len(self._coming())
+        reserve = Memory(self.num_reserved_decode_tokens * live, self._windows_kept(None, count_retracted=False))
         for req in self.retracted_queue:
             free = self._free_or_evictable()
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, free, reserve):
@@ -867,10 +887,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 shared = self.radix.shareable(token_ids)
                 found = self.radix.peek(shared, req.extra_key) if self.radix.takes(req) else NOTHING
                 plan = self._plan(req, token_ids, found)
-                if not free.covers(plan.needed(None), reserve):
-                    self._block(req, plan, Memory(0))
+                if not free.covers(plan.needed, reserve):
+                    self._not_resumed = (req.rid, plan, Memory(0), self._asked_in())
                     break
-                self._blocked = None
+                self._not_resumed = None
                 self._admit(req, token_ids, plan)
                 req.is_retracted = False
                 req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
@@ -987,7 +1007,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
         A weight update flushes and takes a refusal for an error that ends the scheduler, so it cannot be told to wait.
         """
-        reqs = [dr.req for dr in self.quarantine]
+        # One in whose admission something raised has nothing to keep.
+        reqs = [dr.req for dr in self.quarantine if dr.req.req_pool_idx is not None]
         pool, tree = self.scheduler.req_to_token_pool, self.tree_cache
         assert isinstance(tree, DecodeRadixCache)
         allocator, windows = tree.pool, tree.windows

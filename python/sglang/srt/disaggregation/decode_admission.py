@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.prefix_watch import Watch
 
-__all__ = ["Candidate", "Line", "Place", "Patience", "Standing", "Transfers", "admission_order", "pays_to_follow"]
+__all__ = [
+    "Candidate",
+    "Line",
+    "Place",
+    "Patience",
+    "Standing",
+    "Transfers",
+    "Turns",
+    "admission_order",
+    "pays_to_follow",
+]
 
 
 class Standing(enum.IntEnum):
@@ -75,12 +85,17 @@ def admission_order(candidates: Sequence[Candidate], max_overtaken: int) -> list
     return sorted(range(len(candidates)), key=keys.__getitem__)
 
 
-def pays_to_follow(coming: int, leader_lacked: int) -> bool:
-    """Whether a prompt of which a transfer brings ``coming`` tokens should wait for it.
+def least_to_follow(leader_lacked: int) -> int:
+    """How many tokens a transfer of ``leader_lacked`` tokens must bring of a prompt that is to wait for it.
 
-    leader_lacked: all that the transfer brings. Where it is mostly the leader's own, the wait is for that.
+    Where it is mostly the leader's own, the wait is for that.
     """
-    return 2 * coming >= leader_lacked
+    return -(-leader_lacked // 2)
+
+
+def pays_to_follow(coming: int, leader_lacked: int) -> bool:
+    """Whether a prompt of which a transfer of ``leader_lacked`` tokens brings ``coming`` should wait for it."""
+    return coming >= least_to_follow(leader_lacked)
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,9 +155,13 @@ class Place:
     prefill: Hashable
     watch: Watch | None
     overtaken: int = 0
-    # Whose transfer it waits for, since when, and how much of its prompt that brings; since when it waits for any.
+    # Whether all TP ranks know its prefill to take a prefix; only then may it wait for others.
+    takes_prefix: bool = False
+    # Whose transfer it may wait for, since when, whether it waits for that no longer, and how much of its prompt it
+    # brings while it waits; since when it waits for any.
     leader: Watch | None = None
     since: float = 0.0
+    gave_up: bool = False
     coming: int = 0
     following_since: float | None = None
     # What the tree held of it when it began to follow.
@@ -194,41 +213,43 @@ class Line:
             if place.leader is not None:
                 place.leader, place.coming = None, 0
 
-    def look(self, place: Place, now: float) -> int:
-        """Whether ``place`` is to wait for a transfer under way: for how many tokens; 0 if it is not."""
+    def look(self, place: Place, now: float) -> bool:
+        """Find the transfer under way for which ``place`` is to wait: `Place.coming` is what it brings, or 0.
+
+        Returns whether by this rank's clock it has waited long enough. It waits on until `give_up`: the clocks of TP
+        ranks differ, and what each measures of a prefill, so that is agreed on first.
+        """
         found = self._leader(place)
         if found is None:
             place.leader, place.coming = None, 0
-            return 0
-        leader, place.coming = found
+            return False
+        leader, coming = found
         if place.leader is not leader:
-            place.leader, place.since = leader, now
+            place.leader, place.since, place.gave_up = leader, now, False
+        if place.gave_up:
+            place.coming = 0
+            return False
+        place.coming = coming
+        if place.following_since is None and place.watch is not None:
+            place.following_since, place.held_alone = now, place.watch.length
         lead: Place = leader.owner
         same = lead.prefill == place.prefill
         pace = self.transfers.pace(place.prefill)
-        if now - place.since > self.patience.allowed(same, pace, lead.lacked, place.coming):
-            place.coming = 0
-        elif place.following_since is None and place.watch is not None:
-            place.following_since, place.held_alone = now, place.watch.length
-        return place.coming
+        return now - place.since > self.patience.allowed(same, pace, lead.lacked, coming)
 
     def look_again(self, place: Place, now: float) -> int:
-        """The same later in the step, when another request may have become its leader.
+        """`Place.coming` later in the same step, when another request may have become its leader."""
+        self.look(place, now)
+        return place.coming
 
-        What has been decided about the leader that it had is not asked anew: the clocks of TP ranks differ.
-        """
-        found = self._leader(place)
-        if found is not None and found[0] is place.leader:
-            return place.coming
-        return self.look(place, now)
+    def give_up(self, place: Place) -> None:
+        """Have ``place`` wait for its leader no longer; for another that comes it may."""
+        place.gave_up, place.coming = True, 0
 
     def _leader(self, place: Place) -> tuple[Watch, int] | None:
-        if place.watch is None or not self.may_follow:
+        if place.watch is None or not place.takes_prefix or not self.may_follow:
             return None
-        found = self.tree.watches.leader(place.watch)
-        if found is None or not pays_to_follow(found[1], found[0].owner.lacked):
-            return None
-        return found
+        return self.tree.watches.leader(place.watch)
 
     def held(self, place: Place) -> tuple[int, int]:
         """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
@@ -245,7 +266,7 @@ class Line:
         """A request was admitted and asks for ``lacked`` tokens: others may follow it from now on."""
         place.admitted_at, place.lacked = time.monotonic(), lacked
         if place.watch is not None:
-            self.tree.watches.lead(place.watch)
+            self.tree.watches.lead(place.watch, least_to_follow(lacked))
 
     def committed(self, place: Place) -> None:
         """What ``place`` asked for has arrived and is in the tree."""
@@ -270,3 +291,37 @@ class Line:
             place.overtaken += later
             overtaken += later > 0
         return overtaken
+
+
+class Turns:
+    """The turns of one step of admission.
+
+    waiting: the places of all that could be admitted in it, also of those that come too late in the order to be looked
+    at. Whoever is left out of this is overtaken and never counted, and with that for ever.
+    """
+
+    def __init__(self, line: Line, waiting: Sequence[Place]):
+        self._line = line
+        self._waiting = waiting
+        # How many may still go out of their turn; and those whose turn it is, the next one last.
+        self._slack = line.slack([place for place in waiting if not place.coming])
+        self._in_turn = sorted(waiting, key=lambda place: (-place.priority, -place.arrival))
+
+    def take(self, place: Place) -> bool:
+        """Whether ``place`` may be admitted next, in its turn or out of it."""
+        turns = self._in_turn
+        # Who waits for a transfer is not passed by; this request itself stays.
+        while turns and (turns[-1].coming or turns[-1].admitted_at):
+            turns.pop()
+        # None are left: there are no others, or all wait for a transfer, or did when they were looked at.
+        if not turns or place is turns[-1]:
+            return True
+        if self._slack <= 0:
+            return False
+        self._slack -= 1
+        return True
+
+    def end(self, admitted: Sequence[Place]) -> int:
+        """These have been admitted. Returns how many others were overtaken."""
+        left = [place for place in self._waiting if not place.admitted_at and not place.coming]
+        return self._line.passed_by(left, admitted)

@@ -135,18 +135,10 @@ class AdmissionPlan(NamedTuple):
     at_length: int
     window: WindowNeed = NO_WINDOW
 
-    def needed(self, retractable: Memory | None) -> Memory:
-        """What must be there, free or evictable, before admission.
-
-        retractable: what retracting all running requests would yield; None when only the near future counts. The part
-        of it that is this request's own prefix is not to be had.
-        """
-        need, windows = self.soon, self.window.soon
-        if retractable is not None:
-            others = max(0, retractable.kv - (self.found.length - self.found.evictable))
-            need = max(need, self.at_length - others)
-            windows = max(windows, self.window.at_length - retractable.windows)
-        return Memory(need + self.found.evictable, windows)
+    @property
+    def needed(self) -> Memory:
+        """What must be there, free or evictable, for the near future."""
+        return Memory(self.soon + self.found.evictable, self.window.soon)
 
 
 class KvTransferCounters:

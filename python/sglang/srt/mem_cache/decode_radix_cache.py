@@ -5,7 +5,6 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
-import heapq
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
@@ -127,16 +127,11 @@ class DecodeRadixCache(RadixCache):
 
     def reset(self) -> None:
         super().reset()
-        # Leaves in the order of eviction, as (priority when put there, node id, node); each node at most once. What is
-        # there may since have been used, locked or grown on: that is found out when its turn comes.
-        self._victims: list[tuple[Any, int, TreeNode]] = []
-        self._listed: set[TreeNode] = set()
-        # Leaves that came up for eviction and were spared because a queued request matches all of them.
-        self._spared: dict[TreeNode, None] = {}
         if hasattr(self, "watches"):
             self.watches.on_reset()
         else:
-            self.watches = PrefixWatches(self, self._no_longer_spared)
+            self.watches = PrefixWatches(self, lambda node: self.victims.no_longer_wanted(node))
+        self.victims = EvictionOrder(self.evictable_leaves, self.eviction_strategy, self.watches.waiting)
         self.generation = getattr(self, "generation", 0) + 1
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
@@ -284,6 +279,16 @@ class DecodeRadixCache(RadixCache):
 
     # ---- locks ----
 
+    def held_by(self, nodes: Iterable[TreeNode | None]) -> int:
+        """Tokens of the tree that locks on ``nodes`` hold, each once. Cost: the nodes above these, each once."""
+        tokens, seen = 0, {self.root_node}
+        for node in nodes:
+            while node is not None and node not in seen:
+                seen.add(node)
+                tokens += len(node.key)
+                node = node.parent
+        return tokens
+
     def inc_lock_ref(self, node: TreeNode):
         self.locks_taken += 1
         return super().inc_lock_ref(node)
@@ -363,24 +368,21 @@ class DecodeRadixCache(RadixCache):
         start = time.perf_counter()
         if self.eviction_policy == "mru":
             # The only policy by which a node in the list can move towards the front.
-            self._victims, self._listed, self._spared = [], set(), {}
-            for leaf in self.evictable_leaves:
-                self._list_victim(leaf)
+            self.victims.list_anew()
         allocator = self.pool
         batching = allocator.is_not_in_free_group
         if batching:
             allocator.free_group_begin()
         freed = leaves = 0
         while freed < num_tokens and leaves != max_leaves:
-            node = self._next_victim()
+            node = self.victims.take_next()
             if node is not None:
                 keep = self.watches.wanted(node)
                 if keep == len(node.key):
-                    self._spared[node] = None
-                    self._listed.add(node)
+                    self.victims.spare(node)
                     continue
             else:
-                node = self._least_wanted() if wanted_too else None
+                node = self.victims.take_least_wanted() if wanted_too else None
                 if node is None:
                     break
                 keep = 0
@@ -399,25 +401,6 @@ class DecodeRadixCache(RadixCache):
         self.update_eviction_metrics(freed, start)
         return freed
 
-    def _least_wanted(self) -> TreeNode | None:
-        """Take the leaf for which fewest requests wait, the oldest of these, off the list of the spared."""
-        spared = [node for node in self._spared if node in self.evictable_leaves]
-        if not spared:
-            return None
-        node = min(spared, key=lambda n: (self.watches.waiting(n), self.eviction_strategy.get_priority(n), n.id))
-        self._unlist(node)
-        return node
-
-    def _no_longer_spared(self, node: TreeNode) -> None:
-        if node in self._spared:
-            self._unlist(node)
-            if node in self.evictable_leaves:
-                self._list_victim(node)
-
-    def _unlist(self, node: TreeNode) -> None:
-        self._spared.pop(node, None)
-        self._listed.discard(node)
-
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Adds that what waits for ``child`` learns of it."""
         upper = super()._split_node(key, child, split_len)
@@ -427,7 +410,7 @@ class DecodeRadixCache(RadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         """Adds that what waits for ``node`` learns of it."""
         super()._delete_leaf(node)
-        self._unlist(node)
+        self.victims.drop(node)
         self.watches.on_removal(node)
 
     def _record_store_event(self, node: TreeNode) -> None:
@@ -438,24 +421,8 @@ class DecodeRadixCache(RadixCache):
     def _update_leaf_status(self, node: TreeNode) -> None:
         """Adds to the engine's bookkeeping of evictable leaves that a new one is listed for eviction."""
         super()._update_leaf_status(node)
-        if node in self.evictable_leaves and node not in self._listed:
-            self._list_victim(node)
-
-    def _list_victim(self, node: TreeNode) -> None:
-        self._listed.add(node)
-        # The id decides between equals, so that all ranks do alike.
-        heapq.heappush(self._victims, (self.eviction_strategy.get_priority(node), node.id, node))
-
-    def _next_victim(self) -> TreeNode | None:
-        """Take the leaf that goes first off the list. Cost: the logarithm of the number of leaves."""
-        while self._victims:
-            listed, _, node = heapq.heappop(self._victims)
-            self._listed.discard(node)
-            if node in self.evictable_leaves:
-                if self.eviction_strategy.get_priority(node) == listed:
-                    return node
-                self._list_victim(node)
-        return None
+        if node in self.evictable_leaves:
+            self.victims.add(node)
 
     # ---- self-check ----
 
@@ -497,8 +464,9 @@ class DecodeRadixCache(RadixCache):
                 f"counted {evictable} evictable and {protected} protected tokens, "
                 f"the tree says {self.evictable_size_} and {self.protected_size_}"
             )
-        if not leaves <= self._listed:
-            wrong.append(f"{len(leaves - self._listed)} evictable leaves are not listed for eviction")
+        unlisted = sum(node not in self.victims for node in leaves)
+        if unlisted:
+            wrong.append(f"{unlisted} evictable leaves are not listed for eviction")
         if leaves != self.evictable_leaves:
             wrong.append(f"{len(leaves)} evictable leaves, the tree lists {len(self.evictable_leaves)}")
         if len(set(slots)) != len(slots):

@@ -25,10 +25,11 @@ class Watch:
 
     token_ids: the prompt, as the tree's `keys_of` returns it. length: tokens of it that the tree holds, whole pages.
     node, in_last: where the match ends, and how many tokens of that node belong to it. leading: its request has been
-    admitted and its KV is on the way; it no longer waits for what the tree holds. owner: whoever watches.
+    admitted and its KV is on the way; it no longer waits for what the tree holds. least: see `PrefixWatches.lead`.
+    owner: whoever watches.
     """
 
-    __slots__ = ("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "place", "common")
+    __slots__ = ("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "least", "place", "common")
 
     def __init__(self, token_ids: Sequence[Any], extra_key: str | None, owner: Any, root: TreeNode):
         self.token_ids = token_ids
@@ -36,7 +37,7 @@ class Watch:
         self.owner = owner
         self.length = 0
         self.node, self.in_last = root, 0
-        self.leading = False
+        self.leading, self.least = False, 0
         # The next page of the prompt, as the tree tells children apart: requests of one place share at least that.
         self.place: tuple[int, Any] = (0, None)
         # Tokens from the start, whole pages, that it shares with each leader it was compared with.
@@ -93,12 +94,15 @@ class PrefixWatches:
             for other in group.waiting:
                 other.common.pop(watch, None)
 
-    def lead(self, watch: Watch) -> None:
-        """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way."""
+    def lead(self, watch: Watch, least: int = 0) -> None:
+        """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way.
+
+        least: tokens that it must bring of another prompt to be the `leader` of that.
+        """
         group = self._at[watch.node][watch.place]
         del group.waiting[watch]
         group.leading[watch] = None
-        watch.leading = True
+        watch.leading, watch.least = True, least
         watch.common.clear()
         self.leaders += 1
         self.on_the_way += 1
@@ -107,9 +111,11 @@ class PrefixWatches:
     def leader(self, watch: Watch) -> tuple[Watch, int] | None:
         """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
 
-        Cost: each pair of prompts is compared once, at C speed; and a few steps.
+        Those that bring too little for what they bring in all are passed over, see `lead`. Cost: each pair of prompts
+        is compared once, at C speed; and a few steps.
         """
-        best: tuple[Watch, int] | None = None
+        best: Watch | None = None
+        most = 0
         if watch.place[1] is None:
             # The tree holds all of it that can be shared.
             return None
@@ -118,9 +124,10 @@ class PrefixWatches:
             if shared is None:
                 shared = self._tree.common_length(watch.token_ids, other.token_ids, watch.length)
                 watch.common[other] = shared
-            if shared > watch.length and (best is None or shared - watch.length > best[1]):
-                best = other, shared - watch.length
-        return best
+            coming = shared - watch.length
+            if coming > most and coming >= other.least:
+                best, most = other, coming
+        return None if best is None else (best, most)
 
     # ---- what eviction asks ----
 

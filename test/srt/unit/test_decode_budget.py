@@ -1,0 +1,156 @@
+"""What admission may give away of the pool, and what it must leave for those that are live."""
+
+from __future__ import annotations
+
+import pytest
+from decode_world import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.decode_budget import Budget, Use, lacking
+from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+from sglang.srt.mem_cache.decode_windows import Windows
+from test_followers import asked, queue
+from test_traps import serve, tokens
+
+
+def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: int) -> Budget:
+    private, lacks, at_most = lacking(running or [], in_tree)
+    figures = {"ahead": 0, "coming": 0, "retracted": 0, **more}
+    return Budget(free, free.kv, private, in_tree, lacks=lacks, at_most=at_most, **figures)
+
+
+def test_each_pool_has_its_budget():
+    window = Windows(12, 4).need(40, 20, reserved=4)
+    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
+    assert plan.needed == Memory(44, window.soon)
+    # What others give back when they are retracted is at hand for both.
+    assert budget(Memory(100, 100)).needs(plan) == Memory(60, window.at_length)
+    others = budget(Memory(100, 100), [Use(100, 0, 100)], windows_retractable=100)
+    assert others.needs(plan) == Memory(44, window.soon)
+    for short in (Memory(44, window.soon - 1), Memory(43, window.soon)):
+        assert not short.covers(plan.needed)
+        others.free = short
+        assert not others.covers(plan, Memory(0))
+
+
+def test_what_a_request_holds_it_need_not_be_given():
+    """Its prompt is locked by another as well, so a retraction would not bring it; and it has it."""
+    running = [Use(held=404, shared=400, at_length=704)]
+    # 4 of its own, and the rest of 704 is still to come, of which a retraction of itself brings nothing.
+    assert lacking(running, in_tree=0) == (4, 300, 300)
+    # Two such: what one holds alone the other can have.
+    assert lacking([*running, Use(200, 0, 210)], in_tree=400) == (204, 704 - 604, 300)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_prompt_in_transfer_is_not_reserved_once_more(shares):
+    world = World(size=1024, page_size=4, max_reqs=16, reserved=4)
+    doc = tokens(1, 400)
+    serve(world, doc + tokens(2, 4), max_new=300)
+    queue(world, (doc if shares else tokens(7, 4)) + tokens(3, 4), max_new=8)
+    world.step()
+    # Free are 616 or 612; the one that runs lacks 300 and may have what the others leave.
+    (other,) = queue(world, tokens(9, 200), max_new=8)
+    world.step()
+    assert other.wire.asked
+    world.check()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prefix_locked_in_the_same_step_is_not_retractable(together):
+    world = World(size=1024, page_size=4, max_reqs=16, reserved=4)
+    doc = tokens(1, 400)
+    serve(world, doc + tokens(2, 4), max_new=8)
+    first = queue(world, doc + tokens(3, 4), max_new=8)
+    if not together:
+        world.step()
+    # 940 at its end: with the document, which the first now holds too, it would be there.
+    second = queue(world, tokens(9, 40), max_new=900)
+    world.step()
+    assert asked(first + second) == [True, False]
+
+
+def test_a_request_that_has_ended_has_nothing_to_retract():
+    """It is in the batch until the next one is made, and its KV has been given back."""
+    world = World(size=1024, page_size=4, max_reqs=16, reserved=4)
+    req = serve(world, tokens(1, 40), max_new=500).req
+    for _ in range(400):
+        world.decode()
+    before = world.queue._budget()
+    assert before.retractable + before.free.kv == 1024
+    release_kv_cache(req, world.tree)
+    req.finished_reason = FINISH_LENGTH(400)
+    after = world.queue._budget()
+    assert (after.retractable, after.free.kv, after.ahead) == (0, 1024, 0)
+
+
+def test_who_is_on_its_way_can_finish():
+    """In transfer it cannot be retracted, and what it lacks to its end is left for it."""
+    world = World(size=256, page_size=4, max_reqs=16, reserved=4)
+    first = queue(world, tokens(1, 40), max_new=200)
+    world.step()
+    second = queue(world, tokens(2, 40), max_new=8)
+    world.step()
+    assert asked(first + second) == [True, False], "240 tokens at its end, and 256 in all"
+    world.complete(first[0])
+    world.step()
+    world.step()
+    assert not second[0].wire.asked
+    for _ in range(200):
+        world.decode()
+    world.step()
+    assert second[0].wire.asked
+    world.check()
+
+
+def _brute_force(world: World) -> int:
+    """Tokens that would be free or evictable when all that run are retracted, beyond what is."""
+    page = world.page_size
+    private = sum(-(-r.kv_allocated_len // page) * page - r.cache_protected_len for r in world.running)
+    locks: dict[int, int] = {}
+    for req in world.running:
+        node = req.last_node
+        while node is not world.tree.root_node:
+            locks[node.id] = locks.get(node.id, 0) + 1
+            node = node.parent
+    return private + sum(len(n.key) for n in world._nodes() if n.lock_ref == locks.get(n.id))
+
+
+def _step(world: World) -> list[Budget]:
+    """One step, and the budgets that it made."""
+    budgets: list[Budget] = []
+    make = world.queue._budget
+    world.queue._budget = lambda: budgets.append(make()) or budgets[-1]  # type: ignore[method-assign]
+    world.step()
+    world.queue._budget = make  # type: ignore[method-assign]
+    return budgets
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 5)), min_size=5, max_size=40))
+def test_the_figures_are_those_of_the_worker(steps):
+    """Whatever has happened: what a retraction brings is counted to the token, and kept up within a step."""
+    world = World(size=160, page_size=4, reserved=2, max_reqs=32)
+    for n, (what, prefix, own) in enumerate(steps):
+        if what <= 2:
+            queue(world, tokens(prefix + 1, 24) + tokens(20 + n, 4 * own), max_new=1 + own)
+        elif what == 3 and world.transfer.queue:
+            world.complete(world.transfer.queue[own % len(world.transfer.queue)])
+        elif what == 4 and world.running:
+            world.finish(world.running[own % len(world.running)])
+        elif what == 5:
+            world.decode()
+        before = world.queue._budget()
+        assert before.retractable == _brute_force(world)
+        running = set(map(id, world.running))
+        budgets = _step(world)
+        world.check()
+        if budgets and running == set(map(id, world.running)):
+            # The last one of the step was kept up through its admissions.
+            after, now = budgets[-1], world.queue._budget()
+            assert after.free == now.free and after.available <= world.allocator.available_size()
+            assert after.retractable <= now.retractable
+            assert after.ahead == now.ahead and after.coming >= now.coming and after.lacks >= now.lacks

@@ -1,0 +1,248 @@
+"""Admission over two TP ranks: long queues, clocks and paces that differ, peers of which one rank knows more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from decode_world import World
+from ranks import assert_same
+from sglang.srt.disaggregation import decode_admission
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.decode_agreement import SHARED_FIGURES, WINDOW, agree
+from test_followers import asked, queue, sent
+from test_traps import Rank, tokens
+
+
+def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
+    """One request runs at a time, as at --max-running-requests, and requests of a prefix that is there keep coming."""
+    me = Rank(rank, 4096)
+    world = me.world
+    world.queue.line.max_overtaken = bound
+    hot = tokens(1, 64)
+    (first,) = queue(world, hot + tokens(2, 4))
+    me.step()
+    world.complete(first)
+    me.step()
+    rows, world.pool.free_slots[:] = world.pool.free_slots[:], []
+    (cold,) = queue(world, tokens(9, 64))
+    waiting: list[Any] = []
+    served = 0
+    for step in range(6 * bound):
+        while len([dr for dr in waiting if not dr.wire.asked]) < backlog:
+            n = len(waiting)
+            waiting += queue(world, hot + [n % 200, n // 200, 3, 3])
+        if step == 1:
+            # All have shaken hands.
+            world.pool.free_slots[:] = rows[:1]
+        world.step()
+        if cold.wire.asked:
+            return [step, cold.place.overtaken, served]
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+        for req in list(world.running):
+            if req is not first.req:
+                world.finish(req)
+                served += 1
+    return ["never", cold.place.overtaken, served]
+
+
+@pytest.mark.parametrize("backlog", [7, 9, 40])
+def test_who_shares_nothing_is_admitted_however_many_share(pair, backlog):
+    """Ranks look at the first of the order; whoever stood behind these was overtaken for ever and never counted."""
+    bound = 16
+    steps, overtaken, served = assert_same(pair.run(cold_behind_hot, backlog, bound))
+    assert steps != "never" and overtaken == served == bound
+
+
+def set_clock(clock: Callable[[], float]) -> None:
+    """Of admission alone, in this process."""
+
+    class Clock:
+        monotonic = staticmethod(clock)
+        perf_counter = time.perf_counter
+
+    decode_admission.time = Clock  # type: ignore[attr-defined]
+    DecodePreallocQueue._admit_ready.__globals__["time"] = Clock
+
+
+def restore_clock() -> None:
+    set_clock(time.monotonic)
+
+
+def ticks_between(rank: int, ahead: int) -> list[Any]:
+    """The patience of two followers ends in adjacent steps; in the first, on one rank only."""
+    me = Rank(rank, 512)
+    now = [100.0]
+    set_clock(lambda: now[0])
+    try:
+        (leader,) = queue(me.world, tokens(1, 32) + tokens(2, 4))
+        me.step()
+        first, second = queue(me.world, tokens(1, 32) + tokens(3, 4), tokens(1, 32) + tokens(4, 4))
+        me.step()
+        assert first.place.coming == second.place.coming == 32
+        if rank == ahead:
+            first.place.since -= 1000
+        me.step()
+        first.place.since -= 1000
+        second.place.since -= 1000
+        held = me.world.tree.evictable_size()
+        worst = 0
+        for _ in range(12):
+            me.step()
+            worst = max(worst, me.world.queue._disagreements)
+        return [asked([leader, first, second]), worst, held == me.world.tree.evictable_size(), me.decisions]
+    finally:
+        restore_clock()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_patience_that_ends_on_one_rank_first(pair, ahead):
+    """Each rank kept an order of its own then, and after 64 steps the whole unlocked tree was dropped on both."""
+    admitted, worst, kept, _ = assert_same(pair.run(ticks_between, ahead))
+    assert admitted == [True, True, True] and worst == 0 and kept
+
+
+def paces_differ(rank: int, faster: int) -> list[Any]:
+    """The ranks have measured paces of a prefill that are 3% apart; a step takes 1 ms."""
+    me = Rank(rank, 4096)
+    now = [100.0]
+    set_clock(lambda: now[0])
+    try:
+        me.world.queue.line.transfers.done("b:1", 256, 1.00 if rank == faster else 1.03)
+        (leader,) = queue(me.world, tokens(1, 1024), prefill="a:1")
+        me.step()
+        (follower,) = queue(me.world, tokens(1, 1020) + tokens(3, 4), prefill="b:1")
+        me.step()
+        assert follower.place.coming == 1020
+        # 1020 tokens at that pace: 3.98 s on one rank and 4.1 s on the other.
+        now[0] += 3.9
+        worst = steps = 0
+        while not follower.wire.asked and steps < 400:
+            now[0] += 0.001
+            steps += 1
+            me.step()
+            worst = max(worst, me.world.queue._disagreements)
+        return [steps, worst]
+    finally:
+        restore_clock()
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+def test_paces_that_differ_between_ranks(pair, faster):
+    steps, worst = assert_same(pair.run(paces_differ, faster))
+    assert worst == 0
+    # As the first rank says, in the step after that.
+    assert 80 <= steps <= 90 if faster == 0 else 200 <= steps <= 210
+
+
+def prefill_known_on_one(rank: int, knows: int) -> list[Any]:
+    """One rank has learnt that the follower's prefill takes a prefix, and the other has not."""
+    me = Rank(rank, 512)
+    (leader,) = queue(me.world, tokens(1, 32))
+    me.step()
+    (follower,) = queue(me.world, tokens(1, 32) + tokens(2, 4), peer_takes_prefix=rank == knows, prefill="b:1")
+    # What it asks for depends on what this rank knows, so it is told without.
+    follower.kv_receiver.peer_takes_prefix = rank == knows
+    (other,) = queue(me.world, tokens(9, 20))
+    worst = 0
+    for _ in range(4):
+        me.step()
+        worst = max(worst, me.world.queue._disagreements)
+    return [asked([leader, follower, other]), follower.req.decode_prefix_len, worst]
+
+
+@pytest.mark.parametrize("knows", [0, 1])
+def test_who_may_follow_is_agreed(pair, knows):
+    """Else one rank has it wait and the other does not, and neither goes on with anybody."""
+    admitted, prefix_len, worst = assert_same(pair.run(prefill_known_on_one, knows))
+    assert admitted == [True, True, True] and prefix_len == 0 and worst == 0
+
+
+def decides(rank: int) -> list[Any]:
+    expired = [[0, 31, 32, WINDOW - 1], [1, 2, 32]][rank]
+    n = WINDOW if rank == 0 else WINDOW
+    told = agree(dist.group.WORLD, [0] * SHARED_FIGURES, [], [KVPoll.WaitingForInput] * n, [True] * n, expired)
+    return [told.expired, told.in_step, min(told.polls), min(told.capable)]
+
+
+def test_what_goes_by_a_clock_the_first_rank_decides(pair):
+    expired, in_step, poll, capable = assert_same(pair.run(decides))
+    assert expired == [0, 31, 32, WINDOW - 1] and in_step and poll == KVPoll.WaitingForInput and capable
+
+
+def fails_to_admit(rank: int) -> list[Any]:
+    """An admission fails on one rank, which then has more memory than the other, in the middle of a step."""
+    me = Rank(rank, 128)
+    real = me.world.queue._admit
+
+    def admit(req, *args):
+        if rank == 1 and req.rid == "r1":
+            raise RuntimeError("out of memory on this rank")
+        real(req, *args)
+
+    me.world.queue._admit = admit  # type: ignore[method-assign]
+    one, two = queue(me.world, tokens(1, 60), tokens(2, 60))
+    three = queue(me.world, tokens(3, 60))
+    me.world.step()
+    first = [len(me.world.transfer.queue), asked([two, *three])]
+    one.kv_receiver.quiet = True
+    me.world.step()
+    return first
+
+
+def test_an_admission_that_fails_on_one_rank_changes_no_other_decision(pair):
+    queued, admitted = assert_same(pair.run(fails_to_admit))
+    assert queued == 2 and admitted == [True, False]
+
+
+def test_a_leader_that_does_not_pay_hides_none_that_does():
+    """A long prompt of the same document came first; nobody waits for that, and nobody waited for the short one."""
+    world = World(size=4096, page_size=4, max_reqs=64)
+    doc = tokens(1, 64)
+    requests = queue(world, doc + tokens(2, 400))
+    world.step()
+    requests += queue(world, doc + tokens(3, 8))
+    world.step()
+    requests += queue(world, *(doc + tokens(n, 8) for n in range(10, 18)))
+    for _ in range(3):
+        world.step()
+    assert asked(requests) == [True, True] + [False] * 8
+    for _ in range(2):
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+    assert all(asked(requests))
+    assert sent(requests[1:]) == (64 + 9 * 8) // 4
+    world.check()
+
+
+def test_a_retracted_request_that_is_aborted_holds_nobody_up():
+    """It did not fit, was aborted, and what waits in the queue was not looked at for some steps."""
+    world = World(size=128, page_size=4, reserved=2)
+    queue(world, tokens(1, 40), tokens(2, 40), max_new=8)
+    for _ in range(2):
+        world.step()
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+    assert len(world.running) == 2
+    req = world.running[1]
+    for _ in range(4):
+        world.decode()
+    world.retract(req)
+    (other,) = queue(world, tokens(5, 4), max_new=1)
+    # What it takes to come back, others hold; for the other there is enough.
+    world.tree.evict_shortfall(world.tree.evictable_size())
+    taken = world.allocator.alloc(world.allocator.available_size() - 16)
+    world.step()
+    assert req in world.queue.retracted_queue and not other.wire.asked
+    world.abort_retracted(req)
+    world.step()
+    assert other.wire.asked
+    world.allocator.free(taken)
+    world.check()
