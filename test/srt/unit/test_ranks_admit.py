@@ -201,6 +201,32 @@ def test_an_admission_that_fails_on_one_rank_changes_no_other_decision(pair):
     assert queued == 2 and admitted == [True, False]
 
 
+def silent_prefill(rank: int, silent: int) -> list[Any]:
+    """So many requests of a prefill that does not answer came first; those of another prefill keep coming."""
+    me = Rank(rank, 1024)
+    for n in range(silent):
+        me.world.arrive([n % 250, n // 250, 1, 1])
+    others: list[Any] = []
+    for n in range(24):
+        others += queue(me.world, [n, 251, 1, 1], prefill="b:1", max_new=1)
+        me.world.step()
+        for decode_req in list(me.world.transfer.queue):
+            me.world.complete(decode_req)
+        for req in list(me.world.running):
+            me.world.finish(req)
+    waited = [n for n, dr in enumerate(others) if not dr.wire.asked]
+    return [waited, me.world.queue._disagreements, len(me.world.queue.queue) - silent]
+
+
+@pytest.mark.parametrize("silent", [100, 300, 1000])
+def test_a_prefill_that_does_not_answer_hides_no_other(pair, silent):
+    """A step looked at the first 256 of the queue, whoever they waited for, and nobody behind them was admitted."""
+    waited, disagreements, queued = assert_same(pair.run(silent_prefill, silent))
+    assert disagreements == 0
+    # Some steps until it is their turn to be asked about.
+    assert len(waited) == queued <= 1 + silent // 128
+
+
 def test_a_leader_that_does_not_pay_hides_none_that_does():
     """A long prompt of the same document came first; nobody waits for that, and nobody waited for the short one."""
     world = World(size=4096, page_size=4, max_reqs=64)

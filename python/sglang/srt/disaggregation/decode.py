@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,8 @@ DISAGREEMENTS = 64
 MOST_NEW_TOKENS = engine.CLIP_MAX_NEW_TOKEN
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
+# Places of the window that are not given to requests whose handshake is done, where the queue is longer than it.
+HANDSHAKES = WINDOW // 4
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 
@@ -346,8 +349,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return self._steps % ABORT_INTERVAL != 0
         if self._steps % ABORT_INTERVAL == 0 or self._blocked is None or not self.queue:
             return False
-        window = self.queue[:WINDOW]
-        if not all(dr.waiting_for_input for dr in window):
+        if not all(dr.waiting_for_input for dr in self.queue):
             return False
         _, plan, kept, asked_in = self._blocked
         return asked_in == self._asked_in() and not self._budget().covers(plan, kept)
@@ -417,7 +419,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         Returns the candidates for admission, in order; of each whether it may match; and all requests that could be
         admitted, of which there may be more. None to skip the step.
         """
-        window = self.queue[:WINDOW]
+        window = self._window()
         if not window:
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return [], [], []
@@ -461,6 +463,22 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         going = [i for i in (*order, *late) if window[i].waiting_for_input]
         ready = [dr for dr in window if dr.waiting_for_input]
         return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going], ready
+
+    def _window(self) -> list[engine.DecodeRequest]:
+        """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are ready go first.
+
+        All ranks find the same: they have agreed on whose handshake is done.
+        """
+        if len(self.queue) <= WINDOW:
+            return self.queue
+        ready = list(islice((dr for dr in self.queue if dr.waiting_for_input), WINDOW - HANDSHAKES))
+        others = [dr for dr in self.queue if not dr.waiting_for_input]
+        room = WINDOW - len(ready)
+        if len(others) > room:
+            # By turns: those of a prefill that does not answer must not hide all that come after them.
+            first = self._steps * room % len(others)
+            others = [*others[first:], *others[:first]][:room]
+        return ready + others
 
     def _poll(self, decode_req: engine.DecodeRequest) -> int:
         """What its receiver says, but a request whose prefix is being loaded has not shaken hands yet."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 __all__ = ["CANDIDATES", "WINDOW", "Agreement", "agree"]
 
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
-# their queues were not; what stands further back is not looked at before these are admitted.
+# their queues were not.
 WINDOW = 256
 # Requests that one step may admit where there are several ranks.
 CANDIDATES = 8
