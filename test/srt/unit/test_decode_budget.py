@@ -6,7 +6,7 @@ import pytest
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.disaggregation.decode_budget import Budget, Use, lacking
+from sglang.srt.disaggregation.decode_budget import Budget, Use
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -17,9 +17,9 @@ from test_traps import serve, tokens
 
 
 def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: int) -> Budget:
-    private, lacks, at_most = lacking(running or [], in_tree)
-    figures = {"ahead": 0, "coming": 0, "retracted": 0, **more}
-    return Budget(free, free.kv, private, in_tree, lacks=lacks, at_most=at_most, **figures)
+    made = Budget(free, free.kv, in_tree, **more)
+    made.count(running or [], [])
+    return made
 
 
 def test_each_pool_has_its_budget():
@@ -40,9 +40,11 @@ def test_what_a_request_holds_it_need_not_be_given():
     """Its prompt is locked by another as well, so a retraction would not bring it; and it has it."""
     running = [Use(held=404, shared=400, at_length=704)]
     # 4 of its own, and the rest of 704 is still to come, of which a retraction of itself brings nothing.
-    assert lacking(running, in_tree=0) == (4, 300, 300)
+    one = budget(Memory(0), running)
+    assert (one.private, one.lacks, one.at_most) == (4, 300, 300)
     # Two such: what one holds alone the other can have.
-    assert lacking([*running, Use(200, 0, 210)], in_tree=400) == (204, 704 - 604, 300)
+    two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
+    assert (two.private, two.lacks, two.at_most) == (204, 704 - 604, 300)
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -120,12 +122,25 @@ def _brute_force(world: World) -> int:
 
 
 def _step(world: World) -> list[Budget]:
-    """One step, and the budgets that it made."""
-    budgets: list[Budget] = []
-    make = world.queue._budget
-    world.queue._budget = lambda: budgets.append(make()) or budgets[-1]  # type: ignore[method-assign]
+    """One step, and the budgets that it made, the last one with all that the step has admitted."""
+    queue, budgets, applied = world.queue, [], []
+    make, admit_one = queue._budget, queue._admit_one
+    plans: list[AdmissionPlan] = []
+
+    def made() -> Budget:
+        budgets.append(make())
+        applied.append(budgets[-1].ahead)
+        return budgets[-1]
+
+    queue._budget = made  # type: ignore[method-assign]
+    queue._admit_one = lambda dr, plan: plans.append(plan) or admit_one(dr, plan)  # type: ignore[method-assign]
     world.step()
-    world.queue._budget = make  # type: ignore[method-assign]
+    queue._budget, queue._admit_one = make, admit_one  # type: ignore[method-assign]
+    if plans:
+        # What it admits last, it need not take in.
+        reserved = queue.num_reserved_decode_tokens
+        for plan in plans[(budgets[-1].ahead - applied[-1]) // reserved :]:
+            budgets[-1].admit(plan, reserved)
     return budgets
 
 

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, Turns, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
-from sglang.srt.disaggregation.decode_budget import Budget, lacking, use_of
+from sglang.srt.disaggregation.decode_budget import Budget, use_of
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, Memory, pages
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.page_digest import PageDigests
@@ -416,8 +416,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
         skip the step. A request of which their trees hold different prefixes goes without one.
 
-        Returns the candidates for admission, in order; of each whether it may match; and all requests that could be
-        admitted, of which there may be more. None to skip the step.
+        Returns the candidates for admission, in order; of each whether it may match; and all that the step looks at.
+        None to skip the step.
         """
         window = self._window()
         if not window:
@@ -431,12 +431,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 self.line.give_up(places[i])
             ready = [window[i] for i in self._order(window, places)]
             # Asked one by one: most of a long queue stands behind the first that does not fit.
-            return ready, map(_takes_prefix, ready), ready
+            return ready, map(_takes_prefix, ready), window
 
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
         expired = self._follow(window, places)
         order = self._order(window, places)
-        picked = [i for i in order if not places[i].coming][:CANDIDATES]
+        picked = list(islice((i for i in order if not places[i].coming), CANDIDATES))
         late = [i for i, dr in enumerate(window) if not dr.waiting_for_input][: CANDIDATES - len(picked)]
         chosen = set(picked)
         order = [i for i in order if i in chosen or places[i].coming]
@@ -454,15 +454,15 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return None
         self._disagreements = 0
         self._take_polls(window, told.polls)
-        for place, capable in zip(places, told.capable, strict=True):
-            place.takes_prefix = bool(capable)
+        if self.line.may_follow:
+            for place, capable in zip(places, told.capable, strict=True):
+                place.takes_prefix = bool(capable)
         for i in told.expired:
             # From the next step on; the order of this one is agreed.
             self.line.give_up(places[i])
         same = dict(zip(picked, told.same, strict=True))
         going = [i for i in (*order, *late) if window[i].waiting_for_input]
-        ready = [dr for dr in window if dr.waiting_for_input]
-        return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going], ready
+        return [window[i] for i in going], [told.capable[i] and same.get(i, True) for i in going], window
 
     def _window(self) -> list[engine.DecodeRequest]:
         """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are ready go first.
@@ -516,7 +516,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return ready
         # The same requests, of which the same wait for others, and the same tree: the same order.
         tree = self.radix
-        coming = [places[i].coming for i in ready]
+        coming = [places[i].coming for i in ready] if self.line.may_follow else []
         asked_in = (self._asked_in(), tree.evictable_size(), tree.protected_size(), ready, coming, places)
         if self._ordered is None or self._ordered[0] != asked_in:
             candidates = [self._candidate(window[i], places[i]) for i in ready]
@@ -610,17 +610,18 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self,
         candidates: list[engine.DecodeRequest],
         matching: Iterable[bool],
-        ready: Sequence[engine.DecodeRequest],
+        window: Sequence[engine.DecodeRequest],
     ) -> list[engine.DecodeRequest]:
         """Admit requests in the order given, until one does not fit.
 
-        matching: of each, whether it may match. ready: all that could be admitted in this step, whoever is looked at.
+        matching: of each, whether it may match. window: all that this step knows, candidates or not.
         """
         line, now = self.line, time.monotonic()
         admitted: list[engine.DecodeRequest] = []
-        # Both are found out for the first that is not told to wait.
+        # Both are found out for the first that is not told to wait; the budget is kept up if there is another.
         budget: Budget | None = None
         turns: Turns | None = None
+        taken: AdmissionPlan | None = None
         places = min(
             self.req_to_token_pool.available_size() - self._late_rows,
             self.req_to_metadata_buffer_idx_allocator.available_size(),
@@ -648,21 +649,26 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 continue
             if len(admitted) >= places:
                 break
-            budget = budget or self._budget()
+            if budget is None:
+                budget = self._budget()
+            elif taken is not None:
+                budget.admit(taken, self.num_reserved_decode_tokens)
+                budget.windows_kept = self._windows_kept(budget.windows_retractable, True, admitted)
+                taken = None
             if not budget.covers(plan, promised):
                 if was_blocked is None or was_blocked[0] != req.rid:
                     self.counters.blocked()
                 self._blocked = (req.rid, plan, promised, self._asked_in())
                 break
-            if turns is None and len(ready) > 1:
-                turns = Turns(line, [dr.place for dr in ready if dr.error is None and not _is_aborted(dr)])
+            if turns is None and len(window) > 1:
+                able = [dr for dr in window if dr.waiting_for_input and dr.error is None and not _is_aborted(dr)]
+                turns = Turns(line, [dr.place for dr in able])
             if turns is not None and not turns.take(place):
                 break
             evicts = self.num_ranks > 1 and plan.delta > budget.available
             self._admit_one(decode_req, plan)
             admitted.append(decode_req)
-            budget.admit(plan, self.num_reserved_decode_tokens)
-            budget.windows_kept = self._windows_kept(budget.windows_retractable, True, admitted)
+            taken = plan
             if evicts:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
@@ -720,8 +726,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """The requests that hold KV, do not decode yet, and will."""
         last = self.scheduler.last_batch
         prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
+        others = [*[dr.req for dr in self.transfer_queue.queue], *self._committed(), *prebuilt]
+        if not others:
+            return others
         running = set(map(id, self.scheduler.running_batch.reqs))
-        others = [*(dr.req for dr in self.transfer_queue.queue), *self._committed(), *prebuilt]
         return [req for req in others if id(req) not in running and not req.finished()]
 
     def _budget(self) -> Budget:
@@ -732,18 +740,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         quarantined = [dr.req for dr in self.transfer_queue.quarantine]
         held = tree.held_by([req.last_node for req in (*coming, *quarantined)])
         in_tree = tree.protected_size() - held
-        private, lacks, at_most = lacking([use_of(req, page, MOST_NEW_TOKENS) for req in running], in_tree)
-        budget = Budget(
-            free=self._free_or_evictable(),
-            available=tree.pool.available_size(),
-            private=private,
-            in_tree=in_tree,
-            ahead=self.num_reserved_decode_tokens * (len(running) + len(coming)),
-            lacks=lacks,
-            at_most=at_most,
-            coming=max([(use := use_of(req, page, MOST_NEW_TOKENS)).at_length - use.held for req in coming], default=0),
-            retracted=sum([req.seqlen + self.num_reserved_decode_tokens for req in self.retracted_queue]),
+        budget = Budget(self._free_or_evictable(), tree.pool.available_size(), in_tree)
+        budget.count(
+            [use_of(req, page, MOST_NEW_TOKENS) for req in running],
+            [use_of(req, page, MOST_NEW_TOKENS) for req in coming],
         )
+        budget.ahead = self.num_reserved_decode_tokens * (len(running) + len(coming))
+        if self.retracted_queue:
+            budget.retracted = sum(req.seqlen + self.num_reserved_decode_tokens for req in self.retracted_queue)
         if windows is not None:
             budget.windows_retractable = sum(windows.rule.held(req.kv_allocated_len) for req in running)
             budget.windows_kept = self._windows_kept(budget.windows_retractable, count_retracted=True)

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory, pages
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["Budget", "Use", "lacking", "use_of"]
+__all__ = ["Budget", "Use", "use_of"]
 
 
 class Use(NamedTuple):
@@ -43,24 +43,35 @@ class Budget:
 
     So TP ranks decide alike, also when one of them fails to carry a decision out.
 
-    free: free or evictable. available: free without an eviction. private: outside the tree, of requests that decode.
-    in_tree: locked by them and by nobody else. ahead: for the next steps of all that are live. lacks: what the neediest
-    of those that decode lacks to its end when the others have been retracted; at_most: when they have not. coming: what
-    the neediest of those on their way to decode lacks to its end. retracted: for those that wait to come back.
+    free: free or evictable. available: free without an eviction. in_tree: locked by requests that decode and by nobody
+    else. private: theirs outside the tree. lacks: what the neediest of them lacks to its end when the others have been
+    retracted; at_most: when they have not. coming: what the neediest of those on their way to decode lacks to its end.
+    ahead: for the next steps of all that are live. retracted: for those that wait to come back.
     """
 
     free: Memory
     available: int
-    private: int
     in_tree: int
-    ahead: int
-    lacks: int
-    at_most: int
-    coming: int
-    retracted: int
+    private: int = 0
+    lacks: int = 0
+    at_most: int = 0
+    coming: int = 0
+    ahead: int = 0
+    retracted: int = 0
     # What a retraction brings, and what must be left, of windows.
     windows_retractable: int = 0
     windows_kept: int = 0
+
+    def count(self, running: Sequence[Use], coming: Sequence[Use]) -> None:
+        """Fill in what those that decode hold and lack, and what those on their way lack."""
+        if running:
+            self.private = sum([use.held - use.shared for use in running])
+            retractable = self.retractable
+            # What a request holds itself, it need not be given.
+            self.lacks = max([use.at_length - max(use.held, retractable) for use in running])
+            self.at_most = max([use.at_length - use.held for use in running])
+        if coming:
+            self.coming = max([use.at_length - use.held for use in coming])
 
     @property
     def retractable(self) -> int:
@@ -76,7 +87,10 @@ class Budget:
         A retraction of the others that hold it no longer brings it.
         """
         # What others on their way hold is not in ``in_tree``, and taken off once more: a lower bound.
-        in_tree = self.in_tree - (plan.found.length - plan.found.evictable)
+        locked = plan.found.length - plan.found.evictable
+        if not locked:
+            return self.in_tree, self.lacks
+        in_tree = self.in_tree - locked
         lost = self.retractable - self._retractable(in_tree)
         return in_tree, min(self.at_most, self.lacks + lost)
 
@@ -100,12 +114,3 @@ class Budget:
         self.ahead += ahead
         self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.windows - plan.window.now)
         self.available -= plan.delta
-
-
-def lacking(running: Sequence[Use], in_tree: int) -> tuple[int, int, int]:
-    """`Budget.private`, ``lacks`` and ``at_most``. in_tree: as in `Budget`."""
-    private = sum([use.held - use.shared for use in running])
-    retractable = private + max(0, in_tree)
-    # What a request holds itself, it need not be given.
-    lacks = max([use.at_length - max(use.held, retractable) for use in running], default=0)
-    return private, lacks, max([use.at_length - use.held for use in running], default=0)
