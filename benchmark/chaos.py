@@ -61,6 +61,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", default="", help="kinds of events to leave out, comma-separated")
     parser.add_argument("--told-within", type=float, default=60.0, metavar="S", help="latest answer (default: 60)")
+    parser.add_argument(
+        "--longest-step",
+        type=float,
+        metavar="S",
+        help="of decode's queues; for storms that stop no worker (default: any)",
+    )
     parser.add_argument("--one-host", action="store_true", help="no network namespaces, and no link to cut")
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary directory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
@@ -139,6 +145,14 @@ def storm(
         problems.append("clients still wait")
     fire.watch()
     problems += fire.problems
+    steps = (
+        {worker.name: books.pools(worker.url) for worker in workers if worker.role == "decode"} if fire.watch() else {}
+    )
+    for name, pools in steps.items():
+        problems += judge.step_problems(name, pools, args.longest_step)
+    report["longest_queue_step_s"] = {
+        n: max(p.get("longest_queue_step_s", 0.0) for p in own) for n, own in steps.items()
+    }
     problems += judge.answer_problems(clients.told, truth)
     problems += judge.late_problems(clients.told, args.told_within)
     report |= {
@@ -238,6 +252,8 @@ def text(report: dict[str, Any]) -> str:
         + " after (answers a second)",
     ]
     lines += [_storm_text(report)] if "storm" in report else []
+    for name, seconds in report.get("longest_queue_step_s", {}).items():
+        lines.append(f"longest step of the queues of {name}: {seconds:.3f} s")
     lines += [f"logs: {report['log_dir']}"]
     lines += [f"WRONG: {problem}" for problem in report["problems"][:40]]
     lines += [] if report["problems"] else ["all is well"]

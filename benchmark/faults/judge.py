@@ -63,6 +63,14 @@ def pool_problems(name: str, pool: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def step_problems(name: str, pools: Sequence[Mapping[str, Any]], limit_s: float | None) -> list[str]:
+    """Ranks of a worker of which a step of the decode queues has taken longer than ``limit_s`` (None: any time)."""
+    longest = max((pool.get("longest_queue_step_s", 0.0) for pool in pools), default=0.0)
+    if limit_s is None or longest <= limit_s:
+        return []
+    return [f"{name}: a step of its queues has taken {longest:.2f} s"]
+
+
 def process_problems(before: Books, after: Books, restarts: int) -> list[str]:
     """Threads, sockets and descriptors that a worker has kept; ``restarts`` of its peers happened in between."""
     found = []

@@ -275,6 +275,14 @@ SOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("steps", "limit", "wrong"), [((0.1, 0.3), 0.2, True), ((0.1, 0.2), 0.2, False), ((9.0,), None, False)]
+)
+def test_steps_that_wait_for_somebody(steps, limit, wrong):
+    pools = [{"longest_queue_step_s": seconds} for seconds in steps]
+    assert bool(judge.step_problems("decode-0", pools, limit)) == wrong
+
+
 def test_a_sound_pool():
     assert judge.pool_problems("decode-0", SOUND) == []
     # Prefill has neither an audit nor a count of locks.

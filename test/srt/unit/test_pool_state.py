@@ -40,6 +40,16 @@ def test_the_peak_is_seen_although_it_is_over_before_anybody_asks(scheduler, fla
     assert scheduler.flush_cache() and scheduler.kv_used_peak == 0
 
 
+def test_the_longest_step_is_remembered_until_a_flush(scheduler, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("sglang.srt.managers.scheduler.time.monotonic", lambda: now[0])
+    for seconds in (0.01, 0.4, 0.02):
+        scheduler.step = lambda seconds=seconds: now.__setitem__(0, now[0] + seconds)
+        scheduler.process_decode_queue()
+    assert scheduler.longest_queue_step == pytest.approx(0.4)
+    assert scheduler.flush_cache() and scheduler.longest_queue_step == 0
+
+
 def test_what_only_the_tree_keeps_is_not_held(scheduler):
     world = scheduler.world
     scheduler.step = world.step

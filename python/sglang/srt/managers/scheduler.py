@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from functools import cached_property
@@ -44,8 +45,10 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 class Scheduler(engine.Scheduler):
     """Gives a decode worker its tree and tells from outside what the pools hold."""
 
-    # The most tokens that requests held at the end of a step of the decode queue, since the last flush.
+    # The most tokens that requests held at the end of a step of the decode queue, since the last flush. And the longest
+    # that such a step has taken, or a request's way into the queue; seconds.
     kv_used_peak = 0
+    longest_queue_step = 0.0
     # What decode has refused, on prefill.
     refused_rooms = RefusedRooms()
     # Weight updates that wait for the last request, and what does each.
@@ -190,7 +193,7 @@ class Scheduler(engine.Scheduler):
         )
 
     def process_decode_queue(self) -> None:
-        """Adds four things.
+        """Adds five things.
 
         Prefills are asked that could not be while a step was in flight whose result has now been processed.
 
@@ -202,7 +205,10 @@ class Scheduler(engine.Scheduler):
         And the record of the most tokens that requests held, with the flag as without it. A step of the queue ends when
         what it admitted has its pages, and begins after a decode step has freed those of the answers that ended in it,
         so this misses no request, however short its life.
+
+        And that of the longest step.
         """
+        began = time.monotonic()
         queue = self.disagg_decode_prealloc_queue
         queue.ask_late()
         super().process_decode_queue()
@@ -214,6 +220,7 @@ class Scheduler(engine.Scheduler):
         if self._has_plain_pool():
             free = self._available_tokens() + self.tree_cache.evictable_size()
             self.kv_used_peak = max(self.kv_used_peak, self.max_total_num_tokens - free)
+        self.longest_queue_step = max(self.longest_queue_step, time.monotonic() - began)
 
     def _kv_manager(self):
         """The transfer backend's manager, None without disaggregation."""
@@ -277,6 +284,7 @@ class Scheduler(engine.Scheduler):
             "evictable": tree.evictable_size(),
             "protected": tree.protected_size(),
             "used_peak": self.kv_used_peak,
+            "longest_queue_step_s": round(self.longest_queue_step, 3),
             "idle": self.is_fully_idle() and not self._has_quarantine(),
             "free_req_slots": len(self.req_to_token_pool.free_slots),
             "req_slots": self.req_to_token_pool.size + getattr(self.req_to_token_pool, "pre_alloc_size", 0),
@@ -406,7 +414,9 @@ class Scheduler(engine.Scheduler):
                 self.stream_output([req], req.return_logprob)
                 self._tell_peer(req, reason)
                 return
+        began = time.monotonic()
         super()._add_request_to_queue(req, is_retracted)
+        self.longest_queue_step = max(self.longest_queue_step, time.monotonic() - began)
 
     def handle_refused_request(self, recv_req: RefusedReq) -> None:
         """Fail what is here of a room that decode has refused, or comes later; tell decode of one refused here."""
@@ -537,7 +547,7 @@ class Scheduler(engine.Scheduler):
         And that it does not fail for a step in flight when the answers of all requests have been told: a weight update,
         which may come at once after the last of them, takes a refusal for an error that ends the scheduler.
         """
-        self.kv_used_peak = 0
+        self.kv_used_peak, self.longest_queue_step = 0, 0.0
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._end_step_of_none()
         if isinstance(self.tree_cache, PegaFlowTree) and super().is_fully_idle():
