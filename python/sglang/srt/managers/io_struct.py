@@ -24,7 +24,7 @@ class GenerateReqInput(engine.GenerateReqInput):
     announced = False
 
     def normalize_batch_and_arguments(self) -> None:
-        """Adds that what cannot be taken apart is the client's error, and the key of each prompt of a batch."""
+        """Adds that what cannot be taken apart is the client's error."""
         if self.samples:
             # It has been, with n as it came.
             return
@@ -32,12 +32,9 @@ class GenerateReqInput(engine.GenerateReqInput):
             super().normalize_batch_and_arguments()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
             raise ValueError(f"The request cannot be read: {type(e).__name__}: {e}") from e
-        if isinstance(self.extra_key, list):
-            if self.is_single or len(self.extra_key) != self.batch_size:
-                raise ValueError(f"extra_key has {len(self.extra_key)} entries for {self.batch_size} prompts.")
 
     def __getitem__(self, i: int) -> GenerateReqInput:
-        """Adds the prompt's own key; the engine gives all of them to each."""
+        """Adds the prompt's own key; the engine gives all of them to each, and so does this where they do not fit."""
         try:
             item = super().__getitem__(i)
         except (IndexError, KeyError, TypeError) as e:
@@ -46,7 +43,7 @@ class GenerateReqInput(engine.GenerateReqInput):
         word = getattr(self, "word", None)
         if word is not None:
             item.word = word
-        if isinstance(self.extra_key, list):
+        if isinstance(self.extra_key, list) and len(self.extra_key) == self.batch_size:
             # As the other lists with n samples of each prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]
         return item

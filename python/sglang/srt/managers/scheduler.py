@@ -509,7 +509,13 @@ class Scheduler(engine.Scheduler):
 
         The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
         among all: it ends, or tells one client what another has asked for.
+
+        And that on prefill the failure of a request that decode has refused is the client's error, as it is on decode.
         """
+        for req in reqs if len(self.refused_rooms) else ():
+            reason = self.refused_rooms.reason(req.bootstrap_room)
+            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
+                req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
         if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
             super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
             return
