@@ -37,6 +37,7 @@ from sglang.srt.managers.request_checks import (
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
@@ -344,6 +345,19 @@ def test_only_the_request_whose_logit_processor_failed_ends(monkeypatch, verifie
     assert seen == [[False, not verified, False]]
     scheduler.process_batch_result(SimpleNamespace(reqs=reqs[:1], sampling_info=batch.sampling_info), SimpleNamespace())
     assert reqs[0].to_finish is None
+
+
+def test_every_pipeline_stage_hears_whose_logit_processor_failed():
+    """The last one samples; all go on from what it sends round."""
+    stage, batch = object.__new__(Scheduler), SimpleNamespace(return_logprob=False, reqs=[])
+    tokens, metadata = torch.tensor([1]), SimpleNamespace(can_run_cuda_graph=False)
+    for failed in ({0: "boom"}, {}):
+        last = SimpleNamespace(next_token_ids=tokens, logits_output=SimpleNamespace(failed_processors=failed))
+        sent = stage._pp_prepare_tensor_dict(last, batch)
+        # Without an error, what the engine sends.
+        assert set(sent) == {"next_token_ids", *(["failed_processors"] if failed else [])}
+        result = stage._pp_prep_batch_result(batch, metadata, PPProxyTensors(sent))
+        assert Scheduler.process_batch_result.__globals__["_failed_processors"](batch, result) == failed
 
 
 def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):

@@ -41,9 +41,11 @@ __all__ = ["Scheduler"]
 FLAG = "--disaggregation-decode-enable-radix-cache"
 
 
-def _failed_processors(batch, output) -> dict[int, str]:
+def _failed_processors(batch, result) -> dict[int, str]:
     """Why the logit processors of a step's requests failed, by their place."""
-    failed = getattr(output, "failed_processors", None)
+    # With pipeline stages the result says it, else the output in it.
+    said = (getattr(of, "failed_processors", None) for of in (result, getattr(result, "logits_output", None)))
+    failed = next(filter(None, said), None)
     # A step of speculation leaves them with the batch.
     info = getattr(batch, "sampling_info", None)
     left = vars(info).pop("failed_processors", None) if info is not None else None
@@ -494,7 +496,7 @@ class Scheduler(engine.Scheduler):
         of_tokens = getattr(output, "next_token_token_ids_logprobs_val", None)
         if of_tokens:
             output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in of_tokens]
-        failed = _failed_processors(batch, output)
+        failed = _failed_processors(batch, result)
         # Which requests go on to the next draft has been decided by then: those that fail end with that.
         verified = bool(failed) and getattr(result, "accept_length_per_req_cpu", None) is not None
         if not verified:
