@@ -180,6 +180,7 @@ NOT_SERVED = {
     "min_new_tokens": lambda value: value > 2**31 - 1,
     "repetition_penalty": lambda value: value < 1e-20,
     "skip_special_tokens": lambda value: not isinstance(value, bool),
+    "spaces_between_special_tokens": lambda value: isinstance(value, dict | list),
     "stream_interval": lambda value: value and not isinstance(value, int | float),
     "logit_bias": lambda value: (
         not isinstance(value, dict)

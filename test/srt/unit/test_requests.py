@@ -33,6 +33,7 @@ from sglang.srt.managers.request_checks import (
     check_names,
     check_prompt,
     check_request,
+    stop_tokens,
 )
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -70,7 +71,7 @@ SAMPLING = {
     "structural_tag": (["{}", None], ["", {}, 5]),
     "ignore_eos": ([True, False, None, 1], []),
     "skip_special_tokens": ([True, False], [None, 1, "yes"]),
-    "spaces_between_special_tokens": ([True, False, None, 1, "yes"], []),
+    "spaces_between_special_tokens": ([True, False, None, 1, "yes"], [{}, []]),
     "no_stop_trim": ([True, False, None, 1], []),
     "custom_params": ([{}, {"a": [1]}, 5, "a", [1], None], []),
     "stream_interval": ([1, 50, 0, -1, 1.5, "", None], ["1", [1]]),
@@ -158,9 +159,6 @@ def test_options_that_the_engine_does_not_look_at_may_be_anything():
 
 
 def test_options_that_do_not_go_together():
-    check(request({"stop_token_ids": [10**9]}))
-    with pytest.raises(ValueError, match="stop_token_ids"):
-        check(request({"stop_token_ids": [10**9], "min_new_tokens": 2}))
     with pytest.raises(ValueError, match="no option 'heat'"):
         check(request({"heat": 1}))
     for low, temperature in ((-INF, 1), (-INF, 0), (-1e38, 0.5)):
@@ -184,8 +182,26 @@ def test_options_that_do_not_go_together():
         check_request(request(top_logprobs_num=129, return_logprob=True), 1000, True)
     check_request(request(top_logprobs_num=129, return_logprob=True), 1000, False)
     check_request(request(top_logprobs_num=129), 1000, True)
+    # One that has not asked for logprobs may be in a batch with one that has.
+    with pytest.raises(ValueError, match="at most 100"):
+        check(request(top_logprobs_num=VOCAB + 1), pair=False)
+    with pytest.raises(ValueError, match="token_ids_logprob"):
+        check(request(token_ids_logprob=[VOCAB]), pair=False)
     # As in a health check.
     check(request(bootstrap_room=0, bootstrap_host=FAKE_BOOTSTRAP_HOST))
+
+
+def test_a_stop_token_is_a_token():
+    """With ``min_new_tokens`` of one request, the engine makes a tensor of those of its whole batch."""
+    values = {5, 6.0, True, 10**9, 2**70, -1, 1.5, "7", None, INF, VOCAB, VOCAB - 1}
+    assert stop_tokens(values, VOCAB) == {5, 6, 1, VOCAB - 1}
+    assert stop_tokens({10**9}, VOCAB) is None and stop_tokens(None, VOCAB) is None
+    made = manager(DisaggregationMode.NULL)
+    made.preferred_sampling_params, made.sampling_params_class = {"stop_token_ids": [5, 10**9]}, SamplingParams
+    made.tokenizer, made.model_config = None, SimpleNamespace(vocab_size=VOCAB)
+    made.rid_to_state = {"r": SimpleNamespace(time_stats=SimpleNamespace(set_tokenize_finish_time=int))}
+    tokenized = made._create_tokenized_object(request({"min_new_tokens": 2}), "", [1])
+    assert tokenized.sampling_params.stop_token_ids == {5}
 
 
 def test_a_prompt_that_the_scheduler_cannot_take():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "check_names",
     "check_prompt",
     "check_request",
+    "stop_tokens",
 ]
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -134,12 +135,17 @@ def _tokens(value: Any, vocab_size: int) -> str:
 
 
 def _hashables(value: Any, vocab_size: int) -> str:
-    # What is no token is never met. The engine takes what is empty, or 0, for none.
+    # What is no token is taken out (`stop_tokens`). The engine takes what is empty, or 0, for none.
     try:
         set(value or ())
     except TypeError:
         return "must be a list of whole numbers"
     return ""
+
+
+def _hashable(value: Any, vocab_size: int) -> str:
+    # The detokenizer keeps those that have the same together.
+    return "" if isinstance(value, Hashable) else "must be true or false"
 
 
 def _biases(value: Any, vocab_size: int) -> str:
@@ -203,7 +209,7 @@ SAMPLING_CHECKS: dict[str, Check] = {
     "structural_tag": _name,
     "ignore_eos": _anything,
     "skip_special_tokens": _flag,
-    "spaces_between_special_tokens": _anything,
+    "spaces_between_special_tokens": _hashable,
     "no_stop_trim": _anything,
     # For the request's own logit processor.
     "custom_params": _anything,
@@ -231,23 +237,21 @@ REQUEST_CHECKS: dict[str, Check] = {
     "rid": _name,
     "custom_logit_processor": _text,
     "sampling_params": _mapping,
-}
-# Of one that asks for logprobs.
-LOGPROB_CHECKS: dict[str, Check] = {
-    "logprob_start_len": _whole(-1, INT64),
+    # Of all in a batch of which one asks for logprobs.
     "top_logprobs_num": _whole(-INT32, INT32),
     "token_ids_logprob": _tokens,
 }
+# Of one that asks for logprobs.
+LOGPROB_CHECKS: dict[str, Check] = {"logprob_start_len": _whole(-1, INT64)}
 # Of one that goes to two workers; a server by itself has no use for these.
 PAIR_CHECKS: dict[str, Check] = {
     "bootstrap_host": _host,
     "bootstrap_port": _whole(1, 65535),
     # It travels as 64 bits. 0 is for warm-ups (`check_request`).
     "bootstrap_room": _whole(0, INT64),
-    "priority": _whole(-INT64, INT64),
 }
-# Of one whose KV is kept under a key; an engine by itself drops it.
-KEY_CHECKS: dict[str, Check] = {"extra_key": _key}
+# Of one whose KV is kept under a key, or comes from elsewhere; an engine by itself has no use for these either.
+KEY_CHECKS: dict[str, Check] = {"extra_key": _key, "priority": _whole(-INT64, INT64)}
 # What FastAPI has checked against the type in GenerateReqInput, and what is harmless beyond that or checked elsewhere.
 UNCHECKED = {
     "http_worker_ipc",
@@ -302,7 +306,7 @@ def check_request(
 ) -> None:
     """Raise ValueError, naming the option, for a value of one prompt's request that the scheduler cannot work with.
 
-    keyed: whether KV is kept under the request's key. deterministic: whether its seed is used.
+    keyed: whether KV is kept under the request's key, by its priority. deterministic: whether its seed is used.
     Its prompt is for `check_prompt`, and options that nobody knows for `check_names`.
     """
     for table, used in (
@@ -320,10 +324,7 @@ def check_request(
             raise ValueError(f"{name} must not be null.")
         _apply(name, SAMPLING_CHECKS[name], params[name], vocab_size)
     _check_biases(params, vocab_size)
-    if (params.get("min_new_tokens") or 0) > 0:
-        # Each has a place among the logits then.
-        _apply("stop_token_ids", _tokens, params.get("stop_token_ids") or None, vocab_size)
-    if obj.return_logprob and (obj.top_logprobs_num or 0) > vocab_size:
+    if (obj.top_logprobs_num or 0) > vocab_size:
         raise ValueError(f"top_logprobs_num must be at most {vocab_size}, got {obj.top_logprobs_num}.")
     if not disaggregated:
         return
@@ -344,6 +345,12 @@ def check_names(sampling_params: Mapping) -> None:
     for name in sampling_params:
         if name not in SAMPLING_CHECKS:
             raise ValueError(f"sampling_params has no option {name!r:.80}.")
+
+
+def stop_tokens(values: set | None, vocab_size: int) -> set[int] | None:
+    """Those that a token can be. All of a batch have a place among the logits where one has ``min_new_tokens``."""
+    tokens = {int(value) for value in values or () if _is_whole(value) and 0 <= value < vocab_size}
+    return tokens or None
 
 
 def _unused(obj: GenerateReqInput, params: Mapping, deterministic: bool) -> set[str]:

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.managers.request_checks import MAX_SAMPLES, check_names, check_prompt, check_request
+from sglang.srt.managers.request_checks import MAX_SAMPLES, check_names, check_prompt, check_request, stop_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +229,13 @@ class TokenizerManager(engine.TokenizerManager):
         check_names(obj.sampling_params)
         if input_ids is not None:
             self._check_prompt(obj, input_ids)
+
+    def _create_tokenized_object(self, obj, *args, **kwargs):
+        """Adds that a stop token is a token: of others, the engine makes places among the logits that there are not."""
+        tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
+        params = tokenized_obj.sampling_params
+        params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
+        return tokenized_obj
 
     def _is_processed(self, obj) -> bool:
         """Whether a processor of images or sound makes another prompt of this one, and other options."""
