@@ -236,6 +236,14 @@ def test_each_prompt_of_a_batch_has_its_own_key():
         assert [other[i].extra_key for i in range(2)] == [keys, keys]
 
 
+def test_a_request_whose_name_is_empty_gets_one():
+    """The engine serves it, and aborts every other request with it."""
+    one, batch = GenerateReqInput(input_ids=[1], rid=""), GenerateReqInput(input_ids=[[1], [2], [3]], rid=["", "a", ""])
+    for obj in one, batch:
+        obj.normalize_batch_and_arguments()
+    assert one.rid and batch.rid[1] == "a" and len(set(batch.rid)) == 3 and all(batch.rid)
+
+
 @pytest.mark.parametrize(
     "options",
     [

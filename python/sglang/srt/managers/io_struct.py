@@ -5,6 +5,7 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 from sglang.srt.managers import io_struct as engine
@@ -24,10 +25,17 @@ class GenerateReqInput(engine.GenerateReqInput):
     announced = False
 
     def normalize_batch_and_arguments(self) -> None:
-        """Adds that what cannot be taken apart is the client's error."""
+        """Adds that what cannot be taken apart is the client's error, and a name for a request whose name is empty.
+
+        By that, its client would abort all requests when it leaves: a worker aborts those whose name begins with it.
+        """
         if self.samples:
             # It has been, with n as it came.
             return
+        if self.rid == "":
+            self.rid = uuid.uuid4().hex
+        elif isinstance(self.rid, list):
+            self.rid = [uuid.uuid4().hex if rid == "" else rid for rid in self.rid]
         try:
             super().normalize_batch_and_arguments()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:

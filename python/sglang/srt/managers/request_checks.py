@@ -63,7 +63,7 @@ def _is_finite(value: Any) -> bool:
 
 def _integer(value: Any, vocab_size: int) -> str:
     # Not 5.0, with which the engine cuts a list.
-    return "" if isinstance(value, Integral) and value >= 0 else "must be a whole number, at least 0"
+    return "" if isinstance(value, Integral) and int(value) >= 0 else "must be a whole number, at least 0"
 
 
 def _whole(low: int, high: int) -> Check:
