@@ -32,10 +32,9 @@ class GenerateReqInput(engine.GenerateReqInput):
         if self.samples:
             # It has been, with n as it came.
             return
-        if self.rid == "":
-            self.rid = uuid.uuid4().hex
-        elif isinstance(self.rid, list):
-            self.rid = [uuid.uuid4().hex if rid == "" else rid for rid in self.rid]
+        many = isinstance(self.rid, list)
+        named = [uuid.uuid4().hex if rid == "" else rid for rid in (self.rid if many else [self.rid])]
+        self.rid = named if many else named[0]
         try:
             super().normalize_batch_and_arguments()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
