@@ -245,6 +245,8 @@ def test_a_request_whose_name_is_empty_gets_one():
     "options",
     [
         {"input_ids": [1], "sampling_params": {"n": "2"}},
+        {"input_ids": [1], "sampling_params": {"n": 10**9}},
+        {"input_ids": [[1]], "sampling_params": [{"n": 2**31}]},
         {"input_ids": [1], "sampling_params": [5]},
         {"input_ids": [1], "sampling_params": []},
     ],

@@ -12,6 +12,9 @@ from sglang.srt.managers import io_struct as engine
 
 __all__ = ["GenerateReqInput"]
 
+# The engine makes as many of everything at once, and has no memory for a billion.
+MOST_SAMPLES = 2**16
+
 
 @dataclass
 class GenerateReqInput(engine.GenerateReqInput):
@@ -32,6 +35,11 @@ class GenerateReqInput(engine.GenerateReqInput):
         if self.samples:
             # It has been, with n as it came.
             return
+        params = self.sampling_params
+        first = params[0] if isinstance(params, list) and params else params
+        n = first.get("n") if isinstance(first, dict) else None
+        if isinstance(n, int) and n > MOST_SAMPLES:
+            raise ValueError(f"n must be at most {MOST_SAMPLES}, got {n!r:.80}.")
         many = isinstance(self.rid, list)
         named = [uuid.uuid4().hex if rid == "" else rid for rid in (self.rid if many else [self.rid])]
         self.rid = named if many else named[0]
