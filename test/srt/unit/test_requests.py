@@ -20,10 +20,20 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, Commo
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
-from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers import request_checks
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.request_checks import REQUEST_CHECKS, SAMPLING_CHECKS, UNCHECKED, check_prompt, check_request
+from sglang.srt.managers.request_checks import (
+    KEY_CHECKS,
+    LOGPROB_CHECKS,
+    PAIR_CHECKS,
+    REQUEST_CHECKS,
+    SAMPLING_CHECKS,
+    UNCHECKED,
+    check_names,
+    check_prompt,
+    check_request,
+    stop_tokens,
+)
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
@@ -39,39 +49,39 @@ NAN, INF = math.nan, math.inf
 
 # Values of each option that a request may have, and values with which it is refused.
 SAMPLING = {
-    "max_new_tokens": ([0, 5, 5.0, None], [-1, 2.5, "5", [5], INF]),
-    "stop": (["a", ["a", "b"], [], None], [5, [5], {"a": 1}]),
-    "stop_token_ids": ([[5], [10**9], [], None], [5, ["5"], [None], [2**70]]),
+    "max_new_tokens": ([0, 5, 2**70, True, None], [-1, 2.5, 5.0, "5", [5], INF]),
+    "stop": (["a", ["a", "b"], [], {"a": 1}, None], [5, [5], [None]]),
+    "stop_token_ids": ([[5], [10**9], [], 0, "", ["5"], [1.5], [2**70], None], [5, [[5]]]),
     "stop_regex": (["a+", ["a", "b"], None], ["(", ["(a"], 5, [5]]),
-    "temperature": ([0, 0.7, 1, True], [-1, NAN, INF, "1", [1], None, 10**400]),
+    "temperature": ([0, 0.7, 1, True, 1e38], [-1, NAN, INF, 1e39, "1", [1], None, 10**400]),
     "top_p": ([0.1, 1], [0, 1.1, NAN, "1", None]),
-    "top_k": ([-1, 1, 2**31 - 1], [2**31, 1.5, "1", NAN, None]),
+    "top_k": ([-1, 1, 1.5, 2**31 - 1], [2**31, "1", NAN, None]),
     "min_p": ([0, 1], [-0.1, 1.1, NAN, None]),
     "frequency_penalty": ([-2, 2], [-2.1, NAN, "1", None]),
     "presence_penalty": ([-2, 2], [2.1, NAN, "1", None]),
-    "repetition_penalty": ([0.1, 2], [0, 2.1, NAN, None]),
-    "min_new_tokens": ([0, 3], [-1, 2**31, "1", None]),
-    "n": ([1, 3], [0, -1, 10**9, 1.5]),
+    "repetition_penalty": ([1e-20, 0.1, 2], [0, 1e-30, 2.1, NAN, None]),
+    "min_new_tokens": ([0, 3, 1.5], [-1, 2**31, "1", None]),
+    "n": ([1, 3, 0, -1, 10**9], []),
     "json_schema": (["{}", None], [{}, 5]),
     "regex": (["a", None], [5, ["a"]]),
     "ebnf": (["a", None], [5, ["a"]]),
     "structural_tag": (["{}", None], ["", {}, 5]),
     "ignore_eos": ([True, False, None, 1], []),
     "skip_special_tokens": ([True, False], [None, 1, "yes"]),
-    "spaces_between_special_tokens": ([True, False], [None, 1, "yes"]),
+    "spaces_between_special_tokens": ([True, False, None, 1, "yes"], [{}, []]),
     "no_stop_trim": ([True, False, None, 1], []),
-    "custom_params": ([{}, {"a": [1]}, None], [5, "a", [1]]),
-    "stream_interval": ([1, 50, None], [0, -1, 1.5, "1"]),
+    "custom_params": ([{}, {"a": [1]}, 5, "a", [1], None], []),
+    "stream_interval": ([1, 50, 0, -1, 1.5, "", None], ["1", [1]]),
     "logit_bias": (
-        [{"5": 1.5}, {5: -100}, {"5": -INF}, {}, None],
-        [{"100": 1}, {"-1": 1}, {"x": 1}, {"5": NAN}, {"5": INF}, {"5": 1e31}, {"5": "1"}, [5]],
+        [{"5": 1.5}, {5: -100}, {"5": -INF}, {" 5": True}, {"5": 1e38}, {"5": -1e38}, {}, None],
+        [{"100": 1}, {"-1": 1}, {"x": 1}, {"5": NAN}, {"5": INF}, {"5": 1e39}, {"5": -1e39}, {"5": "1"}, [5], [], ""],
     ),
-    "sampling_seed": ([0, 2**63 - 1, None], [2**63, 1.5, "1"]),
+    "sampling_seed": ([0, 2**63 - 1, -(2**63), None], [2**63, 1.5, "1"]),
 }
 REQUEST = {
     "rid": (["a", None], ["", 5]),
     "logprob_start_len": ([-1, 0, 5, None], [-2, 1.5, "1"]),
-    "top_logprobs_num": ([0, 100, None], [-1, 1.5, "1", 2**31]),
+    "top_logprobs_num": ([0, 100, None], [-1, 101, 1.5, "1", 2**31]),
     "token_ids_logprob": ([[0, 99], [], None], [[100], [-1], 5]),
     "custom_logit_processor": (["a", None], [5, ["a"]]),
     "bootstrap_host": (
@@ -98,52 +108,97 @@ def test_every_option_of_the_engine_is_in_a_table():
     parameters = set(inspect.signature(SamplingParams).parameters)
     assert set(SAMPLING_CHECKS) == parameters == set(SAMPLING)
     fields = {field.name for field in dataclasses.fields(GenerateReqInput)}
-    assert set(REQUEST_CHECKS) | UNCHECKED == fields and not set(REQUEST_CHECKS) & UNCHECKED
-    assert set(REQUEST) == set(REQUEST_CHECKS)
+    checked = [*REQUEST_CHECKS, *LOGPROB_CHECKS, *PAIR_CHECKS, *KEY_CHECKS]
+    assert sorted([*checked, *UNCHECKED]) == sorted(fields)
+    assert set(REQUEST) == set(checked)
+
+
+def check(obj: GenerateReqInput, pair: bool = True, **worker) -> None:
+    check_request(obj, VOCAB, pair, **{"deterministic": True, **worker})
+    check_names(obj.sampling_params or {})
 
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_sampling_options(name):
     good, bad = SAMPLING[name]
     for value in good:
-        check_request(request({name: value}), VOCAB, True)
+        check(request({name: value}, stream=True))
     for value in bad:
         with pytest.raises(ValueError, match=name):
-            check_request(request({name: value}), VOCAB, True)
+            check(request({name: value}, stream=True))
 
 
 @pytest.mark.parametrize("name", REQUEST)
 def test_request_options(name):
     good, bad = REQUEST[name]
     for value in good:
-        check_request(request(**{name: value}), VOCAB, True)
+        check(request(return_logprob=True, **{name: value}))
     for value in bad:
         with pytest.raises(ValueError, match=name):
-            check_request(request(**{name: value}), VOCAB, True)
+            check(request(return_logprob=True, **{name: value}))
+
+
+def test_options_that_the_engine_does_not_look_at_may_be_anything():
+    for name, (_, bad) in REQUEST.items():
+        for value in bad if name in PAIR_CHECKS or name in KEY_CHECKS else ():
+            check(request(**{name: value}), pair=False, keyed=False)
+        for value in bad if name in LOGPROB_CHECKS else ():
+            check(request(**{name: value}))
+    for value in (None, "1", -5, 0, 2**31):
+        check(request({"temperature": 0, "top_k": value}))
+    for value in (1.5, 2**64 - 1, "a"):
+        check(request({"sampling_seed": value}), deterministic=False)
+    for value in ("1", [1]):
+        check(request({"stream_interval": value}))
+    # Of KV that is kept under a key it matters, with and without a peer.
+    with pytest.raises(ValueError, match="extra_key"):
+        check(request(extra_key=["a"]), pair=False, keyed=True)
 
 
 def test_options_that_do_not_go_together():
-    check_request(request({"stop_token_ids": [10**9]}), VOCAB, True)
-    with pytest.raises(ValueError, match="stop_token_ids"):
-        check_request(request({"stop_token_ids": [10**9], "min_new_tokens": 2}), VOCAB, True)
     with pytest.raises(ValueError, match="no option 'heat'"):
-        check_request(request({"heat": 1}), VOCAB, True)
-    with pytest.raises(ValueError, match="leaves no token"):
-        check_request(request({"logit_bias": {str(i): -INF for i in range(VOCAB)}}), VOCAB, True)
+        check(request({"heat": 1}))
+    for low, temperature in ((-INF, 1), (-INF, 0), (-1e38, 0.5)):
+        with pytest.raises(ValueError, match="leaves no token"):
+            check(request({"logit_bias": {str(i): low for i in range(VOCAB)}, "temperature": temperature}))
+    check(request({"logit_bias": {str(i): -1e38 for i in range(VOCAB)}}))
+    for temperature in (0, 1, 2):
+        check(request({"logit_bias": {"5": 1e38}, "temperature": temperature}))
+    with pytest.raises(ValueError, match="logit_bias must have values to 1e.37"):
+        check(request({"logit_bias": {"5": 1e38}, "temperature": 0.1}))
     # Of these, a worker without a peer can do what it does without this package.
     for options in (
-        {"top_logprobs_num": VOCAB + 1, "return_logprob": True},
+        {"top_logprobs_num": -1, "return_logprob": True},
         {"session_params": {"id": "a"}},
         {"bootstrap_room": 0, "bootstrap_host": "h"},
     ):
-        check_request(request(**options), VOCAB, False)
+        check(request(**options), pair=False)
         with pytest.raises(ValueError, match=next(iter(options))):
-            check_request(request(**options), VOCAB, True)
+            check(request(**options))
     with pytest.raises(ValueError, match="at most 128"):
         check_request(request(top_logprobs_num=129, return_logprob=True), 1000, True)
+    check_request(request(top_logprobs_num=129, return_logprob=True), 1000, False)
     check_request(request(top_logprobs_num=129), 1000, True)
+    # One that has not asked for logprobs may be in a batch with one that has.
+    with pytest.raises(ValueError, match="at most 100"):
+        check(request(top_logprobs_num=VOCAB + 1), pair=False)
+    with pytest.raises(ValueError, match="token_ids_logprob"):
+        check(request(token_ids_logprob=[VOCAB]), pair=False)
     # As in a health check.
-    check_request(request(bootstrap_room=0, bootstrap_host=FAKE_BOOTSTRAP_HOST), VOCAB, True)
+    check(request(bootstrap_room=0, bootstrap_host=FAKE_BOOTSTRAP_HOST))
+
+
+def test_a_stop_token_is_a_token():
+    """With ``min_new_tokens`` of one request, the engine makes a tensor of those of its whole batch."""
+    values = {5, 6.0, True, 10**9, 2**70, -1, 1.5, "7", None, INF, VOCAB, VOCAB - 1}
+    assert stop_tokens(values, VOCAB) == {5, 6, 1, VOCAB - 1}
+    assert stop_tokens({10**9}, VOCAB) is None and stop_tokens(None, VOCAB) is None
+    made = manager(DisaggregationMode.NULL)
+    made.preferred_sampling_params, made.sampling_params_class = {"stop_token_ids": [5, 10**9]}, SamplingParams
+    made.tokenizer, made.model_config = None, SimpleNamespace(vocab_size=VOCAB)
+    made.rid_to_state = {"r": SimpleNamespace(time_stats=SimpleNamespace(set_tokenize_finish_time=int))}
+    tokenized = made._create_tokenized_object(request({"min_new_tokens": 2}), "", [1])
+    assert tokenized.sampling_params.stop_token_ids == {5}
 
 
 def test_a_prompt_that_the_scheduler_cannot_take():
@@ -171,14 +226,27 @@ def test_each_prompt_of_a_batch_has_its_own_key():
     samples = GenerateReqInput(input_ids=[[1], [2]], extra_key=["a", "b"], sampling_params={"n": 2})
     samples.normalize_batch_and_arguments()
     assert [samples[i].extra_key for i in range(2)] == ["a", "b"]
+    # Others are left to a worker that has a use for keys.
+    for keys in (["a"], ["a", "b", "c"], []):
+        other = GenerateReqInput(input_ids=[[1], [2]], extra_key=keys)
+        other.normalize_batch_and_arguments()
+        assert [other[i].extra_key for i in range(2)] == [keys, keys]
+
+
+def test_a_request_whose_name_is_empty_gets_one():
+    """The engine serves it, and aborts every other request with it."""
+    one, batch = GenerateReqInput(input_ids=[1], rid=""), GenerateReqInput(input_ids=[[1], [2], [3]], rid=["", "a", ""])
+    for obj in one, batch:
+        obj.normalize_batch_and_arguments()
+    assert one.rid and batch.rid[1] == "a" and len(set(batch.rid)) == 3 and all(batch.rid)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"input_ids": [[1], [2]], "extra_key": ["a"]},
-        {"input_ids": [1, 2], "extra_key": ["a"]},
         {"input_ids": [1], "sampling_params": {"n": "2"}},
+        {"input_ids": [1], "sampling_params": {"n": 10**9}},
+        {"input_ids": [[1]], "sampling_params": [{"n": 2**31}]},
         {"input_ids": [1], "sampling_params": [5]},
         {"input_ids": [1], "sampling_params": []},
     ],
@@ -196,38 +264,6 @@ def test_a_list_that_is_too_short_for_the_batch():
 
 
 # ---- beyond the door ----
-
-
-class Doubles:
-    def __call__(self, logits, params):
-        return logits * 2
-
-
-class Raises:
-    def __call__(self, logits, params):
-        logits.fill_(7)
-        raise RuntimeError("boom")
-
-
-class Forbids:
-    def __call__(self, logits, params):
-        return torch.full_like(logits, -INF)
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(("wrong", "said"), [(Raises, "Raises failed: RuntimeError: boom"), (Forbids, "no token")])
-def test_a_logit_processor_that_fails_changes_nobodys_logits(wrong, said, greedy):
-    class Info(SimpleNamespace):
-        def __len__(self):
-            return 3
-
-    masks = torch.tensor([[True, False, False], [False, True, False]])
-    processors = {1: (wrong(), masks[0]), 2: (Doubles(), masks[1])}
-    info = Info(custom_logit_processor=processors, custom_params=[None] * 3, failed_processors={}, is_all_greedy=greedy)
-    logits = torch.ones(3, 4)
-    apply_custom_logit_processor(logits, info)
-    assert logits[:, 0].tolist() == [1, 2, 1]
-    assert list(info.failed_processors) == [1] and said in info.failed_processors[1]
 
 
 def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):
@@ -429,6 +465,7 @@ def test_decode_must_be_told_which_prefill_to_ask():
         made.model_config, made.max_req_input_len, made.mm_processor = SimpleNamespace(vocab_size=VOCAB), 9, None
         made.server_args.disaggregation_decode_enable_radix_cache = made.server_args.allow_auto_truncate = False
         made.server_args.disaggregation_transfer_backend = "nixl"
+        made.server_args.enable_pegaflow = made.server_args.enable_deterministic_inference = False
         if mode == DisaggregationMode.DECODE:
             with pytest.raises(ValueError, match="bootstrap_host is missing: send the request to the router"):
                 made._validate_rid_not_in_flight(alone)

@@ -212,6 +212,8 @@ class Manager(TokenizerManager):
             enable_dynamic_batch_tokenizer=False,
             allow_auto_truncate=False,
             enable_dp_attention=False,
+            enable_pegaflow=False,
+            enable_deterministic_inference=False,
         )
         self.model_config, self.mm_processor = SimpleNamespace(vocab_size=50), None
         self.max_req_input_len = max_input_len

@@ -9,38 +9,36 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import SignedRequests
+from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["REFUSED_ROUTE", "RefusedReq", "RefusedRooms", "heard", "listen", "tell_prefill"]
 
-# On a prefill's bootstrap server, which lives in the process of its tokenizer manager.
+# On a prefill's bootstrap server.
 REFUSED_ROUTE = "/refused_room"
 # Refusals that are remembered, for a request that comes after its refusal, and seconds for which they are. The router
 # sends to both workers at once; who uses a room anew later means another request.
 REMEMBERED, REMEMBERED_S = 4096, 10.0
 # Of a reason; it comes from another worker.
 MOST_CHARACTERS = 1000
-# Refusals to prefills that wait to be told, and threads that tell them.
-MOST_UNTOLD, TELLERS = 1024, 4
+# Seconds that a prefill has to answer.
+ANSWER_S = 5.0
 
-_untold = threading.BoundedSemaphore(MOST_UNTOLD)
-_tellers = ThreadPoolExecutor(TELLERS, thread_name_prefix="tell-refusal")
+_tellers = PeerCalls("tell-refusal")
 _listeners: list[Callable[[int, str], None]] = []
 
 
 @dataclass
 class RefusedReq:
-    """From prefill's tokenizer manager to its scheduler: a room that decode has refused, or this prefill itself."""
+    """To prefill's scheduler: a room that decode has refused, or this prefill itself."""
 
     room: int
     reason: str
@@ -94,14 +92,11 @@ def tell_prefill(host: str, port: int, room: int, reason: str) -> None:
 
     def tell() -> None:
         try:
-            SignedRequests().post(url, json={"room": room, "reason": reason[:MOST_CHARACTERS]}, timeout=5)
+            SignedRequests().post(url, json={"room": room, "reason": reason[:MOST_CHARACTERS]}, timeout=ANSWER_S)
         except Exception as e:
             logger.warning("Could not tell prefill at %s:%s that room %s was refused: %s", host, port, room, e)
-        finally:
-            _untold.release()
 
-    # Whoever asks for a prefill that does not answer must not have this worker wait for it without end.
-    if _untold.acquire(blocking=False):
-        _tellers.submit(tell)
-    else:
+    try:
+        _tellers.submit((host, port), tell)
+    except TooManyCalls:
         logger.warning("Too many refusals wait to be told: prefill at %s:%s will wait for room %s", host, port, room)

@@ -16,12 +16,12 @@ __all__ = ["Sampler", "apply_custom_logit_processor"]
 
 
 class Sampler(engine.Sampler):
-    """A sampler that says for which requests it had nothing to choose from, and which logit processors have failed."""
+    """A sampler that says for which requests it had nothing to choose from, and whose logit processor has failed."""
 
     def forward(self, logits_output, sampling_info, *args, **kwargs):
         """Adds two things to the output, for the scheduler.
 
-        ``failed_processors``: why each failed, by its key. ``hopeless``: (requests,) bool, without a finite logit; a
+        ``failed_processors``: why, by the request's place. ``hopeless``: (requests,) bool, without a finite logit; a
         grammar may allow no token. The engine samples from what is then no distribution, which ends the scheduler. It
         is looked for where a request can bring it about, and on a CPU.
         """
@@ -42,24 +42,38 @@ class Sampler(engine.Sampler):
 def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_tokens_in_batch: int = 1) -> None:
     """Replaces the engine's, in which the error of one processor ends the scheduler.
 
-    logits: (requests * num_tokens_in_batch, vocabulary), changed in place. A processor that raises, or leaves a request
-    no token to choose, changes nothing, and its requests are failed with the batch's result.
+    logits: (requests * num_tokens_in_batch, vocabulary), changed in place. Requests that share a processor are given to
+    it together, and where that raises or leaves one of them no token, each by itself. Who fails by itself keeps the
+    logits it had, and is noted in ``failed_processors`` by its place, to be failed with the batch's result.
     """
-    for key, (processor, mask) in sampling_batch_info.custom_logit_processor.items():
-        rows = mask.repeat_interleave(num_tokens_in_batch)
-        params = [sampling_batch_info.custom_params[i] for i in mask.nonzero(as_tuple=True)[0]]
-        try:
-            changed = processor(logits[rows], params)
-            peak = changed.max(dim=-1).values
-            # The greatest may be infinite where nothing is drawn.
-            possible = peak > -torch.inf if sampling_batch_info.is_all_greedy else torch.isfinite(peak)
-            if not possible.all():
-                raise ValueError("it returned logits of which no token can be chosen")
-            logits[rows] = changed
-        except Exception as e:
-            logger.error("Custom logit processor %s", type(processor).__name__, exc_info=e)
-            reason = f"Custom logit processor {type(processor).__name__} failed: {type(e).__name__}: {e}"
-            failed = getattr(sampling_batch_info, "failed_processors", None)
-            if failed is None:
-                raise
-            failed[key] = reason
+    greedy, params = sampling_batch_info.is_all_greedy, sampling_batch_info.custom_params
+    if getattr(sampling_batch_info, "failed_processors", None) is None:
+        # A step of speculation, which does not come from `Sampler.forward`.
+        sampling_batch_info.failed_processors = {}
+    for processor, mask in sampling_batch_info.custom_logit_processor.values():
+        places = mask.nonzero(as_tuple=True)[0].tolist()
+        groups = [places]
+        while groups:
+            group = groups.pop()
+            rows = [i * num_tokens_in_batch + j for i in group for j in range(num_tokens_in_batch)]
+            try:
+                logits[rows] = _processed(processor, logits[rows], [params[i] for i in group], greedy)
+            except Exception as e:
+                if len(group) > 1:
+                    groups = [[i] for i in group]
+                    continue
+                logger.error("Custom logit processor %s", type(processor).__name__, exc_info=e)
+                reason = f"Custom logit processor {type(processor).__name__} failed: {type(e).__name__}: {e}"
+                sampling_batch_info.failed_processors[group[0]] = reason
+
+
+def _processed(processor, logits: torch.Tensor, params: list, greedy: bool) -> torch.Tensor:
+    """What the processor makes of a copy of some requests' logits. Raises what it raises, and for logits of which no
+    token can be chosen."""
+    changed = processor(logits, params)
+    peak = changed.max(dim=-1).values
+    # The greatest may be infinite where nothing is drawn.
+    possible = peak > -torch.inf if greedy else torch.isfinite(peak)
+    if not possible.all():
+        raise ValueError("it returned logits of which no token can be chosen")
+    return changed

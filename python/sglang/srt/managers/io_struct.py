@@ -5,11 +5,15 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 from sglang.srt.managers import io_struct as engine
 
 __all__ = ["GenerateReqInput"]
+
+# The engine makes as many of everything at once, and has no memory for a billion.
+MOST_SAMPLES = 2**16
 
 
 @dataclass
@@ -24,20 +28,28 @@ class GenerateReqInput(engine.GenerateReqInput):
     announced = False
 
     def normalize_batch_and_arguments(self) -> None:
-        """Adds that what cannot be taken apart is the client's error, and the key of each prompt of a batch."""
+        """Adds that what cannot be taken apart is the client's error, and a name for a request whose name is empty.
+
+        By that, its client would abort all requests when it leaves: a worker aborts those whose name begins with it.
+        """
         if self.samples:
             # It has been, with n as it came.
             return
+        params = self.sampling_params
+        first = params[0] if isinstance(params, list) and params else params
+        n = first.get("n") if isinstance(first, dict) else None
+        if isinstance(n, int) and n > MOST_SAMPLES:
+            raise ValueError(f"n must be at most {MOST_SAMPLES}, got {n!r:.80}.")
+        many = isinstance(self.rid, list)
+        named = [uuid.uuid4().hex if rid == "" else rid for rid in (self.rid if many else [self.rid])]
+        self.rid = named if many else named[0]
         try:
             super().normalize_batch_and_arguments()
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
             raise ValueError(f"The request cannot be read: {type(e).__name__}: {e}") from e
-        if isinstance(self.extra_key, list):
-            if self.is_single or len(self.extra_key) != self.batch_size:
-                raise ValueError(f"extra_key has {len(self.extra_key)} entries for {self.batch_size} prompts.")
 
     def __getitem__(self, i: int) -> GenerateReqInput:
-        """Adds the prompt's own key; the engine gives all of them to each."""
+        """Adds the prompt's own key; the engine gives all of them to each, and so does this where they do not fit."""
         try:
             item = super().__getitem__(i)
         except (IndexError, KeyError, TypeError) as e:
@@ -46,7 +58,7 @@ class GenerateReqInput(engine.GenerateReqInput):
         word = getattr(self, "word", None)
         if word is not None:
             item.word = word
-        if isinstance(self.extra_key, list):
+        if isinstance(self.extra_key, list) and len(self.extra_key) == self.batch_size:
             # As the other lists with n samples of each prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]
         return item

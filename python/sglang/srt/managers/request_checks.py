@@ -1,7 +1,8 @@
 """What is looked at before a request goes to the scheduler, so that it is refused with status 400 and nothing is sent.
 
 The engine takes these values as they come, and some end its scheduler: a token outside the vocabulary, a NaN among the
-probabilities, a division by a stream interval of 0. Prefill and decode look at the same things, so both refuse.
+probabilities. Prefill and decode look at the same things, so both refuse. What the engine serves passes: its own checks
+of ranges come after these, and what it does not look at may be anything.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,26 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-__all__ = ["REQUEST_CHECKS", "SAMPLING_CHECKS", "UNCHECKED", "check_prompt", "check_request"]
+__all__ = [
+    "KEY_CHECKS",
+    "LOGPROB_CHECKS",
+    "PAIR_CHECKS",
+    "REQUEST_CHECKS",
+    "SAMPLING_CHECKS",
+    "UNCHECKED",
+    "check_names",
+    "check_prompt",
+    "check_request",
+    "stop_tokens",
+]
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 # Where prefill's first token and its alternatives travel to decode (MetadataBuffers of the engine).
 MAX_TOP_LOGPROBS = 128
-# Far beyond any use, and times 1/temperature still a number.
-MAX_BIAS = 1e30
+# Numbers that are still ones as a float32, and a logit together with one.
+MAX_FLOAT, MAX_BIAS = 3e38, 1e38
+# Below it, the engine samples greedily, and looks at no top_k.
+GREEDY = 1e-6
 # Requests that one may be split into.
 MAX_SAMPLES = 4096
 
@@ -45,6 +59,11 @@ def _is_finite(value: Any) -> bool:
         return isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
         return False
+
+
+def _integer(value: Any, vocab_size: int) -> str:
+    # Not 5.0, with which the engine cuts a list.
+    return "" if isinstance(value, Integral) and int(value) >= 0 else "must be a whole number, at least 0"
 
 
 def _whole(low: int, high: int) -> Check:
@@ -72,8 +91,12 @@ def _text(value: Any, vocab_size: int) -> str:
 
 
 def _texts(value: Any, vocab_size: int) -> str:
-    values = value if isinstance(value, (list, tuple, set)) else [value]
+    values = value if isinstance(value, (list, tuple, set, Mapping)) else [value]
     return "" if all(isinstance(v, str) for v in values) else "must be a string or a list of strings"
+
+
+def _key(value: Any, vocab_size: int) -> str:
+    return "" if isinstance(value, str) else "must be a string, or a list with one for each prompt"
 
 
 def _name(value: Any, vocab_size: int) -> str:
@@ -111,22 +134,33 @@ def _tokens(value: Any, vocab_size: int) -> str:
     return ""
 
 
-def _whole_numbers(value: Any, vocab_size: int) -> str:
-    good = isinstance(value, (list, tuple, set)) and all(_is_whole(v) and abs(int(v)) <= INT64 for v in value)
-    return "" if good else "must be a list of whole numbers"
+def _hashables(value: Any, vocab_size: int) -> str:
+    # What is no token is taken out (`stop_tokens`). The engine takes what is empty, or 0, for none.
+    try:
+        set(value or ())
+    except TypeError:
+        return "must be a list of whole numbers"
+    return ""
+
+
+def _hashable(value: Any, vocab_size: int) -> str:
+    # The detokenizer keeps those that have the same together.
+    return "" if isinstance(value, Hashable) else "must be true or false"
 
 
 def _biases(value: Any, vocab_size: int) -> str:
     if not isinstance(value, Mapping):
         return "must be an object of token ids and numbers"
     for token, bias in value.items():
-        if not str(token).isdecimal() or int(token) >= vocab_size:
+        try:
+            known = 0 <= int(token) < vocab_size
+        except (TypeError, ValueError, OverflowError):
+            known = False
+        if not known:
             return f"must have keys from 0 to {vocab_size - 1}, got {token!r:.40}"
         # Minus infinity forbids a token.
         if bias != -math.inf and not (_is_finite(bias) and abs(bias) <= MAX_BIAS):
             return f"must have values from {-MAX_BIAS:g} to {MAX_BIAS:g}, got {bias!r:.40}"
-    if len(value) >= vocab_size and all(bias == -math.inf for bias in value.values()):
-        return "leaves no token"
     return ""
 
 
@@ -142,38 +176,48 @@ def _host(value: Any, vocab_size: int) -> str:
     return "must be the name or the address of a host"
 
 
+def _real(value: Any, vocab_size: int) -> str:
+    return "" if isinstance(value, Real) else "must be a number"
+
+
 def _anything(value: Any, vocab_size: int) -> str:
     return ""
 
 
-# Of SamplingParams; the engine's own checks of ranges come after these. Its parameters and no others are here.
+# Of SamplingParams. Its parameters and no others are here; those that a processor of images or sound takes out of a
+# request before are its own.
 SAMPLING_CHECKS: dict[str, Check] = {
-    "max_new_tokens": _whole(0, INT64),
+    "max_new_tokens": _integer,
     "stop": _texts,
-    "stop_token_ids": _whole_numbers,
+    "stop_token_ids": _hashables,
     "stop_regex": _patterns,
-    "temperature": _number(0, 1e30),
+    # By infinity, what a grammar forbids is divided into a NaN.
+    "temperature": _number(0, MAX_FLOAT),
     "top_p": _number(0, 1, above=True),
-    "top_k": _whole(-1, INT32),
+    "top_k": _number(-1, INT32),
     "min_p": _number(0, 1),
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
-    # The engine allows 0, by which it then divides. By less than this a logit may become infinite.
-    "repetition_penalty": _number(1e-3, 2),
-    "min_new_tokens": _whole(0, INT32),
-    "n": _whole(1, MAX_SAMPLES),
+    # The engine allows 0, by which it then divides. By less than this, and a temperature, a logit may become infinite.
+    "repetition_penalty": _number(1e-20, 2),
+    "min_new_tokens": _number(0, INT32),
+    # One that the engine can work with is left by now, and with rooms for samples `samples_asked` has been.
+    "n": _anything,
     "json_schema": _text,
     "regex": _text,
     "ebnf": _text,
     "structural_tag": _name,
     "ignore_eos": _anything,
     "skip_special_tokens": _flag,
-    "spaces_between_special_tokens": _flag,
+    "spaces_between_special_tokens": _hashable,
     "no_stop_trim": _anything,
-    "custom_params": _mapping,
-    "stream_interval": _whole(1, INT64),
+    # For the request's own logit processor.
+    "custom_params": _anything,
+    # With `stream` only: see `_unused`.
+    "stream_interval": _real,
     "logit_bias": _biases,
-    "sampling_seed": _whole(-INT64, INT64),
+    # With --enable-deterministic-inference only.
+    "sampling_seed": _whole(-INT64 - 1, INT64),
 }
 # For these the engine's default is not None, and it computes with what it is given.
 _NOT_NONE = {
@@ -185,26 +229,29 @@ _NOT_NONE = {
     "presence_penalty",
     "repetition_penalty",
     "min_new_tokens",
-    "n",
     "skip_special_tokens",
-    "spaces_between_special_tokens",
 }
 
 # Of one prompt's part of GenerateReqInput.
 REQUEST_CHECKS: dict[str, Check] = {
     "rid": _name,
-    "logprob_start_len": _whole(-1, INT64),
-    "top_logprobs_num": _whole(0, INT32),
-    "token_ids_logprob": _tokens,
     "custom_logit_processor": _text,
+    "sampling_params": _mapping,
+    # Of all in a batch of which one asks for logprobs.
+    "top_logprobs_num": _whole(-INT32, INT32),
+    "token_ids_logprob": _tokens,
+}
+# Of one that asks for logprobs.
+LOGPROB_CHECKS: dict[str, Check] = {"logprob_start_len": _whole(-1, INT64)}
+# Of one that goes to two workers; a server by itself has no use for these.
+PAIR_CHECKS: dict[str, Check] = {
     "bootstrap_host": _host,
     "bootstrap_port": _whole(1, 65535),
     # It travels as 64 bits. 0 is for warm-ups (`check_request`).
     "bootstrap_room": _whole(0, INT64),
-    "extra_key": _text,
-    "priority": _whole(-INT64, INT64),
-    "sampling_params": _mapping,
 }
+# Of one whose KV is kept under a key, or comes from elsewhere; an engine by itself has no use for these either.
+KEY_CHECKS: dict[str, Check] = {"extra_key": _key, "priority": _whole(-INT64, INT64)}
 # What FastAPI has checked against the type in GenerateReqInput, and what is harmless beyond that or checked elsewhere.
 UNCHECKED = {
     "http_worker_ipc",
@@ -249,35 +296,81 @@ UNCHECKED = {
 }
 
 
-def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool) -> None:
+def check_request(
+    obj: GenerateReqInput,
+    vocab_size: int,
+    disaggregated: bool,
+    *,
+    keyed: bool = True,
+    deterministic: bool = False,
+) -> None:
     """Raise ValueError, naming the option, for a value of one prompt's request that the scheduler cannot work with.
 
-    Its prompt is for `check_prompt`.
+    keyed: whether KV is kept under the request's key, by its priority. deterministic: whether its seed is used.
+    Its prompt is for `check_prompt`, and options that nobody knows for `check_names`.
     """
-    for name, check in REQUEST_CHECKS.items():
-        _apply(name, check, getattr(obj, name), vocab_size)
+    for table, used in (
+        (REQUEST_CHECKS, True),
+        (LOGPROB_CHECKS, obj.return_logprob),
+        (PAIR_CHECKS, disaggregated),
+        (KEY_CHECKS, keyed),
+    ):
+        for name, check in table.items() if used else ():
+            _apply(name, check, getattr(obj, name), vocab_size)
     params = obj.sampling_params or {}
-    for name, value in params.items():
-        if name not in SAMPLING_CHECKS:
-            raise ValueError(f"sampling_params has no option {name!r:.80}.")
-        if value is None and name in _NOT_NONE:
+    unused = _unused(obj, params, deterministic)
+    for name in [name for name in SAMPLING_CHECKS if name in params and name not in unused]:
+        if params[name] is None and name in _NOT_NONE:
             raise ValueError(f"{name} must not be null.")
-        _apply(name, SAMPLING_CHECKS[name], value, vocab_size)
-    if (params.get("min_new_tokens") or 0) > 0:
-        # Each has a place among the logits then.
-        _apply("stop_token_ids", _tokens, params.get("stop_token_ids"), vocab_size)
+        _apply(name, SAMPLING_CHECKS[name], params[name], vocab_size)
+    _check_biases(params, vocab_size)
+    if (obj.top_logprobs_num or 0) > vocab_size:
+        raise ValueError(f"top_logprobs_num must be at most {vocab_size}, got {obj.top_logprobs_num}.")
     if not disaggregated:
         return
     if obj.bootstrap_room == 0 and obj.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
         # Decode reads it as metadata that is not there yet.
         raise ValueError("bootstrap_room must not be 0.")
-    if obj.return_logprob and (obj.top_logprobs_num or 0) > min(MAX_TOP_LOGPROBS, vocab_size):
+    if obj.return_logprob and not 0 <= (obj.top_logprobs_num or 0) <= MAX_TOP_LOGPROBS:
         raise ValueError(
-            f"top_logprobs_num must be at most {min(MAX_TOP_LOGPROBS, vocab_size)} with PD disaggregation, "
+            f"top_logprobs_num must be from 0 to at most {MAX_TOP_LOGPROBS} with PD disaggregation, "
             f"got {obj.top_logprobs_num}."
         )
     if obj.session_params:
         raise ValueError("session_params cannot be used with PD disaggregation.")
+
+
+def check_names(sampling_params: Mapping) -> None:
+    """Raise ValueError for an option that the engine does not know, whose processor has taken out what is its own."""
+    for name in sampling_params:
+        if name not in SAMPLING_CHECKS:
+            raise ValueError(f"sampling_params has no option {name!r:.80}.")
+
+
+def stop_tokens(values: set | None, vocab_size: int) -> set[int] | None:
+    """Those that a token can be. All of a batch have a place among the logits where one has ``min_new_tokens``."""
+    tokens = {int(value) for value in values or () if _is_whole(value) and 0 <= value < vocab_size}
+    return tokens or None
+
+
+def _unused(obj: GenerateReqInput, params: Mapping, deterministic: bool) -> set[str]:
+    """The options that the engine does not look at in this request."""
+    unused = set() if deterministic else {"sampling_seed"}
+    if not obj.stream or not params.get("stream_interval"):
+        unused.add("stream_interval")
+    if not _number(0, MAX_FLOAT)(params.get("temperature", 1.0), 0) and params.get("temperature", 1.0) < GREEDY:
+        unused.add("top_k")
+    return unused
+
+
+def _check_biases(params: Mapping, vocab_size: int) -> None:
+    """Raise ValueError where a temperature makes of biases what is no number, or leaves no token."""
+    biases, temperature = params.get("logit_bias") or {}, params.get("temperature", 1.0)
+    limit = MAX_BIAS * (min(1.0, temperature) if temperature >= GREEDY else 1.0)
+    if any(bias > limit for bias in biases.values()):
+        raise ValueError(f"logit_bias must have values to {limit:g} with a temperature of {temperature:g}.")
+    if len(biases) >= vocab_size and max(biases.values()) < -limit:
+        raise ValueError("logit_bias leaves no token.")
 
 
 def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> None:

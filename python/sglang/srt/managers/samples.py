@@ -21,11 +21,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.authentication import SignedRequests
+from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.request_checks import MAX_SAMPLES
@@ -61,6 +62,8 @@ MULTIPLES = 2**63 // STRIDE
 REMEMBERED = 65536
 # Seconds that a prefill has to answer an announcement.
 ANSWER_S = 5.0
+# And for which an announcement waits for those before it.
+QUEUED_S = 5.0
 
 # Of a request after the engine's normalisation: what has an entry for each prompt, at least, if it is a list.
 _LISTS = (
@@ -87,7 +90,7 @@ _LISTS = (
     "decode_tp_size",
 )
 
-_announcers = ThreadPoolExecutor(16, thread_name_prefix="announce-samples")
+_announcers = PeerCalls("announce-samples")
 
 
 def sample_room(room: int, index: int) -> int:
@@ -130,7 +133,7 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
         values = getattr(obj, name)
         # An empty one is as good as none: chat requests have such modalities.
         if isinstance(values, list) and values:
-            if len(values) < prompts:
+            if len(values) < prompts or (name == "extra_key" and len(values) != prompts):
                 raise ValueError(f"The request has no entry {len(values)} in one of its lists: {name}")
             # Where the engine has an entry for each sample, it has all prompts, n times.
             setattr(obj, name, [values[prompt] for prompt in range(prompts) for _ in range(n)])
@@ -176,8 +179,16 @@ async def announce(obj: GenerateReqInput, default_port: int) -> None:
         host, port = obj.bootstrap_host[i * obj.samples], obj.bootstrap_port[i * obj.samples]
         if room and host and host != FAKE_BOOTSTRAP_HOST:
             rooms.setdefault((host, port or default_port), []).append(room)
-    loop = asyncio.get_running_loop()
-    await asyncio.gather(*(loop.run_in_executor(_announcers, _announce, *at, of) for at, of in rooms.items()))
+    await asyncio.gather(*(_begin(*at, of) for at, of in rooms.items()))
+
+
+async def _begin(host: str, port: int, rooms: Sequence[int]) -> None:
+    """Announce these when those before them have been, to a prefill that answers."""
+    try:
+        answer = _announcers.submit((host, port), partial(_announce, host, port, rooms))
+        await asyncio.wait_for(asyncio.wrap_future(answer), QUEUED_S + ANSWER_S)
+    except (TooManyCalls, asyncio.TimeoutError) as e:
+        raise PrefillUnreachable(f"prefill {host}:{port} cannot be told of samples: it does not answer") from e
 
 
 def _announce(host: str, port: int, rooms: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
@@ -40,6 +40,28 @@ logger = logging.getLogger(__name__)
 __all__ = ["Scheduler"]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
+
+
+def _failed_processors(batch, result) -> dict[int, str]:
+    """Why the logit processors of a step's requests failed, by their place."""
+    # With pipeline stages the result says it, else the output in it.
+    said = (getattr(of, "failed_processors", None) for of in (result, getattr(result, "logits_output", None)))
+    failed = next(filter(None, said), None)
+    # A step of speculation leaves them with the batch.
+    info = getattr(batch, "sampling_info", None)
+    left = vars(info).pop("failed_processors", None) if info is not None else None
+    return failed or left or {}
+
+
+def _hopeless(result, output) -> dict[int, str]:
+    """The same for requests that no token was left for."""
+    hopeless = getattr(output, "hopeless", None)
+    if hopeless is None:
+        return {}
+    if getattr(result, "copy_done", None) is not None:
+        result.copy_done.synchronize()
+    reason = "No token can be chosen: the grammar, logit_bias or the model leave none"
+    return {place: reason for place, none in enumerate(hopeless.tolist()) if none}
 
 
 class Scheduler(engine.Scheduler):
@@ -484,26 +506,28 @@ class Scheduler(engine.Scheduler):
         of_tokens = getattr(output, "next_token_token_ids_logprobs_val", None)
         if of_tokens:
             output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in of_tokens]
-        failed, hopeless = getattr(output, "failed_processors", {}), getattr(output, "hopeless", None)
-        if hopeless is not None and getattr(result, "copy_done", None) is not None:
-            result.copy_done.synchronize()
-        rows = hopeless.tolist() if hopeless is not None else []
-        if failed or any(rows):
-            for i, req in enumerate(batch.reqs):
-                reason = failed.get(hash(req.custom_logit_processor))
-                if i < len(rows) and rows[i]:
-                    reason = "No token can be chosen: the grammar, logit_bias or the model leave none"
-                if reason is not None and not req.finished():
-                    self._fail_running(req, reason)
+        failed = _failed_processors(batch, result)
+        # Which requests go on to the next draft has been decided by then: those that fail end with that.
+        verified = bool(failed) and getattr(result, "accept_length_per_req_cpu", None) is not None
+        if not verified:
+            self._fail_running(batch.reqs, failed | _hopeless(result, output))
         self._keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
+        if verified:
+            self._fail_running(batch.reqs, failed)
 
     def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
         """Adds that each optional part of a message has an entry for all its requests, or for none.
 
         The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
         among all: it ends, or tells one client what another has asked for.
+
+        And that on prefill the failure of a request that decode has refused is the client's error, as it is on decode.
         """
+        for req in reqs if len(self.refused_rooms) else ():
+            reason = self.refused_rooms.reason(req.bootstrap_room)
+            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
+                req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
         if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
             super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
             return
@@ -514,15 +538,18 @@ class Scheduler(engine.Scheduler):
         for group in alike.values():
             super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
 
-    def _fail_running(self, req, reason: str) -> None:
-        """Have a request of a batch fail with the batch's result."""
-        # What was sampled for it is no token of its grammar.
-        req.grammar = None
-        sender = getattr(req, "disagg_kv_sender", None)
-        if isinstance(sender, CommonKVSender):
-            sender.fail(reason)
-        else:
-            req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+    def _fail_running(self, reqs, reasons: Mapping[int, str]) -> None:
+        """Have requests of a batch fail with the batch's result. reasons: by their place."""
+        for place, req in enumerate(reqs):
+            if place not in reasons or req.finished():
+                continue
+            # What was sampled for it is no token of its grammar.
+            req.grammar = None
+            sender = getattr(req, "disagg_kv_sender", None)
+            if isinstance(sender, CommonKVSender):
+                sender.fail(reasons[place])
+            else:
+                req.to_finish = FINISH_ABORT(reasons[place], HTTPStatus.BAD_REQUEST, "BadRequestError")
 
     def abort_request(self, recv_req) -> None:
         """Adds that a request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""

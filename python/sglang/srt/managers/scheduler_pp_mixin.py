@@ -1,4 +1,4 @@
-"""Pipeline stages of a prefill worker that begin the same requests in the same turn.
+"""Pipeline stages of a prefill worker that begin the same requests in the same turn, and end those that fail.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -9,6 +9,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.managers import scheduler_pp_mixin as engine
 
 __all__ = ["SchedulerPPMixin"]
+
+# What `Sampler.forward` adds to its output.
+FAILED = "failed_processors"
 
 
 class SchedulerPPMixin(engine.SchedulerPPMixin):
@@ -35,3 +38,15 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
         finally:
             for _, sender in senders:
                 sender.agreed = False
+
+    def _pp_prepare_tensor_dict(self, result, batch):
+        """Adds whose logit processor has failed, which only the last stage sees."""
+        tensors = super()._pp_prepare_tensor_dict(result, batch)
+        failed = getattr(result.logits_output, FAILED, None)
+        return {**tensors, FAILED: failed} if failed else tensors
+
+    def _pp_prep_batch_result(self, batch, mb_metadata, pp_outputs):
+        """Adds the same to the result from which every stage goes on."""
+        result = super()._pp_prep_batch_result(batch, mb_metadata, pp_outputs)
+        setattr(result, FAILED, pp_outputs.tensors.get(FAILED))
+        return result

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.managers.request_checks import MAX_SAMPLES, check_prompt, check_request
+from sglang.srt.managers.request_checks import MAX_SAMPLES, check_names, check_prompt, check_request, stop_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -193,30 +193,56 @@ class TokenizerManager(engine.TokenizerManager):
         super()._validate_rid_not_in_flight(obj)
         if not isinstance(obj, GenerateReqInput):
             return
-        if obj.parallel_sample_num > 1 and self.server_args.disaggregation_decode_enable_radix_cache:
+        args = self.server_args
+        if obj.parallel_sample_num != 1 and args.disaggregation_decode_enable_radix_cache:
             # Else its samples have become prompts.
             raise ValueError(f"n must be a whole number from 1 to {MAX_SAMPLES}, got {obj.parallel_sample_num!r:.80}.")
         disaggregated = self.disaggregation_mode != DisaggregationMode.NULL
         for item in [obj] if obj.is_single else [obj[i] for i in range(len(obj.rid))]:
-            check_request(item, self.model_config.vocab_size, disaggregated)
+            check_request(
+                item,
+                self.model_config.vocab_size,
+                disaggregated,
+                keyed=disaggregated or args.enable_pegaflow,
+                deterministic=args.enable_deterministic_inference,
+            )
+            if not self._is_processed(item):
+                check_names(item.sampling_params)
             if item.input_ids is not None:
                 self._check_prompt(item, item.input_ids)
             if self.disaggregation_mode == DisaggregationMode.DECODE and item.bootstrap_host is None:
                 # Without a room either it is no request of a pair, which the scheduler says.
-                if item.bootstrap_room is not None and self.server_args.disaggregation_transfer_backend != "fake":
+                if item.bootstrap_room is not None and args.disaggregation_transfer_backend != "fake":
                     raise ValueError(
                         "bootstrap_host is missing: send the request to the router, which names a prefill."
                     )
             self._check_room(item.bootstrap_room)
 
     def _validate_one_request(self, obj, input_ids) -> None:
-        """Adds the scheduler's limit, which it would find only after the handshake."""
+        """Adds the scheduler's limit, which it would find only after the handshake, and options that nobody knows.
+
+        A processor of images or sound has taken out by now what is for it alone.
+        """
         super()._validate_one_request(obj, input_ids)
-        if input_ids is not None and isinstance(obj, GenerateReqInput):
+        if not isinstance(obj, GenerateReqInput):
+            return
+        check_names(obj.sampling_params)
+        if input_ids is not None:
             self._check_prompt(obj, input_ids)
 
+    def _create_tokenized_object(self, obj, *args, **kwargs):
+        """Adds that a stop token is a token: of others, the engine makes places among the logits that there are not."""
+        tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
+        params = tokenized_obj.sampling_params
+        params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
+        return tokenized_obj
+
+    def _is_processed(self, obj) -> bool:
+        """Whether a processor of images or sound makes another prompt of this one, and other options."""
+        return bool(self.mm_processor and obj.contains_mm_input())
+
     def _check_prompt(self, obj, input_ids) -> None:
-        if self.mm_processor and obj.contains_mm_input():
+        if self._is_processed(obj):
             # Places of images are no tokens, and their number is known later.
             return
         if obj.session_params and not input_ids:
@@ -264,20 +290,13 @@ class TokenizerManager(engine.TokenizerManager):
             self.rid_to_state[rid].sent = True
 
     async def _wait_one_response(self, obj, state, request=None):
-        """Adds that a request that decode has refused is the client's error on prefill too.
-
-        And that the engine's warm-up for samples gives way when decode announces that they have rooms of their own.
-        """
+        """Adds that the engine's warm-up for samples gives way when decode announces that they have rooms."""
         answers = super()._wait_one_response(obj, state, request)
         word = getattr(obj, "word", None)
-        try:
-            if word is not None and not word.too_late:
-                yield await self._answer_to_warmup(answers, obj, word)
-            async for out in answers:
-                yield out
-        except HTTPException:
-            self._check_room(getattr(obj, "bootstrap_room", None))
-            raise
+        if word is not None and not word.too_late:
+            yield await self._answer_to_warmup(answers, obj, word)
+        async for out in answers:
+            yield out
 
     async def _answer_to_warmup(self, answers, obj, word: samples.Word):
         answer = asyncio.ensure_future(answers.__anext__())

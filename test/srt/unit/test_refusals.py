@@ -1,0 +1,205 @@
+"""How one worker tells another: past peers that do not answer, and to a prefill with several tokenizer processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from http import HTTPStatus
+from types import SimpleNamespace
+
+import pytest
+import requests
+import zmq
+from sglang.srt.disaggregation import peer_calls, refusal
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
+from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import samples
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pd_radix.tools.cluster import free_ports
+
+
+def until(condition, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# ---- who does not answer delays what is told to him ----
+
+
+@pytest.fixture
+def black_hole():
+    """The port of a worker that accepts connections and never answers, until it is closed."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(200)
+        yield silent.getsockname()[1]
+
+
+@pytest.fixture
+def prefill(monkeypatch):
+    """The port of a prefill that answers, and what it hears."""
+    heard: list[int] = []
+    book = SimpleNamespace(hear=lambda rooms: heard.extend(rooms))
+    monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
+    monkeypatch.setattr(samples, "_listener", book)
+    (port,) = free_ports(1)
+    server = CommonKVBootstrapServer("127.0.0.1", port)
+    until(lambda: not nothing_listens("127.0.0.1", port))
+    yield port, heard
+    server.close()
+
+
+def samples_at(port: int, room: int) -> SimpleNamespace:
+    return SimpleNamespace(request_rooms=[room], bootstrap_host=["127.0.0.1"], bootstrap_port=[port], samples=1)
+
+
+def test_a_prefill_that_does_not_answer_holds_up_no_refusal_to_another(black_hole, prefill, monkeypatch):
+    monkeypatch.setattr(refusal, "ANSWER_S", 600.0)
+    monkeypatch.setattr(refusal, "_tellers", PeerCalls("test"))
+    port, heard = prefill
+    for room in range(1, 50):
+        refusal.tell_prefill("127.0.0.1", black_hole, room, "why")
+    refusal.tell_prefill("127.0.0.1", port, 7, "why")
+    until(lambda: heard == [7])
+
+
+def test_a_prefill_that_does_not_answer_holds_up_no_announcement_to_another(black_hole, prefill, monkeypatch):
+    for name in ("ANSWER_S", "QUEUED_S"):
+        monkeypatch.setattr(samples, name, 600.0)
+    monkeypatch.setattr(samples, "_announcers", PeerCalls("test"))
+    port, heard = prefill
+
+    async def ask() -> None:
+        waiting = [asyncio.ensure_future(samples.announce(samples_at(black_hole, room), 0)) for room in range(1, 50)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(samples.announce(samples_at(port, 7), 0), 20)
+        assert heard == [7] and not any(one.done() for one in waiting)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(ask())
+
+
+def test_an_announcement_does_not_wait_for_ever_behind_others(black_hole, monkeypatch):
+    monkeypatch.setattr(samples, "ANSWER_S", 0.2)
+    monkeypatch.setattr(samples, "QUEUED_S", 0.2)
+    calls = PeerCalls("test")
+    monkeypatch.setattr(samples, "_announcers", calls)
+    gate = threading.Event()
+    for _ in range(peer_calls.AT_ONCE):
+        calls.submit(("127.0.0.1", black_hole), gate.wait)
+    with pytest.raises(samples.PrefillUnreachable, match="does not answer"):
+        asyncio.run(samples.announce(samples_at(black_hole, 5), 0))
+    gate.set()
+
+
+def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
+    for name, bound in (("AT_ONCE", 2), ("MOST_WAITING", 3), ("MOST_THREADS", 3)):
+        monkeypatch.setattr(peer_calls, name, bound)
+    calls, gate, begun = PeerCalls("test"), threading.Event(), []
+
+    def call(of: str):
+        begun.append(of)
+        gate.wait()
+        return of
+
+    def submit(peer: str, of: str) -> Future:
+        return calls.submit(peer, lambda: call(of))
+
+    silent = [submit("silent", name) for name in "ab"]
+    until(lambda: sorted(begun) == ["a", "b"])
+    silent += [submit("silent", name) for name in "cde"]
+    with pytest.raises(TooManyCalls):
+        submit("silent", "f")
+    other = [submit("other", name) for name in "gh"]
+    until(lambda: "g" in begun)
+    with pytest.raises(TooManyCalls):
+        submit("third", "i")
+    assert silent[3].cancel() and len(begun) == 3
+    gate.set()
+    assert [one.result(20) for one in [*silent[:3], silent[4], *other]] == [*"abc", "e", *"gh"]
+    until(lambda: not calls._threads and not calls._waiting)
+    assert "d" not in begun
+
+    def fails():
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        calls.submit("silent", fails).result(20)
+
+
+# ---- a prefill with several tokenizer processes ----
+
+
+@pytest.fixture(scope="module")
+def several_tokenizers(tmp_path_factory):
+    """A prefill's router between tokenizer processes and the scheduler: its bootstrap server, what the latter gets."""
+    (port,) = free_ports(1)
+    args = SimpleNamespace(
+        host="127.0.0.1",
+        disaggregation_mode="prefill",
+        disaggregation_transfer_backend="nixl",
+        disaggregation_bootstrap_port=port,
+        node_rank=0,
+    )
+    folder = tmp_path_factory.mktemp("router")
+    names = ("tokenizer_ipc_name", "scheduler_input_ipc_name", "tokenizer_worker_ipc_name")
+    ports = SimpleNamespace(**{name: f"ipc://{folder / name}" for name in names})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(refusal, "_listeners", [])
+        monkeypatch.setattr(samples, "_listener", None)
+        router = MultiTokenizerRouter(args, ports)
+        scheduler = zmq.Context.instance().socket(zmq.PULL)
+        scheduler.setsockopt(zmq.RCVTIMEO, 20000)
+        scheduler.connect(ports.scheduler_input_ipc_name)
+        until(lambda: not nothing_listens("127.0.0.1", port))
+        yield f"http://127.0.0.1:{port}", scheduler
+    router.disaggregation_bootstrap_server.close()
+    router._loop.call_soon_threadsafe(router._loop.stop)
+    router._thread.join()
+    scheduler.close(linger=0)
+    for ours in (router.send_to_scheduler, router.receive_from_worker, router.recv_from_detokenizer):
+        ours.close(linger=0)
+
+
+def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_tokenizers):
+    url, scheduler = several_tokenizers
+    reply = requests.post(url + refusal.REFUSED_ROUTE, json={"room": 5, "reason": "rid in use"}, timeout=20)
+    assert reply.status_code == 200
+    assert scheduler.recv_pyobj() == refusal.RefusedReq(5, "rid in use", by_decode=True)
+
+
+def test_several_tokenizers_give_samples_no_rooms(several_tokenizers):
+    url, _ = several_tokenizers
+    reply = requests.post(url + samples.SAMPLE_ROUTE, json={"rooms": [5], "derivation": 1}, timeout=20)
+    assert reply.status_code == 400 and "--tokenizer-worker-num" in reply.text
+
+
+def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
+    """The scheduler says it, to whichever tokenizer process the request came."""
+    scheduler, told = object.__new__(Scheduler), []
+    scheduler.disaggregation_mode, scheduler.refused_rooms = DisaggregationMode.PREFILL, refusal.RefusedRooms()
+    engine = Scheduler.__base__
+    monkeypatch.setattr(engine, "stream_output_generation", lambda self, reqs, *more: told.extend(reqs))
+    scheduler.refused_rooms.note(5, "rid in use")
+    reqs = [Req(str(room), "", [1], SamplingParams(), bootstrap_room=room) for room in (5, 6, 5)]
+    for req in reqs[:2]:
+        req.finished_reason = FINISH_ABORT("transfer failed", HTTPStatus.INTERNAL_SERVER_ERROR)
+    scheduler.stream_output_generation(reqs, False)
+    said = [req.finished_reason and req.finished_reason.to_json() for req in told]
+    assert [one and (one["status_code"], one["message"]) for one in said] == [
+        (HTTPStatus.BAD_REQUEST, "rid in use"),
+        (HTTPStatus.INTERNAL_SERVER_ERROR, "transfer failed"),
+        None,
+    ]
