@@ -21,6 +21,7 @@ from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import (
+    FlushCacheReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
@@ -50,7 +51,7 @@ class Rank(Scheduler):
 
     def __init__(self, mode: DisaggregationMode = DisaggregationMode.DECODE):
         self.disaggregation_mode, self.tree_cache = mode, None
-        self.pp_size, self.tp_size = 1, dist.get_world_size()
+        self.pp_size, self.tp_size = 1, 2
         self.tp_cpu_group = dist.group.WORLD
         self.turn, self.busy_until = 0, 0
         # (turn, what) of all that has been done, and the messages that have been answered.
@@ -125,6 +126,36 @@ def test_memory_comes_back_after_it_was_taken(pair):
     script = {1: [("release", True), ("resume", True)], 2: [("tensor", False)]}
     done = assert_same(pair.run(with_dp_attention, script, [{}, {0: 4}], 6))
     assert done == [(4, "release"), (4, "resume"), (4, "tensor")]
+
+
+def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int]) -> list[tuple]:
+    """What comes of a flush that may wait, and when. ahead: how far each rank's clock is when it has begun to."""
+    scheduler, said = Rank(), []
+    scheduler.attn_tp_size, scheduler.attn_tp_cpu_group = 2, dist.group.WORLD
+    scheduler.busy_until = idle_from[rank]
+    scheduler.send_to_tokenizer.send_output = lambda answer, to: said.append((scheduler.turn, answer.success))
+    for scheduler.turn in range(8):
+        scheduler.process_input_requests([FlushCacheReqInput(timeout_s=1000)] if scheduler.turn == 1 else [])
+        if scheduler.turn == 2 and scheduler._pending_flush is not None:
+            waiting, deadline = scheduler._pending_flush
+            scheduler._pending_flush = waiting, deadline - ahead[rank]
+    return said
+
+
+@pytest.mark.parametrize(
+    "ahead, idle_from, said",
+    [
+        ([0, 0], [0, 0], [(1, True)]),
+        ([0, 0], [4, 4], [(4, True)]),
+        ([0, 2000], [5, 5], [(3, False)]),
+        # As with pages of one rank that are being saved.
+        ([0, 0], [0, 4], [(4, True)]),
+        ([2000, 0], [0, 5], [(3, False)]),
+    ],
+)
+def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said):
+    """A tree that only one of them has emptied is not that of the other."""
+    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from)) == said
 
 
 messages = st.lists(st.tuples(st.sampled_from(UPDATES), st.booleans()), min_size=1, max_size=3)
@@ -373,7 +404,7 @@ def test_an_update_waits_for_retracted_requests():
 def test_an_aggregated_worker_is_the_engine(name, monkeypatch):
     """It does what it is told when it is told, and meets nobody: no group is known here."""
     scheduler = Rank(DisaggregationMode.NULL)
-    scheduler.tp_cpu_group, scheduler.tp_size, scheduler.busy_until = None, 2, 0
+    scheduler.tp_cpu_group = None
     monkeypatch.setattr(dist, "barrier", lambda group: None)
     monkeypatch.setattr(dist, "all_reduce", None)
     scheduler.offload_tags = {"kv_cache"}

@@ -6,6 +6,7 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from functools import cached_property
@@ -14,13 +15,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.lost_requests import First, LostReqs
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, get_kv_class, prepare_abort
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache import mamba_radix_cache, swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -48,6 +50,8 @@ class Scheduler(engine.Scheduler):
     kv_used_peak = 0
     # What decode has refused, on prefill.
     refused_rooms = RefusedRooms()
+    # A flush that waits until no request is left, and until when, as the engine has it.
+    _pending_flush: tuple[Any, float] | None = None
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -544,6 +548,32 @@ class Scheduler(engine.Scheduler):
         if not self._has_quarantine():
             return super().flush_cache()
         return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
+
+    def flush_cache_wrapped(self, recv_req):
+        """Adds that several TP ranks of a prefill or decode worker look together at one that may wait."""
+        if self._flushes_alone() or self._pending_flush is not None or not recv_req.timeout_s or recv_req.timeout_s < 0:
+            return super().flush_cache_wrapped(recv_req)
+        self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
+        return None
+
+    def _check_pending_flush(self) -> None:
+        """Adds that these give up in the same turn. By its own clock, one would while another flushes a turn later."""
+        if self._pending_flush is None or self._flushes_alone():
+            super()._check_pending_flush()
+            return
+        recv_req, deadline = self._pending_flush
+        state = torch.tensor([int(self.is_fully_idle()), int(time.monotonic() < deadline)])
+        dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self.attn_tp_cpu_group)
+        idle, in_time = state.tolist()
+        if idle:
+            super()._check_pending_flush()
+        elif not in_time:
+            self._pending_flush = None
+            answer = FlushCacheReqOutput(success=False, message="Requests were left until the time was up.")
+            self.send_to_tokenizer.send_output(answer, recv_req)
+
+    def _flushes_alone(self) -> bool:
+        return self.disaggregation_mode == engine.DisaggregationMode.NULL or self.attn_tp_size == 1
 
     def _end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do."""
