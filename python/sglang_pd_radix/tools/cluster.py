@@ -11,6 +11,7 @@ closes and the watchdog ends what is left.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -46,6 +47,8 @@ CPU_RUNNING_REQUESTS = 64
 # Of every worker. The router keeps an idle connection for 50 s and the engine for 5 (sgl-project/sglang#20851): what is
 # asked over one in the moment in which the engine gives it up comes to nothing.
 ENGINE_ENV = {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
+# Where an engine with DP attention listens, from its port on: for its DP ranks' handshake, and for its own processes.
+DP_ATTENTION_OFFSETS = (0, 13, *range(233, 239))
 #: The options that choose an attention backend.
 ATTENTION_OPTIONS = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 # Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
@@ -127,8 +130,10 @@ class Progress:
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
-def free_ports(count: int, host: str = HOST) -> list[int]:
-    """``count`` different ports that nothing listens on now.
+def free_ports(count: int, host: str = HOST, taken: Collection[int] = (), offsets: Sequence[int] = (0,)) -> list[int]:
+    """``count`` different ports that nothing listens on now, and that are not ``taken``.
+
+    offsets: where a server listens, counted from its port; all of these are free too, and nobody else's.
 
     They lie below the range from which the system takes ports for outgoing connections: a server binds its port many
     seconds after this call, and such a connection could have taken it by then.
@@ -139,18 +144,32 @@ def free_ports(count: int, host: str = HOST) -> list[int]:
         first_ephemeral = 32768
     candidates = range(10000, first_ephemeral) if first_ephemeral > 11000 else range(10000, 65536)
     found: list[int] = []
+    reserved = set(taken)
     for port in random.Random(os.urandom(8)).sample(candidates, min(len(candidates), 50 * count + 200)):
         if len(found) == count:
             break
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        places = {port + offset for offset in offsets}
+        if places & reserved or max(places) >= candidates.stop or not all(_is_free(host, place) for place in places):
+            continue
+        reserved |= places
         found.append(port)
     if len(found) < count:
         raise PdRadixError(f"found only {len(found)} of {count} free ports on {host}: close some listening programs")
     return found
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def ports_named(args: Sequence[str]) -> set[int]:
+    """Every number in ``args`` that may be a port."""
+    return {int(number) for arg in args for number in re.findall(r"(?<!\d)\d{4,5}(?!\d)", arg)}
 
 
 # The same decode worker for all requests of one X-SMG-Routing-Key, and any for those without.
@@ -499,7 +518,8 @@ class Cluster:
         # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router and
         # for PegaFlow.
         routers = 0 if self.aggregated else max(1, len(self._routers))
-        ports = iter(free_ports(2 * workers + 2 * routers + (0 if self.aggregated else self._prefill) + 2))
+        count = 2 * workers + 2 * routers + (0 if self.aggregated else self._prefill) + 2
+        ports = iter(self._free_ports(count))
         env = ENGINE_ENV | (cpu_env(workers, self.backend) if cpu else {})
         env = {name: value for name, value in env.items() if name not in self._env}
         roles: list[tuple[str, int, list[str], Mapping[str, str]]]
@@ -544,6 +564,16 @@ class Cluster:
             port = self._port if self._port and i == 0 else next(ports)
             processes.append(self._router(f"router-{name}", behind, more, port, next(ports)))
         return processes
+
+    def _free_ports(self, count: int) -> list[int]:
+        """Ports beside those that the caller has named."""
+        engines = [*self._common, *self._aggregated_args, *itertools.chain(*self._prefill_args, *self._decode_args)]
+        offsets = DP_ATTENTION_OFFSETS if has_option(engines, "--enable-dp-attention") else (0,)
+        routers = [arg for _, more in self._routers.values() for arg in more]
+        taken = ports_named([*engines, *self._router_args, *routers, *(self._pegaflow or ())])
+        if self._port:
+            taken |= {self._port + offset for offset in offsets}
+        return free_ports(count, taken=taken, offsets=offsets)
 
     def _pegaflow_server(self, port: int, http_port: int) -> tuple[Process, str]:
         """A PegaFlow server, which the workers look for when they start, and where it listens: on loopback only."""

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from decode_world import World, aborted, kv_of
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -91,6 +92,7 @@ class LoopScheduler(Scheduler):
         self.enable_overlap, self.enable_hicache_storage, self.enable_hierarchical_cache = True, False, False
         self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
         self.enable_lora = False
+        self.tp_size, self.tp_cpu_group = dist.get_world_size(loop.group), loop.group
         self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
         self.is_hybrid_swa = loop.windows is not None
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)

@@ -132,7 +132,7 @@ class PrefillScheduler(Scheduler):
         self.policy = SchedulePolicy("fcfs", self.tree_cache, False, False, False)
         self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
         self.model_config = cast(Any, Args(vocab_size=VOCABULARY))
-        self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[])
+        self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[], clear=lambda: None)
         self.dllm_manager = SimpleNamespace(any_staging_reqs=lambda: False)
         self.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
         self.send_to_tokenizer = SimpleNamespace(send_output=lambda message, req: None)
@@ -181,6 +181,9 @@ class PrefillScheduler(Scheduler):
     def self_check_during_idle(self) -> None:
         pass
 
+    def reset_metrics(self) -> None:
+        pass
+
     def _profile_batch_predicate(self, batch: Any) -> None:
         pass
 
@@ -227,9 +230,13 @@ class PrefillLoop:
         self.during: Callable[[PrefillScheduler], None] = lambda scheduler: None
         self.schedulers = [PrefillScheduler(self, rank) for rank in range(ranks)]
         self.reqs: dict[str, list[Req]] = {}
+        self.not_asked: nixl_wire.Request | None = None
 
-    def arrive(self, prompt_len: int, room: int) -> list[Req]:
-        """A request, for which decode has asked; the same on all ranks, and different in all its tokens from others."""
+    def arrive(self, prompt_len: int, room: int, asked: bool = True) -> list[Req]:
+        """A request, for which decode has asked; the same on all ranks, and different in all its tokens from others.
+
+        asked: if not, decode asks when the test calls `ask`.
+        """
         wire = self.wire.request(room, prompt_len, 0)
         reqs = []
         for scheduler in self.schedulers:
@@ -249,10 +256,15 @@ class PrefillLoop:
             scheduler.disagg_prefill_bootstrap_queue.add(req, 1)
             reqs.append(req)
         wire.senders = [req.disagg_kv_sender for req in reqs]
+        self.reqs[reqs[0].rid] = reqs
+        if asked:
+            self.ask(wire)
+        self.not_asked = None if asked else wire
+        return reqs
+
+    def ask(self, wire: nixl_wire.Request) -> None:
         wire.start_decode().ask()
         wire.wait_senders(queues.KVPoll.WaitingForInput)
-        self.reqs[reqs[0].rid] = reqs
-        return reqs
 
     def run(self, steps: int) -> None:
         """The loops of all ranks for ``steps`` turns."""

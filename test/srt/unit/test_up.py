@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -249,6 +250,47 @@ def test_ports_are_free_different_and_outside_the_ephemeral_range():
     for port in ports:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+
+
+def ports_of(cluster: Cluster) -> list[int]:
+    """All on which its servers will listen, with what an engine with DP attention counts from its own."""
+    ports: list[int] = []
+    for process in cluster._plan():
+        offsets = cluster_module.DP_ATTENTION_OFFSETS if "--enable-dp-attention" in process.command else (0,)
+        ports += [int(option_value(process.command, "--port")) + offset for offset in offsets]
+        for option in ("--nccl-port", "--disaggregation-bootstrap-port", "--prometheus-port"):
+            value = option_value(process.command, option)
+            ports += [int(value)] if value else []
+    return ports
+
+
+class OneByOne(random.Random):
+    """Takes what comes first, where a choice by chance would seldom show that two take the same."""
+
+    def sample(self, population, k):
+        return population[:k]
+
+
+@pytest.mark.parametrize("dp_attention", [False, True])
+def test_no_two_servers_get_the_same_port(monkeypatch, dp_attention):
+    """Also none that is the user's own choice, or that an engine with DP attention takes beside the one it is given."""
+    monkeypatch.setattr(cluster_module.random, "Random", OneByOne)
+    first = 10000
+    options = ["--enable-dp-attention", "--dp-size", "2"] if dp_attention else []
+    router = ["--prometheus-port", str(first + 3)]
+    pair = Cluster("m", prefill=2, decode=2, common_args=options, port=first + 1, router_args=router)
+    single = Cluster("m", aggregated=True, aggregated_args=[*options, f"--nccl-port={first + 2}"], port=first + 5)
+    for cluster in (pair, single):
+        ports = ports_of(cluster)
+        assert cluster._port in ports and len(set(ports)) == len(ports)
+
+
+def test_what_is_counted_from_a_port_is_free_too():
+    with socket.socket() as listening:
+        (port,) = free_ports(1, offsets=(0, 1))
+        listening.bind(("127.0.0.1", port + 1))
+        many = free_ports(50, taken=range(port - 20, port), offsets=(0, 1))
+    assert port not in many and port + 1 not in many and not {*many} & {*range(port - 21, port)}
 
 
 def test_log_tail_is_plain_and_short(tmp_path):

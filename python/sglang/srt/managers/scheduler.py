@@ -15,13 +15,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.lost_requests import First, LostReqs
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, get_kv_class, prepare_abort
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache import mamba_radix_cache, swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -73,8 +74,8 @@ class Scheduler(engine.Scheduler):
     longest_queue_step = 0.0
     # What decode has refused, on prefill.
     refused_rooms = RefusedRooms()
-    # Weight updates that wait for the last request, and what does each.
-    postponed_updates: tuple[tuple[Callable[[Any], Any], Any], ...] = ()
+    # A flush that waits until no request is left, and until when, as the engine has it.
+    _pending_flush: tuple[Any, float] | None = None
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -584,6 +585,32 @@ class Scheduler(engine.Scheduler):
             return super().flush_cache()
         return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
 
+    def flush_cache_wrapped(self, recv_req):
+        """Adds that several TP ranks of a prefill or decode worker look together at one that may wait."""
+        if self._flushes_alone() or self._pending_flush is not None or not recv_req.timeout_s or recv_req.timeout_s < 0:
+            return super().flush_cache_wrapped(recv_req)
+        self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
+        return None
+
+    def _check_pending_flush(self) -> None:
+        """Adds that these give up in the same turn. By its own clock, one would while another flushes a turn later."""
+        if self._pending_flush is None or self._flushes_alone():
+            super()._check_pending_flush()
+            return
+        recv_req, deadline = self._pending_flush
+        state = torch.tensor([int(self.is_fully_idle()), int(time.monotonic() < deadline)])
+        dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self.attn_tp_cpu_group)
+        idle, in_time = state.tolist()
+        if idle:
+            super()._check_pending_flush()
+        elif not in_time:
+            self._pending_flush = None
+            answer = FlushCacheReqOutput(success=False, message="Requests were left until the time was up.")
+            self.send_to_tokenizer.send_output(answer, recv_req)
+
+    def _flushes_alone(self) -> bool:
+        return self.disaggregation_mode == engine.DisaggregationMode.NULL or self.attn_tp_size == 1
+
     def _end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do."""
         steps = getattr(self, "result_queue", None)
@@ -591,44 +618,20 @@ class Scheduler(engine.Scheduler):
             self._end_step()
             self.running_batch.filter_batch()
 
-    # ---- weight updates: they flush, and the engine ends where a flush is refused ----
-
-    def update_weights_from_disk(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
-        return self._update_when_idle(super().update_weights_from_disk, recv_req)
-
-    def update_weights_from_distributed(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
-        return self._update_when_idle(super().update_weights_from_distributed, recv_req)
-
-    def update_weights_from_tensor(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
-        return self._update_when_idle(super().update_weights_from_tensor, recv_req)
-
-    def update_weights_from_ipc(self, recv_req):
-        """Puts the engine's off until there is no request, see `_update_when_idle`; the worker then leaves PegaFlow."""
-        return self._update_when_idle(super().update_weights_from_ipc, recv_req)
-
-    def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
-        """Do a weight update now or, on a worker of a pair, when no request is left to flush under; None means later.
-
-        The tokenizer manager sends it when all clients have been answered or have left. What they left may still be
-        here: an aborted request whose transfer has not ended, a step in flight. And while the engine is paused it waits
-        for nobody, and the loops of prefill and decode do not pause. The engine updates, is refused the flush and ends.
-        Nothing new comes meanwhile: the tokenizer manager keeps it back. All ranks have the same requests and find them
-        gone in the same step.
-        """
-        if self.disaggregation_mode == engine.DisaggregationMode.NULL or not recv_req.flush_cache:
-            return self._update(update, recv_req)
-        if not self.postponed_updates and self._can_flush():
-            return self._update(update, recv_req)
-        logger.info("A weight update waits for the last request")
-        self.postponed_updates = (*self.postponed_updates, (update, recv_req))
-        return None
+    # ---- weight updates: see scheduler_update_weights_mixin.py ----
 
     def _can_flush(self) -> bool:
+        """Whether no request is here.
+
+        Of those that have been retracted, and of batches under way at pipeline stages, the engine does not think.
+        """
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._end_step_of_none()
+        queue = getattr(self, "disagg_decode_prealloc_queue", None)
+        if queue is not None and queue.retracted_queue:
+            return False
+        if self.pp_size > 1 and any(batch is not None for batch in self.mbs):
+            return False
         return self.is_fully_idle()
 
     def process_input_requests(self, recv_reqs) -> None:
@@ -636,14 +639,7 @@ class Scheduler(engine.Scheduler):
         super().process_input_requests(recv_reqs)
         if isinstance(self.tree_cache, PegaFlowTree):
             self.tree_cache.advance()
-        self._update_if_idle()
-
-    def _update_if_idle(self) -> None:
-        """Do the weight updates that wait, in the order in which they came, if there is no request any more."""
-        while self.postponed_updates and self._can_flush():
-            (update, recv_req), *rest = self.postponed_updates
-            self.postponed_updates = tuple(rest)
-            self.send_to_tokenizer.send_output(self._update(update, recv_req), recv_req)
+        self._update_if_idle(recv_reqs)
 
     def _update(self, update: Callable[[Any], Any], recv_req):
         self._leave_pegaflow()
@@ -681,8 +677,8 @@ class Scheduler(engine.Scheduler):
         return idle and not self.tree_cache.busy
 
     def maybe_sleep_on_idle(self) -> None:
-        """Adds that it does not sleep while requests wait for PegaFlow."""
-        if not (isinstance(self.tree_cache, PegaFlowTree) and self.tree_cache.busy):
+        """Adds that it does not sleep while requests wait for PegaFlow, or an update for a rank that is not idle."""
+        if not (isinstance(self.tree_cache, PegaFlowTree) and self.tree_cache.busy) and not self.postponed_updates:
             super().maybe_sleep_on_idle()
 
     def _get_storage_backend_type(self) -> str:
