@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
+from sglang.srt.mem_cache.pegaflow_room import live_on_decode
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -158,6 +159,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.has_radix, self.radix = True, self.tree_cache
         # The same tree, where it loads from a PegaFlow server.
         self.pegaflow = self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
+        if self.pegaflow is not None:
+            self.pegaflow.live = lambda: live_on_decode(self)
         self.num_ranks = dist.get_world_size(self.gloo_group)
         # What a retracted request must save and restore too.
         self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
@@ -686,7 +689,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Tokens that retracting every running request would make free or evictable; a lower bound.
 
         A prefix that many requests share is there once, so the engine's sum of sequence lengths does not hold here.
-        What requests in transfer or waiting have locked stays locked.
+        What requests in transfer or waiting have locked stays locked, and what PegaFlow saves or loads.
         """
         page = self.token_to_kv_pool_allocator.page_size
         private = sum(
@@ -695,6 +698,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         moving = self.transfer_queue.queue + self.transfer_queue.quarantine
         kept = sum(dr.req.cache_protected_len for dr in moving)
         kept += sum(r.cache_protected_len for r in self._committed())
+        if self.pegaflow is not None:
+            kept += self.pegaflow.held_tokens()
         kv, windows = private + max(0, self.radix.protected_size() - kept), self.radix.windows
         if windows is None:
             return Memory(kv)
