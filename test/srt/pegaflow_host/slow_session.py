@@ -34,11 +34,12 @@ class SlowSession:
         hits = next((i for i, name in enumerate(lookup.hashes) if name not in self.store), len(lookup.hashes))
         self.asked += 1
         lookup.lease = b"%d" % self.asked
-        if hits:
+        if hits and not lookup.dropped:
             self.leases.add(lookup.lease)
         lookup.hits = lookup.leased = hits
 
     def drop(self, lookup: Lookup) -> None:
+        lookup.dropped = True
         self.leases.discard(lookup.lease)
 
     def load(self, lookup: Lookup, slots, skip: int = 0) -> Load:
