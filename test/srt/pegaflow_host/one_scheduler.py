@@ -185,7 +185,7 @@ def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, po
         prompts = [[rnd.randrange(400, 1900) for _ in range(300)] for _ in range(4)]
         for name in ("cold", "warm"):
             yield [request(tokens) for tokens in prompts]
-            while not scheduler.is_fully_idle():
+            while not scheduler.is_fully_idle() or tree.busy:
                 yield []
             look(name)
             yield [FLUSH]
@@ -200,7 +200,7 @@ def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, po
             yield []
         yield [AbortReq(rid=last.rid)]
         end = time.monotonic() + 60
-        while not scheduler.is_fully_idle() and time.monotonic() < end:
+        while (not scheduler.is_fully_idle() or tree.busy) and time.monotonic() < end:
             yield []
         look("aborted")
 

@@ -203,7 +203,7 @@ def test_a_lease_is_seen(server, engine):
     tokens = prompt(300)
     small.serve(tokens)
     small.flush()
-    small.tree._has_room = lambda found: False
+    small.tree._is_its_turn = lambda tokens, asked: False
     small.ask("held", tokens)
     wait_for(lambda: small.tree.advance() or small.tree._open[0].stage.value == "found")
     held = leases(server)
@@ -257,6 +257,34 @@ def test_server_restarted_unnoticed(server, engine, caplog, monkeypatch):
     assert len(warnings_in(caplog)) == 1
 
 
+@pytest.mark.parametrize("how", ["started anew", "made room"])
+def test_a_hot_prefix_that_the_server_has_lost_is_saved_again(server, engine, how):
+    """It is in the tree all the time, so nothing of it is computed; what follows it is found only with it."""
+    one, two = engine(server, namespace="lost"), engine(server, namespace="lost")
+    stem = prompt(160)
+    one.serve(stem + prompt(40, seed=1))
+    one.settle()
+    if how == "started anew":
+        server.kill()
+        server.start()
+        for small in (one, two):
+            # Each finds out by itself.
+            small.serve(prompt(40, seed=9))
+            wait_for(lambda small=small: small.session.up)
+    else:
+        server.forget()
+        assert server.metric("pegaflow_pool_used_bytes") == 0
+    for seed in (2, 3):
+        one.serve(stem + prompt(40, seed=seed))
+        one.settle()
+    assert two.serve(stem + prompt(40, seed=3)) == (192, 192)
+    # Once, not with each request.
+    before = one.session.counters.saved
+    one.serve(stem + prompt(40, seed=3))
+    one.settle()
+    assert one.session.counters.saved == before
+
+
 @pytest.mark.parametrize("end", ["killed", "killed and back", "stopped"])
 def test_server_ends_during_a_load(server, engine, caplog, end):
     """The request becomes a miss; its pages are given to nobody until the server cannot write to them."""
@@ -301,10 +329,11 @@ def test_server_killed_during_a_save(server, engine, caplog):
     small = engine(server)
     tokens = prompt(300)
     small.run(tokens)
-    time.sleep(0.2)
-    assert small.tree.busy and small.tree.protected_size() == 288
     small.tree.advance()
-    assert small.tree.protected_size() == 288, "held until the server is done, or gone"
+    time.sleep(0.2)
+    assert small.tree.busy and small.tree.protected_size() == 128
+    small.tree.advance()
+    assert small.tree.protected_size() == 128, "held until the server is done, or gone"
     server.kill()
     assert small.tree.drain()
     assert small.tree.protected_size() == 0
@@ -316,16 +345,17 @@ def test_slots_are_held_while_they_are_saved(server, engine):
     server.kill()
     server.copy_us = 5_000
     server.start()
-    small = engine(server, size=512)
+    small = engine(server, size=4096)
     first = prompt(300)
     small.run(first)
+    small.tree.advance()
     # Nothing of it can go while it is saved; when it is saved, all of it does.
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    small.tree.evict(EvictParams(num_tokens=512))
+    small.tree.evict(EvictParams(num_tokens=4096))
     assert small.tree.protected_size() == 288
     assert small.tree.drain()
-    small.run(prompt(500, seed=2))
+    small.run(prompt(4000, seed=2))
     assert small.tree.drain()
     small.flush()
     assert small.serve(first) == (288, 288)
@@ -339,7 +369,8 @@ def test_more_to_save_than_may_be_held(shared, engine):
     for tokens in prompts:
         small.run(tokens)
     small.run(stem[:100] + prompt(100, 9))
-    assert small.tree.protected_size() <= 336 and small.tree._unsaved
+    small.tree.advance()
+    assert 0 < small.tree.protected_size() <= 336 and small.tree._unsaved
     assert small.tree.drain() and not small.tree._unsaved
     small.flush()
     for tokens in prompts:
@@ -352,6 +383,7 @@ def test_a_weight_update_ends_it(shared, engine, caplog):
     tokens, more = prompt(300), prompt(300, seed=2)
     small.serve(tokens)
     small.run(more)
+    small.tree.advance()
     small.ask("r", tokens[:200] + more)
     small.tree.leave()
     small.wait("r")

@@ -23,6 +23,7 @@ from ranks import assert_same
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
+import small_engine  # noqa: E402
 from host_server import wait_for  # noqa: E402
 from sglang.srt.mem_cache import pegaflow_radix_cache, pegaflow_session  # noqa: E402
 from small_engine import SmallEngine  # noqa: E402
@@ -167,6 +168,7 @@ def lease_lost(rank: int, endpoint: str, name: str, victim: int) -> list:
         counters = one.session.counters
         one.rest()
         assert (counters.loaded, counters.loads_failed) == ((0, 8) if rank == victim else (8, 0))
+        assert counters.lost == 0, "a lease that has run out is no lost server"
         one.session.load = load  # type: ignore[method-assign]
         assert one.run(PROMPT) == 0
         one.flush()
@@ -238,6 +240,35 @@ def come_to_it_first(rank: int, endpoint: str, name: str, first: int) -> list:
         return one.history
 
 
+def server_forgets(rank: int, endpoint: str, name: str, victim: int) -> list:
+    """The server of one rank drops what it has, unseen; all ranks save what they hold of it once more."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = None
+        if rank == victim:
+            server = host_server.HostServer(Path(folder)).start()
+            endpoint = server.endpoint
+        try:
+            with rank_of(rank, endpoint, name, size=2048) as one:
+                one.serve("first", PROMPT)
+                small_engine.wait_until_found(one.session, one.small.saves)
+                if server:
+                    server.forget()
+                dist.barrier()
+                saved = one.session.counters.saved
+                # All of it is in the tree; that the server is asked shows what it lacks.
+                one.step()
+                one.small.ask("second", PROMPT)
+                assert one.tree.check_prefetch_progress("second")
+                one.rest()
+                assert one.session.counters.saved == saved + HELD // 16
+                one.flush()
+                assert one.serve("third", PROMPT) == (HELD, HELD)
+                return one.history
+        finally:
+            if server:
+                server.kill()
+
+
 # ---- the tests ----
 
 
@@ -260,6 +291,11 @@ def test_a_load_that_fails_on_one_rank(pair, endpoint, name, victim):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_server_of_one_rank_dies(pair, endpoint, name, victim, when):
     assert_same(pair.run(server_dies, endpoint, name, victim, when))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_the_server_of_one_rank_has_lost_is_saved_again_by_all(pair, endpoint, name, victim):
+    assert_same(pair.run(server_forgets, endpoint, name, victim))
 
 
 @pytest.mark.parametrize("first", [0, 1])

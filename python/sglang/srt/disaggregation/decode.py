@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
+from sglang.srt.mem_cache.pegaflow_room import live_on_decode
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -161,6 +162,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.has_radix, self.radix = True, self.tree_cache
         # The same tree, where it loads from a PegaFlow server.
         self.pegaflow = self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
+        if self.pegaflow is not None:
+            self.pegaflow.live = lambda: live_on_decode(self)
         self.num_ranks = dist.get_world_size(self.gloo_group)
         # What a retracted request must save and restore too.
         self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
@@ -715,14 +718,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         kv, windows = self.radix.pool.available_size() + self.radix.evictable_size(), self.radix.windows
         if windows is None:
             return Memory(kv)
-        behind = sum(windows.behind(req) for req in self._running())
+        behind = sum(windows.behind(req) for req in self.running())
         return Memory(kv, windows.available_size() + behind)
 
-    def _running(self) -> list[Req]:
+    def running(self) -> list[Req]:
         """The requests that decode and have not ended."""
         return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
 
-    def _coming(self) -> list[Req]:
+    def coming(self) -> list[Req]:
         """The requests that hold KV, do not decode yet, and will."""
         last = self.scheduler.last_batch
         prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
@@ -732,14 +735,19 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         running = set(map(id, self.scheduler.running_batch.reqs))
         return [req for req in others if id(req) not in running and not req.finished()]
 
+    def ahead(self) -> int:
+        """Tokens that are reserved for the next steps of all live requests."""
+        return self.num_reserved_decode_tokens * (len(self.running()) + len(self.coming()))
+
     def _budget(self) -> Budget:
         """What admission has to give in this state. Cost: some figures of each live request."""
         page, tree, windows = self.token_to_kv_pool_allocator.page_size, self.radix, self.radix.windows
-        running, coming = self._running(), self._coming()
-        # A retraction brings nothing of what others hold too, and those in quarantine do.
-        quarantined = [dr.req for dr in self.transfer_queue.quarantine]
-        held = tree.held_by([req.last_node for req in (*coming, *quarantined)])
-        in_tree = tree.protected_size() - held
+        running, coming = self.running(), self.coming()
+        # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
+        holders = [req.last_node for req in (*coming, *[dr.req for dr in self.transfer_queue.quarantine])]
+        if self.pegaflow is not None:
+            holders += self.pegaflow.nodes_in_use()
+        in_tree = tree.protected_size_ - tree.held_by(holders)
         budget = Budget(self._free_or_evictable(), tree.pool.available_size(), in_tree)
         budget.count(
             [use_of(req, page, MOST_NEW_TOKENS) for req in running],
@@ -763,8 +771,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """
         if self.radix.windows is None:
             return 0
-        running = self._running()
-        live = {id(req): req for req in (*running, *(dr.req for dr in admitted), *self._coming())}
+        running = self.running()
+        live = {id(req): req for req in (*running, *(dr.req for dr in admitted), *self.coming())}
         needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
         kept = sum(need.soon - need.now for need in needs.values())
         if retractable is not None:
@@ -898,8 +906,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         failed: list[Req] = []
         if not self.retracted_queue:
             return resumed
-        live = len(self._running()) + len(self._coming())
-        reserve = Memory(self.num_reserved_decode_tokens * live, self._windows_kept(None, count_retracted=False))
+        reserve = Memory(self.ahead(), self._windows_kept(None, count_retracted=False))
         for req in self.retracted_queue:
             free = self._free_or_evictable()
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, free, reserve):

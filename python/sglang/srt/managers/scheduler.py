@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow_memory import kv_layout
 from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowDecodeRadixCache, PegaFlowRadixCache, PegaFlowTree
+from sglang.srt.mem_cache.pegaflow_room import live_on_scheduler
 from sglang.srt.mem_cache.pegaflow_session import PegaFlowSession
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
@@ -196,6 +197,8 @@ class Scheduler(engine.Scheduler):
         # Of what all ranks hold alike, one saves all.
         saves = not layout.shared or self.tp_rank == 0
         self.tree_cache.attach(session, self.tp_cpu_group if self.tp_size > 1 else None, saves)
+        # On decode, the queue of requests that wait for memory sets its own.
+        self.tree_cache.live = lambda: live_on_scheduler(self)
         # The engine's own hooks for prefixes that come from elsewhere: asked of the tree at each of their turns.
         self.enable_hicache_storage = True
 
@@ -308,7 +311,7 @@ class Scheduler(engine.Scheduler):
             "protected": tree.protected_size(),
             "used_peak": self.kv_used_peak,
             "longest_queue_step_s": round(self.longest_queue_step, 3),
-            "idle": self.is_fully_idle() and not self._has_quarantine(),
+            "idle": self.is_fully_idle() and not (self._has_quarantine() or getattr(tree, "busy", False)),
             "free_req_slots": len(self.req_to_token_pool.free_slots),
             "req_slots": self.req_to_token_pool.size + getattr(self.req_to_token_pool, "pre_alloc_size", 0),
         }
@@ -572,18 +575,25 @@ class Scheduler(engine.Scheduler):
     def flush_cache(self) -> bool:
         """Adds that a flush leaves pages in quarantine where they are, and begins the record of the peak anew.
 
+        Pages that a PegaFlow server saves or loads are waited for some seconds; then they stay with it.
+
         And that it does not fail for a step in flight when the answers of all requests have been told: a weight update,
         which may come at once after the last of them, takes a refusal for an error that ends the scheduler.
         """
         self.kv_used_peak, self.longest_queue_step = 0, 0.0
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._end_step_of_none()
-        if isinstance(self.tree_cache, PegaFlowTree) and super().is_fully_idle():
-            # The answers have been told, but not all of their pages saved.
-            self.tree_cache.drain()
-        if not self._has_quarantine():
-            return super().flush_cache()
-        return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
+        if isinstance(self.tree_cache, PegaFlowTree) and self.is_fully_idle() and not self.tree_cache.drain():
+            logger.warning("A flush does not wait for the PegaFlow server any longer; it keeps the pages that it uses.")
+            self.tree_cache.fence()
+        flush = super().flush_cache
+        if self._has_quarantine():
+            done = self.disagg_decode_transfer_queue.flush_around_quarantine(flush)
+        else:
+            done = flush()
+        if done and isinstance(self.tree_cache, PegaFlowTree):
+            self.tree_cache.keep_fenced()
+        return done
 
     def flush_cache_wrapped(self, recv_req):
         """Adds that several TP ranks of a prefill or decode worker look together at one that may wait."""
@@ -637,8 +647,9 @@ class Scheduler(engine.Scheduler):
     def process_input_requests(self, recv_reqs) -> None:
         """Adds, once per turn of every event loop, what PegaFlow has done, and weight updates that have waited."""
         super().process_input_requests(recv_reqs)
-        if isinstance(self.tree_cache, PegaFlowTree):
-            self.tree_cache.advance()
+        if isinstance(self.tree_cache, PegaFlowTree) and self.tree_cache.advance():
+            # Only the end of a running request has the engine look again at those that found no room, and none may run.
+            self.running_batch.batch_is_full = False
         self._update_if_idle(recv_reqs)
 
     def _update(self, update: Callable[[Any], Any], recv_req):
@@ -668,13 +679,6 @@ class Scheduler(engine.Scheduler):
                 end = min(end, req.logprob_start_len)
             tokens = (req.origin_input_ids + req.output_ids)[: max(end, 0)]
             self.tree_cache.prefetch(req.rid, tokens, req.extra_key, req.priority or 0)
-
-    def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        """Adds that a worker whose pages are being saved or loaded is not idle."""
-        idle = super().is_fully_idle(for_health_check)
-        if for_health_check or not isinstance(self.tree_cache, PegaFlowTree):
-            return idle
-        return idle and not self.tree_cache.busy
 
     def maybe_sleep_on_idle(self) -> None:
         """Adds that it does not sleep while requests wait for PegaFlow, or an update for a rank that is not idle."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "is_warmup", "watermark_part"]
+__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "climb", "is_warmup", "watermark_part"]
 
 
 class PrefixPeek(NamedTuple):
@@ -67,6 +67,16 @@ def watermark_part() -> float:
 def is_warmup(req: Req) -> bool:
     """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
     return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
+
+
+def climb(node: TreeNode, seen: set[TreeNode]) -> int:
+    """Tokens of ``node`` and what is above it, but for what has been seen, which this adds to."""
+    tokens = 0
+    while node.parent is not None and node not in seen:
+        seen.add(node)
+        tokens += len(node.key)
+        node = node.parent
+    return tokens
 
 
 class DecodeRadixCache(RadixCache):
@@ -281,13 +291,8 @@ class DecodeRadixCache(RadixCache):
 
     def held_by(self, nodes: Iterable[TreeNode | None]) -> int:
         """Tokens of the tree that locks on ``nodes`` hold, each once. Cost: the nodes above these, each once."""
-        tokens, seen = 0, {self.root_node}
-        for node in nodes:
-            while node is not None and node not in seen:
-                seen.add(node)
-                tokens += len(node.key)
-                node = node.parent
-        return tokens
+        seen: set[TreeNode] = set()
+        return sum([climb(node, seen) for node in nodes if node is not None])
 
     def inc_lock_ref(self, node: TreeNode):
         self.locks_taken += 1

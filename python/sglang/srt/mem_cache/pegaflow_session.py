@@ -102,10 +102,12 @@ class Save:
 class Lookup:
     """A question how many of ``hashes``, from the first on, the server holds; None until it is answered.
 
-    What it holds is leased to this process until the lease is loaded or dropped.
+    What it holds is leased to this process until the lease is loaded or dropped. failed: there was no answer, which
+    counts as none held.
     """
 
     hashes: list[bytes]
+    failed: bool = False
     hits: int | None = None
     lease: bytes = b""
     leased: int = 0
@@ -188,7 +190,7 @@ class PegaFlowSession:
         if self.up:
             self._calls.put(lambda: self._ask(lookup))
         else:
-            lookup.hits = 0
+            lookup.failed, lookup.hits = True, 0
 
     def drop(self, lookup: Lookup) -> None:
         """Give up what ``lookup`` has leased, or will."""
@@ -379,10 +381,18 @@ class PegaFlowSession:
                     call()
                 except Exception:
                     logger.exception("PegaFlow: a call failed")
-            self._look_at_loads()
-            since = time.monotonic() - self._last_probe
-            if since >= (BUSY_PROBE_S if self._loading else PROBE_S) and not self._probe():
-                self._fail_loads()
+            try:
+                self._look_around()
+            except Exception:
+                # This thread must go on: requests wait for it.
+                logger.exception("PegaFlow: the loads were not looked at")
+                time.sleep(BUSY_PROBE_S)
+
+    def _look_around(self) -> None:
+        self._look_at_loads()
+        since = time.monotonic() - self._last_probe
+        if since >= (BUSY_PROBE_S if self._loading else PROBE_S) and not self._probe():
+            self._fail_loads()
 
     def _leave(self) -> None:
         try:
@@ -391,13 +401,13 @@ class PegaFlowSession:
             logger.debug("PegaFlow at %s: %s", self.url, error)
 
     def _ask(self, lookup: Lookup) -> None:
-        hits, lease = 0, b""
+        hits, lease, failed = 0, b"", True
         try:
             self._questions += 1
             while not lookup.dropped and self.up:
                 reply = self._query(lookup.hashes, f"{self.instance_id}-{self._questions}")
                 if reply is not None:
-                    hits, lease = reply
+                    (hits, lease), failed = reply, False
                     break
                 time.sleep(POLL_S)
                 self._look_at_loads()
@@ -411,6 +421,7 @@ class PegaFlowSession:
             dropped = lookup.dropped
             if not dropped:
                 lookup.lease, lookup.leased = lease, hits
+        lookup.failed = failed or not self.up
         lookup.hits = hits
         if dropped and lease:
             self._release(lease)
@@ -429,29 +440,42 @@ class PegaFlowSession:
             logger.debug("PegaFlow: lease not released: %s", error)
 
     def _start_load(self, load: Load) -> None:
-        pages: list[int | None] = [None] * load.skip + self._pages(load.slots)
-        # The other ranks may hold less of it.
-        pages += [None] * (load.leased - len(pages))
-        load.state = self._load_state()
-        load.registration = self._registrations
         try:
-            ok, message = self._client.load(
-                self.instance_id, 0, self.device_id, load.state.shm_name(), [self.layout.names], [(load.lease, [pages])]
-            )
+            pages: list[int | None] = [None] * load.skip + self._pages(load.slots)
+            # The other ranks may hold less of it.
+            pages += [None] * (load.leased - len(pages))
+            load.state = self._load_state()
+            # Between two registrations: what one accepts must not fail with the other.
+            with self._registering:
+                load.registration = self._registrations
+                args = load.state.shm_name(), [self.layout.names], [(load.lease, [pages])]
+                ok, message = self._client.load(self.instance_id, 0, self.device_id, *args)
             if ok:
                 self.counters.hits += len(load.slots) // self.layout.page_size
                 self._loading.append(load)
                 return
             logger.debug("PegaFlow: a load of %d pages was turned down: %s", len(pages), message)
         except Exception as error:
-            self._renew(error)
+            if self._is_refused(load, error):
+                logger.info("PegaFlow: a load of %d tokens was not begun: %s", len(load.slots), error)
+            else:
+                self._renew(error)
         self._release(load.lease)
         self._fail(load)
+
+    @staticmethod
+    def _is_refused(load: Load, error: Exception) -> bool:
+        """Whether ``error`` says only that ``load`` has not begun: it could not be sent, or its lease had run out."""
+        return load.state is None or isinstance(error, ValueError) or load.state.get_state() < 0
 
     def _look_at_loads(self) -> None:
         now = time.monotonic()
         for load in self._loading[:]:
-            state = load.state.get_state()
+            try:
+                state = load.state.get_state()
+            except Exception:
+                logger.exception("PegaFlow: the state of a load cannot be read")
+                state = -1
             if state:
                 self._loading.remove(load)
                 if state > 0:
