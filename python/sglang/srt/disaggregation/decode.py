@@ -185,8 +185,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Admitted requests whose prefill is asked when that step is over.
         self._unasked: list[engine.DecodeRequest] = []
         if self.has_radix:
-            # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
-            self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
+            # A question does not hold up the scheduler here. When to ask again and to give up is the manager's to say.
+            self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
             # Requests that prefill has not been told of, and when all that wait were last looked at.
             self._unannounced: list[engine.DecodeRequest] = []
             self._announced_at = time.monotonic()
