@@ -59,7 +59,7 @@ def deaf() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(10)
         yield listener.getsockname()[1]
-        CommonKVReceiver.close_socket(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        in_time(lambda: CommonKVReceiver.close_socket(f"tcp://127.0.0.1:{listener.getsockname()[1]}"))
 
 
 def in_time(work: Callable[[], Any]) -> None:
