@@ -255,14 +255,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             receiver = decode_req.kv_receiver
             if id(decode_req) not in waiting or not isinstance(receiver, CommonKVReceiver):
                 continue
-            # Behind the window it is not polled.
-            receiver.shake_hands()
-            if receiver.bootstrap_infos is None:
-                # The handshake is not done.
-                later.append(decode_req)
-                continue
             try:
-                receiver.announce()
+                # Behind the window it is not polled.
+                receiver.shake_hands()
+                if receiver.bootstrap_infos is None:
+                    # The handshake is not done.
+                    later.append(decode_req)
+                else:
+                    receiver.announce()
             except Exception as e:
                 decode_req.lose(e)
         self._unannounced = later

@@ -800,10 +800,6 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         if self.peer_takes_prefix:
             self._untold = [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
             self._tell_cancel()
-            if self._untold:
-                logger.warning(
-                    "Prefill %s cannot be told yet that room %s is given up", self.bootstrap_addr, self.bootstrap_room
-                )
 
     def _tell_cancel(self) -> None:
         """Tell the prefill ranks that have not been told, as far as they take messages."""
@@ -853,9 +849,9 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         self.cancelled_at = self.cancelled_at or time.monotonic()
         # Failed on another rank only, this rank's part may well have arrived in full.
         arrived = self.conclude_state == KVPoll.Success
-        if self._untold and time.monotonic() - self._told_at >= TELL_AGAIN_S:
-            self._tell_cancel()
         try:
+            if self._untold and time.monotonic() - self._told_at >= TELL_AGAIN_S:
+                self._tell_cancel()
             done = arrived or not self.asked or self._is_quiet() or self._are_gone()
         except Exception:
             # Then time says.
