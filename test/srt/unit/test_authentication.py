@@ -18,7 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import authentication, conn
-from sglang.srt.disaggregation.common.authentication import VARIABLE, WINDOW_S, Secret, SigningSocket, VerifyingSocket
+from sglang.srt.disaggregation.common.authentication import (
+    LATE_S,
+    VARIABLE,
+    WINDOW_S,
+    Secret,
+    SigningSocket,
+    VerifyingSocket,
+)
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
 
 from sglang_pd_radix.tools.cluster import free_ports
@@ -80,17 +87,42 @@ def test_a_message_passes_once_and_for_a_minute() -> None:
         key.verify([b"1"], "x", ahead)
 
 
-def test_memory_is_that_of_two_minutes_of_good_messages() -> None:
+def test_a_message_that_waited_where_the_way_was_cut_is_believed_and_only_once() -> None:
+    """Nor does one pass that an earlier process was sent, which this one cannot have noted."""
+    clock = Clock()
+    key = Secret(KEY, clock)
+    first, second = key.sign([b"1"], "x"), key.sign([b"1"], "x")
+    key.verify([b"1"], "x", first, LATE_S)
+    clock.now += LATE_S - 1
+    key.verify([b"1"], "x", second, LATE_S)
+    for tag in (first, second):
+        with pytest.raises(ValueError, match="has come before"):
+            key.verify([b"1"], "x", tag, LATE_S)
+    restarted = Secret(KEY, clock)
+    with pytest.raises(ValueError, match="599 s ago"):
+        restarted.verify([b"1"], "x", first, LATE_S)
+    clock.now += 2
+    with pytest.raises(ValueError, match="601 s ago"):
+        key.verify([b"1"], "x", first, LATE_S)
+    # Until it would pass no more, it is remembered.
+    ahead = Secret(KEY, lambda: clock.now + WINDOW_S).sign([b"1"], "x")
+    key.verify([b"1"], "x", ahead, LATE_S)
+    clock.now += WINDOW_S + LATE_S
+    with pytest.raises(ValueError, match="has come before"):
+        key.verify([b"1"], "x", ahead, LATE_S)
+
+
+def test_memory_is_that_of_eleven_minutes_of_good_messages() -> None:
     clock = Clock()
     key, stranger = Secret(KEY, clock), Secret(OTHER, clock)
     for _ in range(100):
         with pytest.raises(ValueError):
             key.verify([b"1"], "x", stranger.sign([b"1"], "x"))
     assert not key._used
-    for _ in range(500):
+    for _ in range(2000):
         clock.now += 1
         key.verify([b"1"], "x", key.sign([b"1"], "x"))
-    assert len(key._used) <= 2 * WINDOW_S + 2
+    assert len(key._used) <= WINDOW_S + LATE_S + 2
 
 
 # ---- the file ----
@@ -155,6 +187,23 @@ def test_a_socket_gives_only_what_is_signed_for_it(caplog: pytest.LogCaptureFixt
         told = [record.message for record in caplog.records]
         assert len(told) == 1 and VARIABLE in told[0], "a stranger does not fill the log"
         assert inbox.type == zmq.PULL, "everything else is the socket's own"
+    finally:
+        pull.close(0)
+        push.close(0)
+
+
+def test_what_a_socket_brings_late_is_read() -> None:
+    """Its receiver stood still, or the way was cut, for longer than clocks may differ."""
+    context, endpoint, clock = zmq.Context.instance(), f"tcp://127.0.0.1:{free_ports(1)[0]}", Clock()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    try:
+        pull.bind(endpoint)
+        push.connect(endpoint)
+        key = Secret(KEY, clock)
+        SigningSocket(push, endpoint, key).send_multipart([b"the end"])
+        clock.now += 5 * WINDOW_S
+        assert pull.poll(5000)
+        assert VerifyingSocket(pull, endpoint, key).recv_multipart(flags=zmq.NOBLOCK) == [b"the end"]
     finally:
         pull.close(0)
         push.close(0)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ import test_nixl_wire as nixl_wire
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common import peer_liveness, peer_watch
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
@@ -40,7 +41,7 @@ from sglang_pd_radix.tools.cluster import free_ports
 
 # The names of the patch file itself.
 CODE = common.CommonKVManager.why_unreached.__globals__
-REALLY_LISTENS = common.nothing_listens
+REALLY_REFUSING = peer_liveness.refusing
 WATCH_PREFILLS = common.CommonKVManager._watch_prefills
 WATCH_DECODES = common.CommonKVManager._watch_decodes
 SWEEP_SOCKETS = common.CommonKVManager._sweep_sockets
@@ -146,7 +147,7 @@ class Bench:
         self.dead = False
         self.gone = False
         self.numbers = iter(range(1000))
-        monkeypatch.setitem(CODE, "nothing_listens", self._nothing_listens)
+        monkeypatch.setattr(peer_liveness, "refusing", self._refusing)
         self._note_pages(self.receiver_type)
         self._note_pages(FakeKVReceiver)
 
@@ -167,8 +168,8 @@ class Bench:
         world.scheduler = world.queue.scheduler = world.transfer.scheduler = scheduler
         return scheduler
 
-    def _nothing_listens(self, host: str, port: int) -> bool:
-        return self.gone
+    def _refusing(self, endpoints: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+        return set(endpoints) if self.gone else set()
 
     def _note_pages(self, receiver_type: type) -> None:
         """Receivers remember which pages they named, which `World.deliver` and `World.check` ask."""
@@ -679,8 +680,9 @@ def methods(*types: type) -> list[str]:
     return sorted(name for name in names if not name.startswith("__"))
 
 
-# Two assignments each, by which a request is ended; and `init`, which has its own guard around all that it calls.
-CANNOT_RAISE = {"abort", "fail", "init"}
+# Two assignments each, by which a request is ended; `init`, and the guard around all that it calls; and
+# `_send_to`, without which prefill hears nothing at all: test_silent_peers.py has what it raises.
+CANNOT_RAISE = {"abort", "fail", "init", "shake_hands", "_send_to"}
 
 
 class Broken(Exception):
@@ -818,7 +820,7 @@ def timed(bench: Bench, *reqs: Req) -> float:
 @pytest.fixture
 def look(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ports are really looked at."""
-    monkeypatch.setitem(CODE, "nothing_listens", REALLY_LISTENS)
+    monkeypatch.setattr(peer_liveness, "refusing", REALLY_REFUSING)
 
 
 def test_a_prefill_that_refuses_connections_is_gone(bench: Bench, look: None):
@@ -873,7 +875,6 @@ def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench:
     assert "Losing connection with prefill instance" in asked_for.finished_reason.message
     assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
     assert not bench.told(other)
-    bench.receiver(asked_for)._asked_at = 0.0
     bench.drain()
     assert bench.finished[other.rid] == 1
     bench.assert_books_closed()
@@ -1027,7 +1028,7 @@ def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench
 
 def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The engine keeps one for each life of each peer, and ZeroMQ tries to reach them for ever."""
-    monkeypatch.setitem(CODE, "nothing_listens", REALLY_LISTENS)
+    monkeypatch.setattr(peer_liveness, "refusing", REALLY_REFUSING)
     receivers = common.CommonKVReceiver
     with socket.create_server(("127.0.0.1", 0)) as alive:
         there = f"tcp://127.0.0.1:{alive.getsockname()[1]}"
@@ -1065,7 +1066,7 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     req = short_of_memory(bench)
     heard_of(bench, req)
     threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
-    time.sleep(3 * CODE["LOOK_S"])
+    time.sleep(3 * peer_watch.LOOK_S)
     bench.gone = False
     make_room(bench)
     bench.drain()

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import (
@@ -217,6 +218,8 @@ class World:
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         for side in ("prefills", "decodes"):
             monkeypatch.setattr(common.CommonKVManager, f"_watch_{side}", lambda manager: None)
+        # What a scheduler leaves to threads has been done when it looks for the first time.
+        monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
         self.wire, self.current = Wire(), None
         self._names = itertools.count()
         library = ModuleType("nixl._api")

@@ -16,6 +16,7 @@ import torch
 from fastapi import HTTPException
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, nothing_listens
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -414,10 +415,12 @@ def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
         began = time.monotonic()
         for _ in range(50):
             assert CommonKVReceiver.query_prefill_dp_ranks(addr, [5]) == {}
+        # The engine waits for five seconds, fifty times.
         assert time.monotonic() - began < 2
 
 
-def test_a_rank_is_told_once_and_asked_for_until_it_is_known():
+def test_a_rank_is_told_once_and_asked_for_until_it_is_known(monkeypatch):
+    monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
     answers, known, asked = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"](), {}, []
 
     def question(addr: str, rooms: list[int]) -> dict[str, int]:
@@ -428,8 +431,6 @@ def test_a_rank_is_told_once_and_asked_for_until_it_is_known():
 
     def ask(*rooms: int) -> dict[str, int]:
         found = answers.ask("a", list(rooms), question)
-        for thread in list(answers._asking.values()):
-            thread.join()
         # What came late.
         told = answers._told["a"]
         return found | {room: told.pop(room) for room in list(told)}

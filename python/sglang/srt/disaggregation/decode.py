@@ -193,8 +193,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Admitted requests whose prefill is asked when that step is over.
         self._unasked: list[engine.DecodeRequest] = []
         if self.has_radix:
-            # A question does not hold up the scheduler here, and what to give up after is the manager's to say.
-            self._ensure_retry_interval, self._max_ensure_retries = 0.4, sys.maxsize
+            # A question does not hold up the scheduler here. When to ask again and to give up is the manager's to say.
+            self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
             # Requests that prefill has not been told of, and when all that wait were last looked at.
             self._unannounced: list[engine.DecodeRequest] = []
             self._announced_at = time.monotonic()
@@ -263,12 +263,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             receiver = decode_req.kv_receiver
             if id(decode_req) not in waiting or not isinstance(receiver, CommonKVReceiver):
                 continue
-            if receiver.bootstrap_infos is None:
-                # The handshake is not done.
-                later.append(decode_req)
-                continue
             try:
-                receiver.announce()
+                # Behind the window it is not polled.
+                receiver.shake_hands()
+                if receiver.bootstrap_infos is None:
+                    # The handshake is not done.
+                    later.append(decode_req)
+                else:
+                    receiver.announce()
             except Exception as e:
                 decode_req.lose(e)
         self._unannounced = later

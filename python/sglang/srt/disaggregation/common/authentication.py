@@ -32,8 +32,11 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SGLANG_DISAGGREGATION_SECRET_FILE"
 # A line that `openssl rand -hex 16` makes has 32.
 LEAST_BYTES = 16
-# Seconds for which a message may be under way, and by which clocks may differ.
+# Seconds for which a request may be under way, and by which clocks may differ.
 WINDOW_S = 60.0
+# The same of a message over ZMQ. It waits where the way is cut, or its receiver stands still, and has come in time for
+# whoever is waiting for it; which by default is not for longer than half of this.
+LATE_S = 600.0
 HEADER = "X-SGLang-PD-Signature"
 # Time (s), number used once, MAC.
 _TAG = struct.Struct(">d12s32s")
@@ -65,6 +68,8 @@ class Secret:
     def __init__(self, key: bytes, clock: Callable[[], float] = time.time):
         self._key, self._clock = hashlib.sha256(key).digest(), clock
         self._lock = threading.Lock()
+        # What an earlier process was sent, at the same port, it cannot have noted.
+        self._oldest = clock() - WINDOW_S
         # Numbers that were used, with the time until which a message that bears them would pass. Only those of messages
         # that were signed: nobody else can make it grow.
         self._used: OrderedDict[bytes, float] = OrderedDict()
@@ -74,15 +79,18 @@ class Secret:
         now, number = self._clock(), os.urandom(12)
         return _TAG.pack(now, number, self._mac(parts, purpose, now, number))
 
-    def verify(self, parts: Sequence[bytes], purpose: str, tag: bytes) -> None:
-        """Raises ValueError, which says why, for a message that is not to be believed."""
+    def verify(self, parts: Sequence[bytes], purpose: str, tag: bytes, late_s: float = WINDOW_S) -> None:
+        """Raises ValueError, which says why, for a message that is not to be believed.
+
+        late_s: for how long it may have been under way, at most `LATE_S`.
+        """
         if len(tag) != _TAG.size:
             raise ValueError("it is not signed")
         at, number, mac = _TAG.unpack(tag)
         if not hmac.compare_digest(mac, self._mac(parts, purpose, at, number)):
             raise ValueError("its signature is of another secret, another receiver or another message")
         now = self._clock()
-        if not abs(now - at) <= WINDOW_S:
+        if not max(now - late_s, self._oldest) <= at <= now + WINDOW_S:
             raise ValueError(f"it was signed {now - at:.0f} s ago by this host's clock: a replay, or a clock is wrong")
         with self._lock:
             while self._used and next(iter(self._used.values())) < now:
@@ -90,7 +98,7 @@ class Secret:
             if number in self._used:
                 raise ValueError("it has come before")
             # From now, not from its own time, so that the oldest stands first.
-            self._used[number] = now + 2 * WINDOW_S
+            self._used[number] = now + WINDOW_S + LATE_S
 
     def _mac(self, parts: Sequence[bytes], purpose: str, at: float, number: bytes) -> bytes:
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
@@ -131,7 +139,7 @@ class VerifyingSocket:
         while True:
             frames = self._socket.recv_multipart(*args, **kwargs)
             try:
-                self._key.verify(frames[:-1], f"zmq {self._endpoint}", frames[-1])
+                self._key.verify(frames[:-1], f"zmq {self._endpoint}", frames[-1], LATE_S)
                 return frames[:-1]
             except ValueError as e:
                 self._tell(str(e))

@@ -6,9 +6,10 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -30,8 +31,13 @@ from sglang.srt.disaggregation.common.authentication import (
     secret,
 )
 from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.common.handshakes import Connection, Connections, RankAnswers
+from sglang.srt.disaggregation.common.outbound import NotTaken, UnwaitingSocket
+from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, nothing_listens
+from sglang.srt.disaggregation.common.peer_watch import PeerWatch, host_and_port
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
+    CANCEL,
     DECODE_PREFIX_ROUTE,
     DECODE_PREFIX_VERSION,
     QUEUED,
@@ -61,18 +67,13 @@ __all__ = [
 # The engine's questions to bootstrap servers, signed where there is a secret.
 requests = SignedRequests()
 
-# Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
-LOOK_S, IDLE_LOOK_S = 0.15, 2.0
-# Seconds between two looks for sockets to peers that are gone.
-SWEEP_S = 10.0
 # Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
 REFUSING_S = 0.3
-# Seconds for which a prefill that gives no usable answer is asked; as long as the engine does.
-UNANSWERED_S = 15
-# Seconds that a step of the scheduler waits for the first answer of a prefill, most of which come within.
-ANSWER_S = 0.1
-# Rooms whose DP rank a prefill has told and nobody has asked for, at most.
-MOST_TOLD = 4096
+# Seconds for which a prefill that gives no usable answer is asked; as long as the engine does. And from one question to
+# the next.
+UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
+# Seconds between two attempts to tell a prefill, which takes no messages, that a request is given up.
+TELL_AGAIN_S = 2.0
 
 
 def _is_dummy(info) -> bool:
@@ -80,15 +81,8 @@ def _is_dummy(info) -> bool:
     return info.is_dummy() if callable(info.is_dummy) else info.is_dummy
 
 
-def nothing_listens(host: str, port: int) -> bool:
-    """Whether the process that listened there is gone. No answer does not say so; a refusal does."""
-    try:
-        socket.create_connection((host, port), timeout=0.05).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
-    return False
+class _NotConnected(Exception):
+    """Where the ranks of a prefill listen is being asked."""
 
 
 def _signing(socket, endpoint: str):
@@ -96,45 +90,11 @@ def _signing(socket, endpoint: str):
     return socket if key is None else SigningSocket(socket, endpoint, key)
 
 
-def _host_and_port(addr: str) -> tuple[str, int]:
-    parsed = NetworkAddress.parse(addr)
-    return parsed.host, parsed.port
-
-
-class RankAnswers:
-    """Which DP ranks of prefills have which rooms, asked in threads: one question to each prefill at a time."""
-
-    def __init__(self) -> None:
-        self._asking: dict[str, threading.Thread] = {}
-        self._told: dict[str, dict[str, int]] = {}
-
-    def ask(self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]) -> dict[str, int]:
-        """What is known of ``rooms``, by number in decimal digits; the rest is asked by ``question``."""
-        told = self._told.setdefault(addr, {})
-        if len(told) > MOST_TOLD:
-            told.clear()
-        lacking = [room for room in rooms if str(room) not in told]
-        if lacking and addr not in self._asking:
-
-            def put() -> None:
-                try:
-                    told.update(question(addr, lacking))
-                except Exception:
-                    logger.exception("Prefill %s cannot say which of its DP ranks has which room", addr)
-                finally:
-                    self._asking.pop(addr, None)
-
-            self._asking[addr] = thread = threading.Thread(target=put, daemon=True, name="ask-dp-ranks")
-            thread.start()
-            thread.join(ANSWER_S)
-        return {room: told.pop(room) for room in map(str, rooms) if room in told}
-
-
-# Of a decode worker with a radix cache.
+# Of a decode worker with a radix cache: nothing on its scheduler's thread waits for a peer.
 _rank_answers: RankAnswers | None = None
 
 
-class CommonKVManager(engine.CommonKVManager):
+class CommonKVManager(PeerWatch, engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
     def __init__(self, *args, **kwargs):
@@ -151,15 +111,15 @@ class CommonKVManager(engine.CommonKVManager):
         self.num_layers: int | None = None
         # Prefill: its requests, and what decode has said of them. Its lock goes for transfer_infos too.
         self.rooms = Rooms()
-        # Decode: questions to prefills that are under way; when each prefill has refused connections, first and last;
-        # and when and why one turned out to be of no use.
-        self.asking: dict[str, threading.Thread] = {}
+        # Decode: questions to prefills that are under way, and when each was last asked; when each prefill has refused
+        # connections, first and last; and when and why one turned out to be of no use.
+        self.asking: set[str] = set()
+        self.asked_at: dict[str, float] = {}
         self.refusing: dict[str, tuple[float, float]] = {}
         self.unusable: dict[str, tuple[float, str]] = {}
-        # Prefill: decode ranks, host and port, that have not refused a connection.
-        self.reachable_ranks: set[tuple[str, int]] = set()
-        # When sockets of dead peers were last looked for.
-        self._swept_at = time.monotonic()
+        # What leads to them; and whether they are gone, for the scheduler.
+        self.connections = Connections()
+        self.liveness = PeerLiveness()
         super().__init__(*args, **kwargs)
         key = secret()
         if key is not None:
@@ -192,11 +152,11 @@ class CommonKVManager(engine.CommonKVManager):
         """
         if not self.has_radix or bootstrap_addr in self.prefill_info_table:
             return super().try_ensure_parallel_info(bootstrap_addr)
-        if bootstrap_addr not in self.asking:
-            thread = threading.Thread(target=self._ask_prefill, args=(bootstrap_addr,), daemon=True, name="ask-prefill")
-            self.asking[bootstrap_addr] = thread
-            thread.start()
-            thread.join(ANSWER_S)
+        now = time.monotonic()
+        if bootstrap_addr not in self.asking and now - self.asked_at.get(bootstrap_addr, -math.inf) >= ASK_AGAIN_S:
+            self.asked_at[bootstrap_addr] = now
+            self.asking.add(bootstrap_addr)
+            threading.Thread(target=self._ask_prefill, args=(bootstrap_addr,), daemon=True, name="ask-prefill").start()
         return bootstrap_addr in self.prefill_info_table
 
     def _ask_prefill(self, addr: str) -> None:
@@ -218,7 +178,7 @@ class CommonKVManager(engine.CommonKVManager):
                 elif self.page_digests is not None and addr not in self.digest_peers:
                     logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
                 return
-            if nothing_listens(*_host_and_port(addr)):
+            if nothing_listens(*host_and_port(addr)):
                 first, last = self.refusing.get(addr, (now, now))
                 # One long ago was of an earlier life.
                 self.refusing[addr] = (first if now - last < 10 * REFUSING_S else now, now)
@@ -228,7 +188,7 @@ class CommonKVManager(engine.CommonKVManager):
             logger.exception("Prefill %s cannot be used", addr)
             self.unusable[addr] = (now, f"{type(e).__name__}: {e}")
         finally:
-            self.asking.pop(addr, None)
+            self.asking.discard(addr)
 
     def _ask_for_prefix(self, addr: str) -> int | None:
         """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
@@ -326,97 +286,18 @@ class CommonKVManager(engine.CommonKVManager):
     def forget_connections(self, addr: str) -> None:
         """Have the next request make the connection to a prefill anew, and register this worker's memory with it."""
         with self.connection_lock:
-            for key in [key for key in self.connection_pool if key.startswith(addr + "_")]:
-                del self.connection_pool[key]
+            # A copy in one go: not all who make connections take the lock.
+            for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
+                self.connection_pool.pop(key, None)
 
-    def _watch_prefills(self) -> None:
-        """Fail the requests of a prefill as soon as the operating system says that its processes are gone.
-
-        The engine asks its bootstrap server, and takes it for lost after two failures, ten seconds or more; one that
-        was restarted meanwhile it never misses, and what it goes on to send nobody receives.
-        """
-        looked: dict[str, float] = {}
-        while True:
-            time.sleep(LOOK_S)
-            self._sweep_sockets()
-            for addr in list(self.prefill_info_table):
-                now = time.monotonic()
-                if not self.addr_to_rooms_tracker.get(addr) and now - looked.get(addr, 0.0) < IDLE_LOOK_S:
-                    continue
-                looked[addr] = now
-                try:
-                    if self._is_gone(addr):
-                        # Twice, so that nothing is made of a moment.
-                        time.sleep(LOOK_S / 2)
-                        if self._is_gone(addr):
-                            self._handle_node_failure(addr)
-                except Exception:
-                    logger.exception("Could not look after prefill %s", addr)
-
-    def _watch_decodes(self) -> None:
-        """Fail the requests of a decode rank, on prefill, as soon as the operating system says that it is gone.
-
-        In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does;
-        and the router waits for both workers. Only of ranks that run with the flag; nobody is looked at who has no
-        request here.
-        """
-        while True:
-            time.sleep(LOOK_S)
-            self._sweep_sockets()
-            try:
-                for (host, port), rooms in self._rooms_of_decodes().items():
-                    if not nothing_listens(host, port):
-                        self.reachable_ranks.add((host, port))
-                        continue
-                    # Twice, so that nothing is made of a moment.
-                    time.sleep(LOOK_S / 2)
-                    # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
-                    if (host, port) in self.reachable_ranks and nothing_listens(host, port):
-                        self.reachable_ranks.discard((host, port))
-                        logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(rooms))
-                        self.rooms.lose_decode(rooms, f"decode {host}:{port} is gone: it refuses connections")
-            except Exception:
-                logger.exception("Could not look after decode workers")
-
-    def _rooms_of_decodes(self) -> dict[tuple[str, int], list[int]]:
-        """The live requests by the decode ranks, host and port, in which they wait or that have asked for them."""
-        found: dict[tuple[str, int], list[int]] = {}
-        with self.rooms.lock:
-            for room in self.rooms.live:
-                if room in self.rooms.refused:
-                    continue
-                infos = self.transfer_infos.get(room, {}).values()
-                asked = {(i.endpoint, i.dst_port) for i in infos if getattr(i, "names_prefix", False)}
-                for rank in asked | set(self.rooms.waiting.get(room, ())):
-                    found.setdefault(rank, []).append(room)
-        return found
-
-    def _sweep_sockets(self) -> None:
-        """Close the sockets to peers at whose port nobody listens any more, every `SWEEP_S` seconds.
-
-        The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in
-        one is sent to whoever is given that port next.
-        """
-        now = time.monotonic()
-        if now - self._swept_at < SWEEP_S:
-            return
-        self._swept_at = now
-        for endpoint in list(engine.CommonKVReceiver._socket_cache):
-            try:
-                host, port = _host_and_port(endpoint.removeprefix("tcp://"))
-                if nothing_listens(host, port):
-                    time.sleep(LOOK_S / 2)
-                    if nothing_listens(host, port):
-                        CommonKVReceiver.close_socket(endpoint)
-            except Exception:
-                logger.exception("Could not look after the socket to %s", endpoint)
-
-    def _is_gone(self, addr: str) -> bool:
-        """Whether nothing listens any more where one of the schedulers of a prefill did."""
-        with self.connection_lock:
-            connections = [infos for key, infos in self.connection_pool.items() if key.startswith(addr + "_")]
-        ports = {(info["rank_ip"], info["rank_port"]) for infos in connections for info in infos}
-        return any(nothing_listens(*port) for port in ports or {_host_and_port(addr)})
+    def lose_prefill(self, addr: str) -> list[int]:
+        """Forget a prefill that is gone, and which rooms are its. The scheduler may open and close rooms meanwhile."""
+        self.forget_connections(addr)
+        self.prefill_info_table.pop(addr, None)
+        # A copy in one go: the scheduler may have the set in hand.
+        rooms = list(self.addr_to_rooms_tracker.pop(addr, ()))
+        logger.error("Lost connection with prefill instance (bootstrap_addr: %s), which has %d rooms", addr, len(rooms))
+        return rooms
 
     def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]):
         """Mends the engine's for a pipeline stage whose number of layers does not divide that of the model.
@@ -714,7 +595,12 @@ class CommonKVReceiver(engine.CommonKVReceiver):
     # The delta, from when prefill is asked for a digest of it until that has been found right.
     digest_pages: npt.NDArray[np.int32] | None = None
     _done = False
-    _asked_at = 0.0
+    # The DP rank with which a handshake is still to be made, and the attempt to reach it that is waited for.
+    _dp_rank: int | None = None
+    _connection: Connection | None = None
+    # Prefill ranks that have still to be told that this request is given up, and when that was last tried.
+    _untold: list[dict] = []
+    _told_at = 0.0
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
         """Adds when it was made, and that what an earlier request has left of its room does not count for it."""
@@ -734,8 +620,10 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
-        """Adds that messages are signed where there is a secret."""
+        """Adds that messages are signed where there is a secret, and that with a radix cache no sender waits."""
         socket, lock = super()._connect(endpoint, is_ipv6)
+        if _rank_answers is not None:
+            socket = UnwaitingSocket(socket, endpoint)
         return _signing(socket, endpoint), lock
 
     @classmethod
@@ -749,23 +637,100 @@ class CommonKVReceiver(engine.CommonKVReceiver):
                 socket.close(linger=0)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Adds that an error of the handshake fails this request only, and that none is made with one that is lost.
+        """Adds that an error of the handshake fails this request only, that none is made with one that is lost, and
+        that the scheduler does not wait for it: `shake_hands` goes on with it.
 
         Half a handshake must not be taken for a whole one by the next request.
         """
-        manager = self.kv_mgr
-        if not manager.has_radix:
+        if not self.kv_mgr.has_radix:
             super().init(prefill_dp_rank)
             return
+        self._dp_rank = prefill_dp_rank
+        self.shake_hands()
+
+    def shake_hands(self) -> None:
+        """Make the handshake that `init` began, once that takes no waiting. Backends call it at each poll."""
+        manager, rank, connection = self.kv_mgr, self._dp_rank, self._connection
+        if rank is None or (connection is not None and not connection.over):
+            return
+        self._dp_rank = None
+        if connection is not None and KVPoll.Failed in (
+            self.conclude_state,
+            manager.request_status.get(self.bootstrap_room, KVPoll.Failed),
+        ):
+            # Meanwhile.
+            return
         try:
-            super().init(prefill_dp_rank)
+            super().init(rank)
+        except _NotConnected:
+            self._dp_rank = rank
+            return
         except Exception as e:
-            logger.exception("Handshake of room %s with prefill %s", self.bootstrap_room, self.bootstrap_addr)
+            if not isinstance(e, ConnectionError):
+                logger.exception("Handshake of room %s with prefill %s", self.bootstrap_room, self.bootstrap_addr)
             manager.forget_connections(self.bootstrap_addr)
             self.fail(f"the handshake with prefill {self.bootstrap_addr} failed: {type(e).__name__}: {e}")
         if self.bootstrap_addr not in manager.prefill_info_table:
             # Lost in the meantime.
             manager.forget_connections(self.bootstrap_addr)
+
+    def _setup_bootstrap_infos(self) -> None:
+        """Wraps the engine's questions to the bootstrap server, which a thread puts with a radix cache.
+
+        Requests that come meanwhile wait for the same answers. Raises _NotConnected while there are none.
+        """
+        manager, addr, rank = self.kv_mgr, self.bootstrap_addr, self.prefill_dp_rank
+        if not manager.has_radix:
+            super()._setup_bootstrap_infos()
+            return
+        if self._connection is not None and self._connection.reason is not None:
+            manager.connections.done(addr, rank, self._connection)
+            raise ConnectionError(self._connection.reason)
+        known, connection = self._known_ranks(), manager.connections.get(addr, rank)
+        if connection is not None and connection.over and (connection.reason is not None or known is None):
+            # It is of no use any more.
+            manager.connections.done(addr, rank, connection)
+            connection = None
+        if connection is None and known is None:
+            connection = manager.connections.start(addr, rank, self._ranks_fetcher())
+        if connection is not None:
+            self._connection = connection
+            if not connection.over:
+                raise _NotConnected
+            manager.connections.done(addr, rank, connection)
+            known = self._known_ranks()
+            if connection.reason is not None or known is None:
+                raise ConnectionError(connection.reason or "it was lost in the meantime")
+            for self.bootstrap_infos in known:
+                self._register_kv_args()
+        self.bootstrap_infos = [info for infos in known or () for info in infos]
+
+    def _known_ranks(self) -> list[list[dict]] | None:
+        """Where the ranks of this request's prefill listen, as the engine keeps it; None while that is not known."""
+        pool = self.kv_mgr.connection_pool
+        keys = [
+            f"{self.bootstrap_addr}_{self.prefill_dp_rank}_{cp}_{self.target_tp_rank}" for cp in self.target_cp_ranks
+        ]
+        known = [pool.get(key) for key in keys]
+        return None if None in known else known
+
+    def _ranks_fetcher(self) -> Callable[[], None]:
+        """What a thread does to learn them. Raises ConnectionError."""
+        manager, addr = self.kv_mgr, self.bootstrap_addr
+        # Nothing is noted of this request, which may end meanwhile; and the scheduler registers its memory.
+        scout = copy.copy(self)
+        scout.bootstrap_room, scout._register_kv_args = None, lambda: None
+        prefill = manager.prefill_info_table.get(addr)
+
+        def fetch() -> None:
+            super(CommonKVReceiver, scout)._setup_bootstrap_infos()
+            if scout.conclude_state == KVPoll.Failed:
+                raise ConnectionError("its bootstrap server does not say where its ranks listen, see the log")
+            if manager.prefill_info_table.get(addr) is not prefill:
+                manager.forget_connections(addr)
+                raise ConnectionError("it was lost in the meantime")
+
+        return fetch
 
     def fail(self, reason: str) -> None:
         """Fail this request for ``reason``; the queues see it at its next poll."""
@@ -821,7 +786,7 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         return time.time() - self.init_time >= self.kv_mgr.waiting_timeout
 
     def cancel(self) -> None:
-        """End this request and tell prefill to write no more for it. Backends with a message for that override it.
+        """End this request and tell prefill, where it understands that, to write no more for it.
 
         Why it ended has been told by now.
         """
@@ -832,6 +797,19 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         if not self.fenced:
             # Prefill was never asked for anything: there are no writers to wait for.
             self._end()
+        if self.peer_takes_prefix:
+            self._untold = [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
+            self._tell_cancel()
+
+    def _tell_cancel(self) -> None:
+        """Tell the prefill ranks that have not been told, as far as they take messages."""
+        untold, self._untold, self._told_at = self._untold, [], time.monotonic()
+        for peer in untold:
+            try:
+                self._send_to(peer, self._word(CANCEL))
+            except NotTaken as e:
+                logger.debug("Prefill cannot be told that room %s is given up: %s", self.bootstrap_room, e)
+                self._untold.append(peer)
 
     def announce(self) -> None:
         """Tell prefill, where it listens, that this request waits here and will be asked for.
@@ -839,10 +817,25 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         It then knows whose end is also that of the request.
         """
         if self.bootstrap_addr in self.kv_mgr.listening_peers:
-            self._say(QUEUED)
+            # What is not taken is said again, if it waits for long.
+            with contextlib.suppress(NotTaken):
+                self._say(QUEUED)
 
     def _say(self, word: bytes) -> None:
-        """Send one word about this request to every prefill rank that is to write for it."""
+        """Send one word about this request to every prefill rank that is to write for it, or raise NotTaken."""
+        for peer in self.bootstrap_infos or []:
+            if not peer["is_dummy"]:
+                self._send_to(peer, self._word(word))
+
+    def _word(self, word: bytes) -> list[bytes]:
+        """The message that says it, of backends that have one."""
+        raise NotImplementedError
+
+    def _send_to(self, peer: dict, frames: list[bytes]) -> None:
+        """Send a prefill rank a message, or raise NotTaken."""
+        socket, lock = self._connect_to_bootstrap_server(peer)
+        with lock:
+            socket.send_multipart(frames)
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
@@ -857,6 +850,8 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         # Failed on another rank only, this rank's part may well have arrived in full.
         arrived = self.conclude_state == KVPoll.Success
         try:
+            if self._untold and time.monotonic() - self._told_at >= TELL_AGAIN_S:
+                self._tell_cancel()
             done = arrived or not self.asked or self._is_quiet() or self._are_gone()
         except Exception:
             # Then time says.
@@ -886,11 +881,8 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
         A failed health check does not say so: it asks another process, which may be slow while the writers go on.
         """
-        now = time.monotonic()
-        if now - self._asked_at < 2:
-            return False
-        self._asked_at = now
-        return all(nothing_listens(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or [])
+        ranks = [(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or []]
+        return self.kv_mgr.liveness.are_gone(ranks, self.cancelled_at)
 
     def _is_quiet(self) -> bool:
         """Whether no prefill rank writes for this request any more; a backend that cannot tell says yes."""

@@ -40,6 +40,11 @@ class Rooms:
         # Decode ranks, host and port, in which a room waits for memory, and when each last said so; the oldest rooms
         # are forgotten. The request may come here only later.
         self.waiting: dict[int, dict[tuple[str, int], float]] = {}
+        # Decode ranks, host and port, that have spoken here; the oldest are forgotten. And those of them that have done
+        # so for the first time, which are looked at before they can end.
+        self._known_ranks: dict[tuple[str, int], None] = {}
+        self._newcomers: set[tuple[str, int]] = set()
+        self._spoken = threading.Event()
         # Whether there is a decode worker that says so: those without the flag do not.
         self.hears_of_waiting = False
         # When one last asked for KV that does not: any room may wait there.
@@ -88,11 +93,31 @@ class Rooms:
 
     def wait(self, room: int, host: str, port: int) -> None:
         """Note that ``room`` waits in a decode rank, which will ask for it."""
+        self.hear(host, port)
         with self.lock:
-            self.hears_of_waiting = True
             if not self.has_ended(room):
                 ranks = self.waiting.get(room, {})
                 _remember(self.waiting, room, {**ranks, (host, port): time.monotonic()})
+
+    def hear(self, host: str, port: int) -> None:
+        """Note that a decode rank with the flag speaks here: it also says what waits in it."""
+        self.hears_of_waiting = True
+        with self.lock:
+            if (host, port) not in self._known_ranks:
+                _remember(self._known_ranks, (host, port), None)
+                self._newcomers.add((host, port))
+                self._spoken.set()
+
+    def wait_for_newcomers(self, seconds: float) -> None:
+        """Wait until a decode rank speaks here for the first time, but no longer than this."""
+        self._spoken.wait(seconds)
+
+    def take_newcomers(self) -> set[tuple[str, int]]:
+        """The decode ranks that have spoken here for the first time since this was last asked."""
+        with self.lock:
+            self._spoken.clear()
+            newcomers, self._newcomers = self._newcomers, set()
+        return newcomers
 
     def unheard_s(self, room: int, since: float) -> float:
         """Seconds for which no decode rank has said that ``room`` waits in it, ``since`` its request came at most.
@@ -124,7 +149,7 @@ class Rooms:
                 self.given_up.append(sender)
 
 
-def _remember(book: dict, room: int, value: Any) -> None:
+def _remember(book: dict, room: Any, value: Any) -> None:
     book.pop(room, None)
     book[room] = value
     while len(book) > REMEMBERED_ROOMS:

@@ -145,6 +145,8 @@ class MooncakeKVManager(StagingKVManager):
     def _on_request(self, info: TransferInfo) -> None:
         """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
         room, session = info.room, info.mooncake_session_id
+        if info.names_prefix:
+            self.rooms.hear(info.endpoint, info.dst_port)
         infos = self.transfer_infos.get(room, {})
         if session not in self.decode_kv_args_table:
             raise ValueError(f"session {session!r} has not registered its memory")
@@ -337,7 +339,18 @@ class MooncakeKVManager(StagingKVManager):
                     "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
                 )
 
-    # ---- decode: messages of prefill workers ----
+    # ---- decode: prefill workers that are gone, and their messages ----
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """Wraps the engine's, which iterates over what the scheduler changes."""
+        if not self.has_radix:
+            super()._handle_node_failure(failed_bootstrap_addr)
+            return
+        for room in self.lose_prefill(failed_bootstrap_addr):
+            if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
+                self.fail_room(
+                    room, f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+                )
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
@@ -466,7 +479,10 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             return
         if now - min(since) > self.kv_mgr.bootstrap_timeout:
             self.fail(f"decode has granted no staging memory for {now - min(since):.0f} s")
-        elif any(self.kv_mgr.is_gone(Peer(info.endpoint, info.dst_port)) for info in self._infos.values()):
+        elif any(
+            self.kv_mgr.liveness.are_gone([(info.endpoint, info.dst_port)], self.made_at)
+            for info in self._infos.values()
+        ):
             self.fail("decode, which was to grant staging memory, is gone")
 
     def _close_failed(self, default: str) -> None:
@@ -511,8 +527,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
-        self.asked = True
         if decode_prefix_len is None or self.bootstrap_infos is None:
+            self.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         if self._offers_staging and self.require_staging:
@@ -531,13 +547,13 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
                 b"%d" % dummy,
                 *([DIGEST] if verify else []),
             ]
-            socket, lock = self._connect_to_bootstrap_server(peer)
-            with lock:
-                socket.send_multipart(frames)
+            self._send_to(peer, frames)
+            self.asked = True
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
         """Adds to the engine's poll that success waits for the metadata, and for what comes by way of staging."""
+        self.shake_hands()
         state, room, staging = super().poll(), self.bootstrap_room, self.kv_mgr.staging
         # At any state: it is this that makes room in the buffer.
         if staging is not None and not staging.landed(room) and state == KVPoll.Success:
@@ -599,18 +615,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if manager.staging is not None:
             manager.staging.drop(room)
 
-    def cancel(self) -> None:
-        """Adds the message to prefill, where it is understood."""
-        super().cancel()
-        if self.peer_takes_prefix:
-            self._say(CANCEL)
-
-    def _say(self, word: bytes) -> None:
-        for peer in self.bootstrap_infos or []:
-            if not peer["is_dummy"]:
-                socket, lock = self._connect_to_bootstrap_server(peer)
-                with lock:
-                    socket.send_multipart([*head(self.kv_mgr, self.bootstrap_room, self.session_id), word])
+    def _word(self, word: bytes) -> list[bytes]:
+        return [*head(self.kv_mgr, self.bootstrap_room, self.session_id), word]
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""

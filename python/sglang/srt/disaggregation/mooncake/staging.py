@@ -8,12 +8,10 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import nothing_listens
 from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
 from sglang.srt.disaggregation.decode_prefix import wire_int
@@ -37,8 +35,6 @@ class StagingKVManager(engine.MooncakeKVManager):
         """Adds the books of pieces. Before the engine's own, which starts the threads."""
         # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
         self.piece_sizes: dict[str, tuple[engine.KVArgsRegisterInfo, int]] = {}
-        # Prefill: when each decode rank was last asked whether it is there, and whether it was gone.
-        self.probes: dict[Peer, tuple[float, bool]] = {}
         # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
@@ -183,14 +179,6 @@ class StagingKVManager(engine.MooncakeKVManager):
         """Leaves out decode workers with a radix cache, which are asked piece by piece."""
         if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
             super()._prefetch_staging_reqs(room)
-
-    def is_gone(self, peer: Peer) -> bool:
-        """Whether nothing listens at ``peer``, asked once for all requests: it can take a while to find out."""
-        asked_at, gone = self.probes.get(peer, (0.0, False))
-        if time.monotonic() - asked_at >= PATIENCE_S:
-            gone = nothing_listens(peer.endpoint, peer.port)
-            self.probes[peer] = time.monotonic(), gone
-        return gone
 
     # ---- decode ----
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.decode_prefix import wire_int
 from sglang.srt.utils.network import NetworkAddress
 
@@ -67,11 +68,14 @@ def head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
 
 
 def post(peer: Peer, frames: list[bytes]) -> None:
-    """Send a message from any thread. The sockets of the transfer threads may be used by one thread only."""
+    """Send a message from any thread, or raise NotTaken. The sockets of the transfer threads are for these alone."""
     address = NetworkAddress(peer.endpoint, peer.port)
     socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
-    with lock:
-        socket.send_multipart(frames, flags=zmq.NOBLOCK)
+    try:
+        with lock:
+            socket.send_multipart(frames, flags=zmq.NOBLOCK)
+    except zmq.Again:
+        raise NotTaken(address.to_tcp()) from None
 
 
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:

@@ -134,7 +134,7 @@ class _OneAtATime:
 class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
-    room_books = (*CommonKVManager.room_books, "awaited_rooms", "transfer_statuses", "unsettled")
+    room_books = (*CommonKVManager.room_books, "awaited_rooms", "transfer_statuses", "unsettled", "cancels")
 
     def __init__(self, *args, **kwargs):
         """Adds the book that tells a late or foreign notification from a good one."""
@@ -144,6 +144,8 @@ class NixlKVManager(engine.NixlKVManager):
         self.posted: list = []
         # Whether this rank writes the metadata of what is being sent, or only says that it has nothing to write.
         self.writes_metadata = True
+        # Decode agents that gave a live room up, and wait for an answer whether they had asked for it or not.
+        self.cancels: dict[int, set[str]] = {}
         # Failed senders whose writes were still under way when the engine let go of them.
         self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
@@ -194,8 +196,7 @@ class NixlKVManager(engine.NixlKVManager):
         """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
         room, infos = info.room, self.transfer_infos.get(info.room, {})
         if info.names_prefix:
-            # It would also say what waits in it, whether anything ever has or not.
-            self.rooms.hears_of_waiting = True
+            self.rooms.hear(info.endpoint, info.dst_port)
         else:
             self.rooms.silent_peer_at = time.monotonic()
         ended = self.rooms.failure(room)
@@ -235,6 +236,8 @@ class NixlKVManager(engine.NixlKVManager):
         """
         with self.rooms.lock:
             if room in self.rooms.live:
+                if agent_name in self.decode_kv_args_table:
+                    self.cancels.setdefault(room, set()).add(agent_name)
                 self.rooms.give_up(room)
             elif not self.rooms.has_ended(room):
                 self._refuse(room, agent_name, GIVEN_UP)
@@ -249,6 +252,12 @@ class NixlKVManager(engine.NixlKVManager):
         reason = self.refuse(room, reason)
         if agent_name in self.decode_kv_args_table:
             self.tell_failure(room, [agent_name], reason)
+
+    def end_room(self, room: int, reason: str | None = None) -> None:
+        """Adds that nobody waits for an answer any more."""
+        with self.rooms.lock:
+            super().end_room(room, reason)
+            self.cancels.pop(room, None)
 
     def add_transfer_request(
         self,
@@ -321,15 +330,19 @@ class NixlKVManager(engine.NixlKVManager):
         self.unsettled = [sender for sender in self.unsettled if not sender.settled()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """Adds to the engine's, on decode, why its requests fail: their prefill is gone."""
-        # A copy: the scheduler goes on to open and close rooms; an error ends the thread that watches prefills.
-        for room in self.addr_to_rooms_tracker.get(failed_bootstrap_addr, set()).copy():
+        """Wraps the engine's, which iterates over what the scheduler changes; says why its requests fail."""
+        if not self.has_radix:
+            super()._handle_node_failure(failed_bootstrap_addr)
+            return
+        for room in self.lose_prefill(failed_bootstrap_addr):
             status = self.transfer_statuses.get(room)
             if status is None or not status.is_done():
                 self.record_failure(
                     room, f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
                 )
-        super()._handle_node_failure(failed_bootstrap_addr)
+                if status is not None:
+                    status.is_failure = True
+            self.update_status(room, KVPoll.Failed)
 
     def _send_without_kv(
         self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int, state_indices: list[int] | None
@@ -434,10 +447,11 @@ class NixlKVSender(engine.NixlKVSender):
         room = self.bootstrap_room
         with self.kv_mgr.rooms.lock:
             infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
+            cancels = self.kv_mgr.cancels.pop(room, set())
         reason = self.why()
         # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
         # count for that of the rank that writes.
-        listeners = [name for name, info in infos.items() if info.dummy is False]
+        listeners = cancels.union(name for name, info in infos.items() if info.dummy is False)
         self.kv_mgr.tell_failure(room, listeners, reason)
         self.kv_mgr.end_room(room, reason)
         self.kv_mgr.forget(room)
@@ -549,10 +563,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
-        self.asked = True
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
         if decode_prefix_len is None or self.bootstrap_infos is None:
+            self.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         manager = self.kv_mgr
@@ -573,9 +587,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 b"%d" % dummy,
                 *([DIGEST] if verify else []),
             ]
-            socket, lock = self._connect_to_bootstrap_server(peer)
-            with lock:
-                socket.send_multipart(frames)
+            self._send_to(peer, frames)
+            self.asked = True
         self._status = manager.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:
@@ -585,6 +598,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
     def poll(self) -> KVPoll:
         """Adds to the engine's poll that a request's books are closed whichever way it ends."""
+        self.shake_hands()
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
         # Before the books are closed, which then take no reason any more.
         state = self.once_metadata_landed(super().poll())
@@ -613,20 +627,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
-    def cancel(self) -> None:
-        """Adds the message to prefill, where it is understood."""
-        super().cancel()
-        if self.peer_takes_prefix:
-            self._say(CANCEL)
-
-    def _say(self, word: bytes) -> None:
+    def _word(self, word: bytes) -> list[bytes]:
         manager = self.kv_mgr
         head = [manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, manager.agent.name.encode("ascii")]
-        for peer in self.bootstrap_infos or []:
-            if not peer["is_dummy"]:
-                socket, lock = self._connect_to_bootstrap_server(peer)
-                with lock:
-                    socket.send_multipart([engine.GUARD, b"%d" % self.bootstrap_room, *head, word])
+        return [engine.GUARD, b"%d" % self.bootstrap_room, *head, word]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()

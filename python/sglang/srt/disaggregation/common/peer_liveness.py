@@ -1,0 +1,147 @@
+"""Whether the processes of other workers are gone, found out by threads: a scheduler waits for no peer.
+
+A refused connection says that the process that listened there has ended. No answer says nothing: the way to the peer
+may be cut, or it stands still.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+logger = logging.getLogger(__name__)
+
+Endpoint = tuple[str, int]
+
+# Seconds that one look waits for answers, however many peers are looked at.
+ANSWER_S = 0.05
+# Seconds between the two looks that make a peer gone, so that nothing is made of a moment.
+AGAIN_S = 0.075
+# Seconds for which an answer is kept, and after which one that nobody asks for any more is forgotten.
+KEPT_S, FORGOTTEN_S = 2.0, 60.0
+
+# What names stand for, until they refuse; to resolve one may take seconds.
+_resolved: dict[str, list[tuple[int, str]]] = {}
+
+
+def _addresses(host: str) -> list[tuple[int, str]]:
+    """Family and number of each address of a host."""
+    if host not in _resolved:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        _resolved[host] = [(family, str(at[0])) for family, _, _, _, at in found]
+    return _resolved[host]
+
+
+def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
+    """Those of ``endpoints`` that refuse connections, at all of their addresses. All are asked at once."""
+    poller = select.poll()
+    asked: dict[int, tuple[Endpoint, socket.socket]] = {}
+    refused: set[Endpoint] = set()
+    others: set[Endpoint] = set()
+
+    def note(endpoint: Endpoint, error: int) -> None:
+        (refused if error == errno.ECONNREFUSED else others).add(endpoint)
+
+    def ask(endpoint: Endpoint) -> None:
+        host, port = endpoint
+        for family, address in _addresses(host):
+            probe = socket.socket(family, socket.SOCK_STREAM)
+            probe.setblocking(False)
+            asked[probe.fileno()] = endpoint, probe
+            error = probe.connect_ex((address, port))
+            if error == errno.EINPROGRESS:
+                poller.register(probe, select.POLLOUT)
+            else:
+                note(endpoint, error)
+                asked.pop(probe.fileno())[1].close()
+
+    try:
+        for endpoint in set(endpoints):
+            try:
+                ask(endpoint)
+            except (OSError, OverflowError, UnicodeError) as e:
+                # No such host or port.
+                logger.debug("%s:%s cannot be looked at: %s", *endpoint, e)
+                others.add(endpoint)
+        deadline = time.monotonic() + ANSWER_S
+        while asked and (left := deadline - time.monotonic()) > 0:
+            for fd, _ in poller.poll(left * 1000):
+                poller.unregister(fd)
+                endpoint, probe = asked.pop(fd)
+                note(endpoint, probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                probe.close()
+    finally:
+        for endpoint, probe in asked.values():
+            others.add(endpoint)
+            probe.close()
+    for host, _ in refused:
+        _resolved.pop(host, None)
+    return refused - others
+
+
+def gone(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
+    """Those of ``endpoints`` that refuse connections twice."""
+    found = refusing(endpoints)
+    if found:
+        time.sleep(AGAIN_S)
+        found = refusing(found)
+    return found
+
+
+def nothing_listens(host: str, port: int) -> bool:
+    """Whether the process that listened there is gone. For threads that may wait."""
+    return bool(refusing([(host, port)]))
+
+
+class PeerLiveness:
+    """What is known of peers, for schedulers: asked and answered without waiting, looked for by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._asked: set[Endpoint] = set()
+        # When the look began, and whether the peer was gone.
+        self._known: dict[Endpoint, tuple[float, bool]] = {}
+        self._thread: threading.Thread | None = None
+
+    def are_gone(self, endpoints: Iterable[Endpoint], since: float) -> bool:
+        """Whether all of these were found to be gone after ``since``. What is not known by now is looked for."""
+        now = time.monotonic()
+        known = self._known
+        ask, found = [], True
+        for endpoint in endpoints:
+            at, is_gone = known.get(endpoint, (0.0, False))
+            found = found and is_gone and at >= since
+            if at < since or now - at > KEPT_S:
+                ask.append(endpoint)
+        if ask and not found:
+            with self._lock:
+                self._asked.update(ask)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, daemon=True, name="look-at-peers")
+                    self._thread.start()
+                self._lock.notify()
+        return found
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._asked:
+                    self._lock.wait()
+                asked, self._asked = self._asked, set()
+            began = time.monotonic()
+            found: set[Endpoint] = set()
+            try:
+                found = gone(asked)
+            except Exception:
+                logger.exception("Could not look after %s", asked)
+            with self._lock:
+                # Replaced as a whole: it is read without the lock.
+                kept = {peer: known for peer, known in self._known.items() if began - known[0] < FORGOTTEN_S}
+                self._known = kept | {peer: (began, peer in found) for peer in asked}

@@ -1,0 +1,400 @@
+"""A peer that does not answer, or does not read, holds nobody up: no scheduler's thread waits for one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import test_mooncake_wire as mooncake_wire
+import test_nixl_wire as nixl_wire
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import conn, handshakes, peer_liveness
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.outbound import NotTaken
+from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, nothing_listens, refusing
+from sglang.srt.disaggregation.common.rooms import Rooms
+from sglang.srt.disaggregation.mooncake.wire import Peer, post
+from test_nixl_wire import until
+
+from sglang_pd_radix.tools.cluster import free_ports
+
+# For what would never end. Nothing is measured.
+LONG_S = 20
+WATCH_DECODES = conn.CommonKVManager._watch_decodes
+IN_BACKGROUND = handshakes.in_background
+
+
+@pytest.fixture(params=["nixl", "mooncake"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = (nixl_wire if request.param == "nixl" else mooncake_wire).World(monkeypatch)
+    yield made
+    if request.param == "mooncake":
+        made.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """Where connections neither come about nor are refused: as behind a cut wire."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        held = [socket.socket() for _ in range(3)]
+        for waiting in held:
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+        for waiting in held:
+            waiting.close()
+
+
+@pytest.fixture
+def deaf() -> Iterator[int]:
+    """A port at which a worker stands still: connections come about, and nobody reads."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(10)
+        yield listener.getsockname()[1]
+        in_time(lambda: CommonKVReceiver.close_socket(f"tcp://127.0.0.1:{listener.getsockname()[1]}"))
+
+
+def in_time(work: Callable[[], Any]) -> None:
+    """Do ``work``, which may wait for nobody."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive(), "it waits for a peer"
+    if errors:
+        raise errors[0]
+
+
+# ---- whether a peer is gone ----
+
+
+def test_all_peers_are_looked_at_together(silent: tuple[str, int]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        here, there = alive.getsockname(), ("127.0.0.1", free_ports(1)[0])
+        # At both addresses of the name, if it has two.
+        named = ("localhost", there[1])
+        wrong = [("no such host.", 1), ("127.0.0.1", 1 << 20), ("127.0.0.1", -1)]
+        assert refusing([here, silent, there, named, *wrong]) == {there, named}
+        assert gone([silent, here]) == set() and gone([there, here]) == {there}
+    assert nothing_listens(*here) and not nothing_listens(*silent)
+
+
+def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int], monkeypatch) -> None:
+    """One silent prefill of many ranks does not keep the watch from the others."""
+    waited: list[float] = []
+    poll = peer_liveness.select.poll
+
+    class Poll:
+        def __init__(self) -> None:
+            self.poller = poll()
+            self.register, self.unregister = self.poller.register, self.poller.unregister
+
+        def poll(self, ms: float) -> list:
+            waited.append(ms / 1000)
+            return self.poller.poll(ms)
+
+    monkeypatch.setattr(peer_liveness.select, "poll", Poll)
+    others = [(f"127.0.0.{i}", silent[1]) for i in range(2, 40)]
+    monkeypatch.setattr(peer_liveness, "_addresses", lambda host: [(socket.AF_INET, "127.0.0.1")])
+    assert refusing([silent, *others]) == set()
+    assert sum(waited) <= 2 * peer_liveness.ANSWER_S
+
+
+def test_an_answer_is_waited_for_by_a_thread_alone_and_asked_once_for_all(monkeypatch) -> None:
+    going_on, looks = threading.Event(), []
+
+    def look(endpoints: Iterable) -> set:
+        looks.append(sorted(endpoints))
+        assert going_on.wait(LONG_S)
+        return {("b", 1), ("c", 1)} & set(endpoints)
+
+    monkeypatch.setattr(peer_liveness, "refusing", look)
+    monkeypatch.setattr(peer_liveness, "AGAIN_S", 0)
+    liveness = PeerLiveness()
+    for _ in range(100):
+        assert not liveness.are_gone([("a", 1), ("b", 1)], 0.0) and not liveness.are_gone([("b", 1)], 0.0)
+    until(lambda: bool(looks), "the first look")
+    assert len(looks) == 1
+    going_on.set()
+    until(lambda: liveness.are_gone([("b", 1)], 0.0), "the answer")
+    assert not liveness.are_gone([("a", 1), ("b", 1)], 0.0)
+    # One that has been found out before does not count: who listens there now may be another.
+    later = peer_liveness.time.monotonic()
+    assert not liveness.are_gone([("b", 1)], later)
+    until(lambda: liveness.are_gone([("b", 1)], later), "a new answer")
+    # A look that raises is not the last one.
+    monkeypatch.setattr(peer_liveness, "refusing", lambda endpoints: 1 // 0)
+    assert not liveness.are_gone([("c", 1)], 0.0)
+    until(lambda: ("c", 1) in liveness._known, "an answer of a sort")
+    monkeypatch.setattr(peer_liveness, "refusing", look)
+    until(lambda: liveness.are_gone([("c", 1)], later), "the next answer")
+
+
+def test_what_is_known_of_peers_is_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(peer_liveness, "refusing", lambda endpoints: set(endpoints))
+    for name in ("AGAIN_S", "FORGOTTEN_S"):
+        monkeypatch.setattr(peer_liveness, name, 0)
+    liveness = PeerLiveness()
+    for port in range(1, 20):
+        until(lambda port=port: liveness.are_gone([("a", port)], 0.0), "an answer")
+    assert len(liveness._known) == 1
+
+
+def test_quarantined_requests_of_a_silent_prefill_hold_nobody_up(world: Any, monkeypatch) -> None:
+    """Each connected to it from the scheduler, every two seconds: with a hundred of them five seconds a step."""
+    on_scheduler, going_on, is_gone = [], threading.Event(), []
+    scheduler = threading.get_ident()
+
+    def look(endpoints: Iterable) -> set:
+        if threading.get_ident() == scheduler:
+            on_scheduler.append(endpoints)
+        assert going_on.wait(LONG_S)
+        return set(endpoints) if is_gone else set()
+
+    monkeypatch.setattr(peer_liveness, "refusing", look)
+    monkeypatch.setattr(peer_liveness, "KEPT_S", 0)
+    receivers = [world.request(1000 + i, 24, 8).bootstrap().receivers[0] for i in range(8)]
+    manager = world.decode[0].manager
+    for receiver in receivers:
+        receiver.fenced, receiver._send_to = True, lambda peer, frames: None
+    manager._handle_node_failure(receivers[0].bootstrap_addr)
+    for receiver in receivers:
+        assert receiver.poll() == KVPoll.Failed
+        receiver.cancel()
+    for _ in range(20):
+        in_time(lambda: [receiver.writers_done() for receiver in receivers])
+        assert not any(receiver.writers_done() for receiver in receivers)
+    assert not on_scheduler
+    is_gone.append(True)
+    going_on.set()
+    until(lambda: all(receiver.writers_done() for receiver in receivers), "the end of the quarantine")
+
+
+# ---- messages that are not taken ----
+
+
+def fill(receiver: Any) -> None:
+    """Send words to its prefill until none is taken."""
+    for _ in range(200_000):
+        receiver._say(b"word" * 1000)
+    raise AssertionError("everything is taken")
+
+
+def test_no_message_to_a_prefill_that_reads_nothing_is_waited_for(world: Any, deaf: int) -> None:
+    """ZeroMQ waited when its queue was full, for good, and so did who wanted the socket's lock."""
+    manager = world.decode[0].manager
+    first, second = (world.request(room, 24, 8).start_prefill().start_decode().receivers[0] for room in (1, 2))
+    manager.listening_peers.add(first.bootstrap_addr)
+    for receiver in (first, second):
+        receiver.fenced = True
+        receiver.bootstrap_infos = [{**info, "rank_port": deaf} for info in receiver.bootstrap_infos]
+    with pytest.raises(NotTaken, match=f"tcp://127.0.0.1:{deaf} takes no messages"):
+        in_time(lambda: fill(first))
+    # Its word is said again by the queue.
+    in_time(first.announce)
+    with pytest.raises(NotTaken):
+        in_time(lambda: first.send_metadata(np.arange(4, dtype=np.int32), 0, None, decode_prefix_len=8))
+    first.fail("not taken")
+    in_time(first.cancel)
+    # Nobody has been asked to write for it.
+    assert first.writers_done()
+    # The engine's own message, to a prefill without the package.
+    with pytest.raises(NotTaken):
+        in_time(lambda: second.send_metadata(np.arange(4, dtype=np.int32), 0, None))
+    # From any thread, as prefill's are.
+    with pytest.raises(NotTaken):
+        in_time(lambda: post(Peer("127.0.0.1", deaf), [b"word"]))
+    in_time(lambda: CommonKVReceiver.close_socket(f"tcp://127.0.0.1:{deaf}"))
+
+
+def test_a_request_that_one_prefill_rank_does_not_take_is_ended_by_all(monkeypatch, deaf: int) -> None:
+    """Over NIXL the rank that was asked answered, and the other, which was not, never did: 300 s of quarantine."""
+    world = nixl_wire.World(monkeypatch, prefill_tp=2)
+    request = world.request(1).start_prefill().start_decode()
+    (receiver,) = request.receivers
+    receiver.fenced = True
+    asked, unasked = receiver.bootstrap_infos
+    receiver.bootstrap_infos = [asked, {**unasked, "rank_port": deaf}]
+    with pytest.raises(NotTaken):
+        in_time(lambda: fill(receiver))
+    with pytest.raises(NotTaken):
+        request.ask()
+    assert receiver.asked
+    receiver.fail("not taken")
+    in_time(receiver.cancel)
+    assert receiver._untold == receiver.bootstrap_infos[1:] and not receiver.writers_done()
+    # It goes on, and takes messages.
+    receiver.bootstrap_infos[1]["rank_port"] = unasked["rank_port"]
+    receiver._told_at -= 1e6
+    assert not receiver.writers_done()
+    request.wait_senders(KVPoll.Failed)
+    for rank in world.prefill:
+        rank.manager.settle()
+        assert not rank.manager.cancels
+    until(receiver.writers_done, "both ranks have answered")
+    assert not receiver._untold
+
+
+def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any) -> None:
+    request = world.request(1, 24, 8).start_prefill().start_decode()
+    (receiver,) = request.receivers
+    # Lost with the connection.
+    receiver.fenced = receiver.asked = True
+    receiver.fail("lost")
+    receiver.cancel()
+    request.wait_senders(KVPoll.Failed)
+    until(receiver.writers_done, "prefill's answer")
+
+
+# ---- handshakes ----
+
+
+class Gate:
+    """The bootstrap server of a world's prefill, which answers when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, receiver_type: type) -> None:
+        self.open, self.asked, self.answers = threading.Event(), 0, True
+        ask = receiver_type._get_bootstrap_info_from_server
+
+        def gated(receiver: Any, *rank: int) -> dict | None:
+            self.asked += 1
+            assert self.open.wait(LONG_S)
+            return ask(receiver, *rank) if self.answers else None
+
+        monkeypatch.setattr(receiver_type, "_get_bootstrap_info_from_server", gated)
+        monkeypatch.setattr(handshakes, "in_background", IN_BACKGROUND)
+
+
+def begin(world: Any, room: int) -> Any:
+    """A request whose handshake has begun."""
+    module = nixl_wire if isinstance(world, nixl_wire.World) else mooncake_wire
+    receiver_type = module.NixlKVReceiver if module is nixl_wire else module.MooncakeKVReceiver
+    receiver = receiver_type(world.decode[0].manager, getattr(world, "addr", nixl_wire.ADDR), room)
+    in_time(lambda: receiver.init(0))
+    return receiver
+
+
+def gate_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    nixl = isinstance(world, nixl_wire.World)
+    return Gate(monkeypatch, nixl_wire.NixlKVReceiver if nixl else mooncake_wire.MooncakeKVReceiver)
+
+
+def test_a_handshake_is_made_without_standing_still_and_once_for_all(world: Any, monkeypatch) -> None:
+    """The engine asks the bootstrap server on the scheduler's thread, for five seconds if it does not answer."""
+    gate = gate_of(world, monkeypatch)
+    receivers = [begin(world, room) for room in (1, 2, 3)]
+    manager, registered = world.decode[0].manager, []
+    for receiver in receivers:
+        register = receiver._register_kv_args
+        receiver._register_kv_args = lambda register=register: (registered.append(True), register())
+    assert [receiver.poll() for receiver in receivers] == [KVPoll.Bootstrapping] * 3
+    # Given up meanwhile: it stays so, and is nobody's concern.
+    receivers[0].abort()
+    assert receivers[0].poll() == KVPoll.Failed
+    until(lambda: gate.asked == 1, "the question")
+    gate.open.set()
+    until(lambda: receivers[1].poll() == KVPoll.WaitingForInput, "the handshake")
+    assert receivers[2].poll() == KVPoll.WaitingForInput and receivers[0].poll() == KVPoll.Failed
+    assert gate.asked == 1 and registered == [True] and receivers[0].bootstrap_infos is None
+    # One that comes later finds everything.
+    later = begin(world, 4)
+    assert later.poll() == KVPoll.WaitingForInput and gate.asked == 1
+    assert not manager.connections._attempts
+
+
+def test_what_the_bootstrap_server_does_not_say_fails_those_that_waited(world: Any, monkeypatch) -> None:
+    gate = gate_of(world, monkeypatch)
+    gate.answers = False
+    receivers = [begin(world, room) for room in (1, 2)]
+    gate.open.set()
+    for receiver in receivers:
+        until(lambda receiver=receiver: receiver.poll() == KVPoll.Failed, "its failure")
+        with pytest.raises(Exception, match=r"handshake with prefill .* does not say where its ranks listen"):
+            receiver.failure_exception()
+    # The next one asks anew.
+    gate.answers = True
+    later = begin(world, 3)
+    until(lambda: later.poll() == KVPoll.WaitingForInput, "the handshake")
+
+
+def test_a_prefill_that_is_lost_while_it_is_asked_leaves_no_connection(world: Any, monkeypatch) -> None:
+    gate = gate_of(world, monkeypatch)
+    receiver = begin(world, 1)
+    manager = world.decode[0].manager
+    until(lambda: gate.asked == 1, "the question")
+    info = manager.prefill_info_table[receiver.bootstrap_addr]
+    manager._handle_node_failure(receiver.bootstrap_addr)
+    assert receiver.poll() == KVPoll.Failed
+    gate.open.set()
+    until(lambda: manager.connections.get(receiver.bootstrap_addr, 0).over, "the end of the question")
+    assert not manager.connection_pool and receiver.bootstrap_infos is None
+    manager.prefill_info_table[receiver.bootstrap_addr] = info
+    later = begin(world, 2)
+    until(lambda: later.poll() == KVPoll.WaitingForInput, "a handshake of its own")
+    assert gate.asked == 2
+
+
+# ---- books that two threads use ----
+
+
+def test_a_prefill_is_lost_while_the_scheduler_opens_and_closes_rooms(world: Any, monkeypatch) -> None:
+    """The engine iterates over the set that the scheduler has in hand: an error, and the rest waited for 300 s."""
+    receivers = [world.request(room, 24, 8).start_decode().receivers[0] for room in (1, 2, 3)]
+    manager, addr = world.decode[0].manager, receivers[0].bootstrap_addr
+    in_hand, update = manager.addr_to_rooms_tracker[addr], manager.update_status
+
+    def interleaved(room: int, status: KVPoll) -> None:
+        in_hand.add(room + 1000)
+        update(room, status)
+
+    monkeypatch.setattr(manager, "update_status", interleaved)
+    manager._handle_node_failure(addr)
+    assert [receiver.poll() for receiver in receivers] == [KVPoll.Failed] * 3
+    with pytest.raises(Exception, match="Losing connection with prefill"):
+        receivers[0].failure_exception()
+
+
+# ---- decode ranks that end early ----
+
+
+def test_a_decode_rank_is_looked_at_before_it_can_end(monkeypatch) -> None:
+    """Of one that ended before the first look it was never known that it had been there, and its requests waited."""
+    refused: set = set()
+    monkeypatch.setattr(peer_liveness, "refusing", lambda endpoints: refused & set(endpoints))
+    world = nixl_wire.World(monkeypatch)
+    manager = world.prefill[0].manager
+    threading.Thread(target=WATCH_DECODES, args=(manager,), daemon=True).start()
+    # It says what waits in it, and its request is not here yet.
+    world.push([b"NixlMsgGuard", b"7", b"127.0.0.1", b"5555", b"agent", b"queued"])
+    until(lambda: ("127.0.0.1", 5555) in manager.reachable_ranks, "the look at it")
+    refused.add(("127.0.0.1", 5555))
+    lost = world.request(7).start_prefill()
+    lost.wait_senders(KVPoll.Failed)
+    with pytest.raises(RuntimeError, match="decode 127.0.0.1:5555 is gone"):
+        lost.senders[0].failure_exception()
+
+
+def test_who_speaks_for_the_first_time_is_noted_once() -> None:
+    rooms = Rooms()
+    rooms.wait(1, "a", 1)
+    rooms.hear("a", 1)
+    rooms.hear("b", 1)
+    rooms.wait_for_newcomers(LONG_S)
+    assert rooms.take_newcomers() == {("a", 1), ("b", 1)} and rooms.hears_of_waiting
+    rooms.hear("a", 1)
+    assert not rooms._spoken.is_set() and rooms.take_newcomers() == set()
