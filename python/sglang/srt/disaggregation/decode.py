@@ -52,6 +52,8 @@ MOST_NEW_TOKENS = engine.CLIP_MAX_NEW_TOKEN
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 # Places of the window that are not given to requests whose handshake is done, where the queue is longer than it.
 HANDSHAKES = WINDOW // 4
+# Requests that prefills are told of in one step.
+ANNOUNCEMENTS = 256
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 
@@ -259,7 +261,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not self._unannounced:
             return
         waiting, later = {id(dr) for dr in self.queue}, []
-        for decode_req in self._unannounced:
+        for decode_req in self._unannounced[:ANNOUNCEMENTS]:
             receiver = decode_req.kv_receiver
             if id(decode_req) not in waiting or not isinstance(receiver, CommonKVReceiver):
                 continue
@@ -273,7 +275,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                     receiver.announce()
             except Exception as e:
                 decode_req.lose(e)
-        self._unannounced = later
+        self._unannounced = [*self._unannounced[ANNOUNCEMENTS:], *later]
 
     def _resolve_pending_reqs(self) -> None:
         """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
