@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn
+from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
     MooncakeKVManager,
@@ -1394,6 +1395,67 @@ def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
     assert granted[-2:] == [(4, 0)] * 2
     staging.drop(4)
     assert staging.space.free == [(0, ALIGNMENT)]
+
+
+def test_who_is_told_of_a_grant_may_ask_again() -> None:
+    """It may want a lock, with which in hand another thread waits for that of the staging buffer."""
+    pools = [torch.zeros(8, 1, 4) for _ in range(2)]
+    staging = Device(torch.zeros(ALIGNMENT, dtype=torch.uint8), pools[:1], pools[1:], 1, 1, 0)
+    granted: list[tuple[int, int]] = []
+
+    def ask(room: int, rank: int = 0) -> None:
+        def told(offset: int) -> None:
+            assert not staging.lock.locked()
+            granted.append((room, rank))
+
+        staging.ask(room, 0, 2, rank, told)
+
+    for room in range(1, 6):
+        staging.open(room, np.arange(2, dtype=np.int32), 1)
+        ask(room)
+    with pytest.raises(ValueError, match="is not the next one"):
+        staging.ask(5, 7, 1, 0, lambda offset: None)
+    ask(1, rank=1)
+    assert granted == [(1, 0), (1, 1)]
+    staging.written(1, 0, 0)
+    staging.done = True
+    # What was asked for first is told first, whichever call made room for it.
+    for room, free in ((2, lambda: staging.landed(1)), (3, lambda: staging.drop(2)), (4, lambda: staging.drop(3))):
+        free()
+        assert granted[-1] == (room, 0)
+    staging.written(4, 0, 0)
+    assert granted == [(1, 0), (1, 1), (2, 0), (3, 0), (4, 0), (5, 0)]
+
+
+def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> None:
+    """One thread wants the books of rooms with those of staging in hand, the other the other way round."""
+    world = staged(monkeypatch, 2, 1, pieces=2)
+    told, ending = threading.Event(), threading.Event()
+    stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
+    post, close_books = mooncake_staging.post, ends.receivers[0]._close_books
+
+    def cannot(peer, frames: list[bytes]) -> None:
+        if mooncake_staging.GRANT not in frames:
+            post(peer, frames)
+            return
+        told.set()
+        assert ending.wait(5)
+        raise zmq.Again
+
+    def close() -> None:
+        ending.set()
+        close_books()
+
+    monkeypatch.setattr(mooncake_staging, "post", cannot)
+    ends.receivers[0]._close_books = close
+    scheduler = threading.Thread(target=lambda: told.wait(5) and ends.receivers[0]._end(), daemon=True)
+    scheduler.start()
+    stuck.send()
+    scheduler.join(5)
+    assert not scheduler.is_alive()
+    stuck.wait_receivers(KVPoll.Failed)
+    assert "could not grant staging memory" in reasons(stuck.receivers)[0]
+    world.close()
 
 
 @pytest.fixture
