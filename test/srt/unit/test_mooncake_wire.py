@@ -838,6 +838,65 @@ def test_a_rank_where_nothing_went_wrong_tells_its_decode_rank(monkeypatch: pyte
     world.close()
 
 
+@pytest.mark.parametrize("result", [0, -1, RuntimeError("no such luck")])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypatch, begun: bool, result) -> None:
+    """One rank still writes when the request has failed on another. begun: the next one is here before that ends."""
+    world = World(monkeypatch, prefill_tp=2, decode_tp=2)
+    first, again = world.request(1, 24, 8).bootstrap(fenced=True), world.request(1, 24, 8)
+    library, manager = world.prefill[0].library, world.prefill[0].manager
+    library.gate.clear()
+    library.writing.clear()
+    first.send()
+    assert library.writing.wait(5)
+    first.senders[1].fail("out of luck")
+    reasons(first.senders)
+    if begun:
+        again.start_prefill()
+    library.result = result
+    library.gate.set()
+    until(lambda: not manager.queued, "the write has ended")
+    first.wait_receivers(KVPoll.Failed) if result else first.receivers[1].abort()
+    reasons(first.receivers)
+    wait_quiet(first)
+    if not begun:
+        world.assert_books_closed()
+        again.start_prefill()
+    assert [sender.poll() for sender in again.senders] == [KVPoll.Bootstrapping] * 2
+    assert not manager.failure_records
+    if result == 0:
+        again.start_decode().ask().wait_senders(KVPoll.WaitingForInput)
+        for sender in again.senders:
+            sender.init(again.num_pages, again.aux)
+        again.send().finish()
+        again.assert_landed()
+        world.assert_books_closed()
+    world.close()
+
+
+def test_a_chunk_of_a_room_that_fails_meanwhile_is_not_counted_as_queued(world: World, monkeypatch) -> None:
+    """A write of an earlier chunk fails in its own thread while the scheduler adds the next one."""
+    manager = world.prefill[0].manager
+    request = world.request(1, 24, 8).bootstrap()
+    check = manager.check_status
+    failing: list[threading.Thread] = []
+
+    def check_later(room: int) -> KVPoll:
+        if threading.current_thread() is threading.main_thread() and not failing:
+            failing.append(threading.Thread(target=manager.fail_room, args=(1, "an earlier chunk failed")))
+            failing[0].start()
+            failing[0].join(0.2)
+        return check(room)
+
+    monkeypatch.setattr(manager, "check_status", check_later)
+    request.senders[0].send(np.arange(2, 4, dtype=np.int32))
+    request.wait_senders(KVPoll.Failed)
+    assert failing and "an earlier chunk failed" in reasons(request.senders)[0]
+    until(lambda: not any(manager.rooms_held().values()), "nothing is left", manager.rooms_held)
+    request.wait_receivers(KVPoll.Failed)
+    reasons(request.receivers)
+
+
 def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     request = world.request(1, 10, 4).bootstrap()
     decode = push(world.decode[0])
@@ -1100,6 +1159,48 @@ def test_a_prefill_that_never_answers_is_not_waited_for_for_ever(world: World) -
     gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": free_ports(1)[0]}]
     gone.receivers[0]._asked_at = 0
     assert gone.receivers[0].writers_done()
+
+
+def test_a_request_of_a_room_that_has_ended_well_is_given_up_as_any_other(world: World) -> None:
+    """Before its prompt has come to prefill, which remembers the end of the last request of the room."""
+    world.request(1, 24, 8).bootstrap().send().finish()
+    until(lambda: not world.prefill[0].manager.queued, "the last chunk is done")
+    again = world.request(1, 24, 8).start_decode(fenced=True).ask()
+    give_up(again)
+    wait_quiet(again)
+    again.start_prefill().wait_senders(KVPoll.Failed)
+    assert "decode gave the request up" in reasons(again.senders)[0]
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
+def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world: World, status: KVPoll) -> None:
+    request = world.request(1, 24, 8).bootstrap(fenced=True)
+    (receiver,), manager = request.receivers, world.decode[0].manager
+    read, ended = threading.Event(), threading.Event()
+
+    class Statuses(dict):
+        """The scheduler ends the request just when the thread that reads messages has found its room."""
+
+        def __contains__(self, room: object) -> bool:
+            found = dict.__contains__(self, room)
+            if threading.current_thread() is not threading.main_thread() and not read.is_set():
+                read.set()
+                assert ended.wait(5)
+            return found
+
+    give_up(request)
+    request.wait_senders(KVPoll.Failed)
+    wait_quiet(request)
+    manager.request_status = Statuses({1: KVPoll.Failed})
+    push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
+    assert read.wait(5)
+    receiver._end()
+    ended.set()
+    other = world.request(2, 8, 0)
+    other.bootstrap().send().finish()
+    assert not any(manager.rooms_held().values())
+    world.assert_books_closed()
 
 
 # ---- staging buffers ----

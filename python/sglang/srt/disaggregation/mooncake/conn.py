@@ -81,7 +81,16 @@ class TransferInfo(engine.TransferInfo):
 class MooncakeKVManager(StagingKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
-    room_books = (*StagingKVManager.room_books, "cancels", "queued", "quiet_ranks", "failed_ranks")
+    room_books = (
+        *StagingKVManager.room_books,
+        "cancels",
+        "queued",
+        "queued_for",
+        "claims",
+        "told_claims",
+        "quiet_ranks",
+        "failed_ranks",
+    )
 
     def __init__(self, *args, **kwargs):
         """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
@@ -93,8 +102,10 @@ class MooncakeKVManager(StagingKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
-        # Prefill: chunks that are queued or being written, by room.
+        # Prefill: chunks that are queued or being written, by room, whose they are, and the threads that write them.
         self.queued: dict[int, int] = defaultdict(int)
+        self.queued_for: dict[int, MooncakeKVSender] = {}
+        self.writers: set[int] = set()
         # Digests of pages. Prefill: of what has been queued, by room; decode: as told, by room and prefill rank.
         self.claims: dict[int, str] = {}
         self.told_claims: dict[int, dict[int, str]] = {}
@@ -162,6 +173,8 @@ class MooncakeKVManager(StagingKVManager):
         counts = {other.required_dst_info_num for other in (*infos.values(), info)}
         if len(counts) > 1 or min(counts) < 1:
             raise ValueError(f"it says that {sorted(counts)} decode ranks will ask")
+        # A room that ended well may be used again, as in the engine.
+        self.rooms.reopen(room)
         self.transfer_infos.setdefault(room, {})[session] = info
         if len(self.transfer_infos[room]) == info.required_dst_info_num:
             self.update_status(room, KVPoll.WaitingForInput)
@@ -218,14 +231,16 @@ class MooncakeKVManager(StagingKVManager):
         for start, end in pieces or [(index_slice.start, index_slice.stop)]:
             part = slice(start - index_slice.start, end - index_slice.start)
             is_last = is_last_chunk and end == index_slice.stop
-            if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                with self.rooms.lock:
+            # The engine queues nothing of a room that has failed; another thread may be about to say so.
+            with self.rooms.lock:
+                if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
                     self.queued[bootstrap_room] += 1
+                    self.queued_for[bootstrap_room] = self.rooms.live[bootstrap_room]
                     if claim is not None and is_last:
                         self.claims[bootstrap_room] = claim
-            super().add_transfer_request(
-                bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
-            )
+                super().add_transfer_request(
+                    bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
+                )
         for info in writes:
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
@@ -274,6 +289,7 @@ class MooncakeKVManager(StagingKVManager):
             queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer), self._on_chunk_done
         )
         self.watched_queues.append(watched)
+        self.writers.add(threading.get_ident())
         while True:
             try:
                 super().transfer_worker(watched, watched, staging_buffer)
@@ -288,6 +304,7 @@ class MooncakeKVManager(StagingKVManager):
             self.queued[room] -= 1
             if self.queued[room] <= 0:
                 del self.queued[room]
+                self.queued_for.pop(room, None)
                 self.claims.pop(room, None)
 
     def is_writing(self, room: int) -> bool:
@@ -295,6 +312,28 @@ class MooncakeKVManager(StagingKVManager):
         return any(watched.room == room for watched in self.watched_queues)
 
     # ---- prefill: failures ----
+
+    def _is_late(self, room: int) -> bool:
+        """Whether this thread writes for a request that has ended; another one of its room may be here."""
+        if threading.get_ident() not in self.writers:
+            return False
+        sender = self.queued_for.get(room)
+        return sender is None or self.rooms.live.get(room) is not sender
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """Adds, on prefill, that the end of a write says nothing where its request has failed elsewhere meanwhile.
+
+        Nobody would read it but the next request of the room, which would take it for its own.
+        """
+        with self.rooms.lock:
+            if not self._is_late(bootstrap_room):
+                super().update_status(bootstrap_room, status)
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """Adds, on prefill, that nobody is told why a write failed whose request has ended."""
+        with self.rooms.lock:
+            if not self._is_late(bootstrap_room):
+                super().record_failure(bootstrap_room, failure_reason)
 
     @property
     def _rank(self) -> int:
@@ -364,20 +403,25 @@ class MooncakeKVManager(StagingKVManager):
         if room not in self.request_status:
             logger.debug("Message for room %s, which nobody waits for", room)
             return False
-        if is_aux:
-            self._handle_aux_data(frames)
-            return False
-        if self.staging is not None and frames[1] in (STAGE, STAGED):
+        if not is_aux and self.staging is not None and frames[1] in (STAGE, STAGED):
             try:
                 self._on_piece(self.staging, room, frames)
             except Exception as e:
                 logger.exception("Room %s: a piece of its KV is lost", room)
                 self.fail_room(room, f"prefill's KV cannot be used: {e}")
             return False
-        if len(frames) not in (3, 4):
+        if not is_aux and len(frames) not in (3, 4):
             raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
-        if self.enable_staging and not self.has_radix:
+        if not is_aux and self.enable_staging and not self.has_radix:
             return len(frames) == 3
+        with self.rooms.lock:
+            # The scheduler may just have closed its books.
+            if room in self.request_status:
+                self._handle_aux_data(frames) if is_aux else self._on_end(room, frames)
+        return False
+
+    def _on_end(self, room: int, frames: list[bytes]) -> None:
+        """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):
             raise ValueError(f"room {room} cannot end with status {status}")
@@ -388,7 +432,7 @@ class MooncakeKVManager(StagingKVManager):
         if status == KVPoll.Failed:
             reason = frames[3].decode("ascii", "replace") if len(frames) == 4 else "its transfer failed, see its log"
             self.fail_room(room, f"prefill reported: {reason}")
-            return False
+            return
         if len(frames) == 4:
             self.told_claims.setdefault(room, {})[rank] = frames[3].decode("ascii", "replace")
         responses = self.prefill_response_tracker[room]
@@ -397,7 +441,6 @@ class MooncakeKVManager(StagingKVManager):
         # What has failed here stays so; the engine takes the higher of both.
         if done and self.request_status.get(room) != KVPoll.Failed:
             self.update_status(room, KVPoll.Success)
-        return False
 
 
 class MooncakeKVSender(engine.MooncakeKVSender):
