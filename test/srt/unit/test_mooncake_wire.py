@@ -574,6 +574,45 @@ def test_a_reason_that_comes_while_another_is_told_is_not_kept(world: World, mon
     world.assert_books_closed()
 
 
+def test_a_reason_that_comes_to_decode_while_another_is_told_is_not_kept(world: World, monkeypatch) -> None:
+    """Before it has asked for anything, so that it waits for no writer either."""
+    manager = world.decode[0].manager
+    tell = manager.failure_reason
+
+    def told(room: int, *default: str) -> str:
+        reason = tell(room, *default)
+        manager.fail_room(room, "and another one")
+        return reason
+
+    monkeypatch.setattr(manager, "failure_reason", told)
+    request = world.request(1, 10, 4).start_decode()
+    request.receivers[0].fail("out of luck")
+    assert reasons(request.receivers)[0].endswith("out of luck")
+    world.assert_books_closed()
+
+
+def test_a_request_that_ends_while_its_transfer_thread_looks_after_it_has_not_failed(world: World) -> None:
+    manager = world.prefill[0].manager
+    request = world.request(1, 10, 4).bootstrap()
+    looking, ended = threading.Event(), threading.Event()
+
+    class Statuses(dict):
+        def __contains__(self, room: object) -> bool:
+            found = dict.__contains__(self, room)
+            if threading.get_ident() in manager.writers and self.get(room) == KVPoll.Success:
+                looking.set()
+                assert ended.wait(5)
+            return found
+
+    manager.request_status = Statuses(manager.request_status)
+    request.send()
+    assert looking.wait(5)
+    request.finish()
+    ended.set()
+    until(lambda: not manager.queued, "the thread is done with it")
+    world.assert_books_closed()
+
+
 def test_success_waits_for_the_metadata(world: World) -> None:
     request = world.request(1, 8, 4).bootstrap()
     landed = [0]
@@ -847,7 +886,7 @@ def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypa
     library, manager = world.prefill[0].library, world.prefill[0].manager
     library.gate.clear()
     library.writing.clear()
-    first.send()
+    first.senders[0].send(np.arange(2, 6, dtype=np.int32))
     assert library.writing.wait(5)
     first.senders[1].fail("out of luck")
     reasons(first.senders)

@@ -335,6 +335,12 @@ class MooncakeKVManager(StagingKVManager):
             if not self._is_late(bootstrap_room):
                 super().record_failure(bootstrap_room, failure_reason)
 
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """Adds that a transfer thread may ask about a request that ends just then, with nothing left to do for it."""
+        if threading.get_ident() in self.writers:
+            return self.request_status.get(bootstrap_room, KVPoll.Success)
+        return super().check_status(bootstrap_room)
+
     @property
     def _rank(self) -> int:
         """The number by which decode tells the prefill ranks of a request apart; the engine's."""
@@ -626,11 +632,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         """Puts off the engine's while prefill, or a copy from the staging buffer, may still write to its pages."""
         staging = self.kv_mgr.staging
         landed = staging is None or staging.landed(self.bootstrap_room)
-        if landed and self.conclude_state == KVPoll.Success:
+        if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
             self._end()
-        elif not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
-            with self.kv_mgr.rooms.lock:
-                self._close_books()
 
     def _close_books(self) -> None:
         super().clear()
