@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVSender,
     TransferInfo,
 )
+from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -422,7 +423,12 @@ def frames_of(receiver: MooncakeKVReceiver, send: Callable[[], None]) -> list[li
 def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
     receiver = object.__new__(MooncakeKVReceiver)
     receiver.kv_mgr = SimpleNamespace(
-        local_ip="10.0.0.1", rank_port=77, enable_staging=False, staging=None, page_digests=None
+        local_ip="10.0.0.1",
+        rank_port=77,
+        enable_staging=False,
+        staging=None,
+        page_digests=None,
+        awaited_rooms=set(),
     )
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
@@ -738,6 +744,8 @@ def test_a_wrong_prefix_fails_its_request_on_both_sides(world: World, changes: d
 
 def test_a_message_that_cannot_be_read_fails_its_room_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
     bad = world.request(1, 10, 4).start_prefill().start_decode()
+    # As if decode had asked.
+    world.decode[0].manager.awaited_rooms.add(1)
     prefill = push(world.prefill[0])
     address = [b"127.0.0.1", b"%d" % world.decode[0].manager.rank_port]
     for frames in (
@@ -879,7 +887,7 @@ def test_a_rank_where_nothing_went_wrong_tells_its_decode_rank(monkeypatch: pyte
 
 @pytest.mark.parametrize("result", [0, -1, RuntimeError("no such luck")])
 @pytest.mark.parametrize("begun", [False, True])
-def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypatch, begun: bool, result) -> None:
+def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypatch, caplog, begun, result) -> None:
     """One rank still writes when the request has failed on another. begun: the next one is here before that ends."""
     world = World(monkeypatch, prefill_tp=2, decode_tp=2)
     first, again = world.request(1, 24, 8).bootstrap(fenced=True), world.request(1, 24, 8)
@@ -898,6 +906,9 @@ def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypa
     first.wait_receivers(KVPoll.Failed) if result else first.receivers[1].abort()
     reasons(first.receivers)
     wait_quiet(first)
+    # Behind the last word about the first one.
+    post(Peer("127.0.0.1", world.decode[0].manager.rank_port), [b"what is this"])
+    until(lambda: "Ignored a message" in caplog.text, "decode has read it")
     if not begun:
         world.assert_books_closed()
         again.start_prefill()
@@ -958,6 +969,22 @@ def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: 
             decode.send_multipart(frames)
         until(lambda: caplog.text.count("Ignored a message") >= 6, "the messages are read", lambda: caplog.text)
     assert caplog.text.count("uses staging buffers") == 1
+    request.send().finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
+def test_what_comes_late_is_not_of_a_request_that_has_not_asked_yet(world: World, caplog, status: KVPoll) -> None:
+    """Its room has been used before, and decode has been told twice of that."""
+    request = world.request(1, 10, 4).start_prefill().start_decode()
+    decode = push(world.decode[0])
+    decode.send_multipart([b"1", b"%d" % status, b"0", b"late"])
+    decode.send_multipart([b"what is this"])
+    until(lambda: "Ignored a message" in caplog.text, "both are read")
+    assert request.receivers[0].poll() == KVPoll.WaitingForInput
+    request.ask().wait_senders(KVPoll.WaitingForInput)
+    request.senders[0].init(request.num_pages, request.aux)
     request.send().finish()
     request.assert_landed()
     world.assert_books_closed()
@@ -1218,11 +1245,11 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     (receiver,), manager = request.receivers, world.decode[0].manager
     read, ended = threading.Event(), threading.Event()
 
-    class Statuses(dict):
+    class Awaited(set):
         """The scheduler ends the request just when the thread that reads messages has found its room."""
 
         def __contains__(self, room: object) -> bool:
-            found = dict.__contains__(self, room)
+            found = set.__contains__(self, room)
             if threading.current_thread() is not threading.main_thread() and not read.is_set():
                 read.set()
                 assert ended.wait(5)
@@ -1231,7 +1258,7 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     give_up(request)
     request.wait_senders(KVPoll.Failed)
     wait_quiet(request)
-    manager.request_status = Statuses({1: KVPoll.Failed})
+    manager.awaited_rooms, manager.request_status[1] = Awaited({1}), KVPoll.Failed
     push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
     assert read.wait(5)
     receiver._end()
@@ -1572,11 +1599,11 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
     world = staged(monkeypatch, 2, 1, pieces=2)
     told, ending = threading.Event(), threading.Event()
     stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
-    post, close_books = mooncake_staging.post, ends.receivers[0]._close_books
+    tell, close_books = mooncake_staging.post, ends.receivers[0]._close_books
 
     def cannot(peer, frames: list[bytes]) -> None:
         if mooncake_staging.GRANT not in frames:
-            post(peer, frames)
+            tell(peer, frames)
             return
         told.set()
         assert ending.wait(5)

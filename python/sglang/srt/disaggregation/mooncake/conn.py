@@ -88,6 +88,7 @@ class MooncakeKVManager(StagingKVManager):
         "queued_for",
         "claims",
         "told_claims",
+        "awaited_rooms",
         "quiet_ranks",
         "failed_ranks",
     )
@@ -111,7 +112,9 @@ class MooncakeKVManager(StagingKVManager):
         self.told_claims: dict[int, dict[int, str]] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
-        # Decode: prefill ranks that write no more, by room; and those that said no more than that they failed.
+        # Decode: rooms for which prefill has been asked, and may say something.
+        self.awaited_rooms: set[int] = set()
+        # Prefill ranks that write no more, by room; and those that said no more than that they failed.
         self.quiet_ranks: dict[int, set[int]] = {}
         self.failed_ranks: dict[int, set[int]] = {}
         super().__init__(*args, **kwargs)
@@ -406,7 +409,7 @@ class MooncakeKVManager(StagingKVManager):
             return True
         is_aux = kind == self.AUX_DATA_HEADER
         room = wire_int(frames[1] if is_aux else kind, "room")
-        if room not in self.request_status:
+        if room not in self.awaited_rooms:
             logger.debug("Message for room %s, which nobody waits for", room)
             return False
         if not is_aux and self.staging is not None and frames[1] in (STAGE, STAGED):
@@ -422,7 +425,7 @@ class MooncakeKVManager(StagingKVManager):
             return len(frames) == 3
         with self.rooms.lock:
             # The scheduler may just have closed its books.
-            if room in self.request_status:
+            if room in self.awaited_rooms:
                 self._handle_aux_data(frames) if is_aux else self._on_end(room, frames)
         return False
 
@@ -561,6 +564,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         message byte for byte.
         """
         self.asked = True
+        self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         if decode_prefix_len is None or self.bootstrap_infos is None:
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
@@ -639,6 +643,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+        manager.awaited_rooms.discard(room)
         manager.quiet_ranks.pop(room, None)
         manager.failed_ranks.pop(room, None)
         manager.told_claims.pop(room, None)
