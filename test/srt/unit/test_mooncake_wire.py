@@ -947,6 +947,56 @@ def test_a_chunk_of_a_room_that_fails_meanwhile_is_not_counted_as_queued(world: 
     reasons(request.receivers)
 
 
+def overhear(rank: Rank) -> list[list[bytes]]:
+    """What comes to a rank from here on."""
+    inbox, heard = rank.manager.server_socket, []
+    check = inbox.check
+
+    def overheard(frames: list[bytes]) -> bool:
+        try:
+            return check(frames)
+        finally:
+            heard.append(frames)
+
+    inbox.check = overheard
+    return heard
+
+
+@pytest.mark.parametrize("how", ["failed elsewhere", "given up meanwhile", "not written"])
+def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str) -> None:
+    """A second word would end the next request of the room, and let its pages go while they are written to."""
+    (prefill,), (decode,) = world.prefill, world.decode
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    heard, asked = overhear(decode), overhear(prefill)
+    if how == "not written":
+        prefill.library.result = -1
+        request.send().wait_senders(KVPoll.Failed)
+    else:
+        prefill.library.gate.clear()
+        prefill.library.writing.clear()
+        request.send()
+        assert prefill.library.writing.wait(5)
+        # Of which its own ranks may hear sooner than the transfer thread.
+        reasons(request.senders)
+        if how == "given up meanwhile":
+            give_up(request)
+            until(lambda: any(frames[4:] == [b"cancel"] for frames in asked), "prefill hears of it")
+        prefill.library.gate.set()
+    until(lambda: not prefill.manager.queued, "nothing is written any more")
+    request.wait_receivers(KVPoll.Failed)
+    wait_quiet(request)
+    post(Peer("127.0.0.1", decode.manager.rank_port), [b"what is this"])
+    until(lambda: heard[-1] == [b"what is this"], "all has come")
+    assert [frames[:3] for frames in heard[:-1]] == [[b"1", b"%d" % KVPoll.Failed, b"0"]] and len(heard[0]) == 4
+    again = world.request(1, 24, 4)
+    prefill.library.result = 0
+    prefill.manager.failed_sessions.clear()
+    prefill.manager.session_failures.clear()
+    again.bootstrap().send().finish()
+    again.assert_landed()
+    world.assert_books_closed()
+
+
 def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     request = world.request(1, 10, 4).bootstrap()
     decode = push(world.decode[0])

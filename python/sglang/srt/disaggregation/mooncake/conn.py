@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.decode_prefix import (
     wire_int,
 )
 from sglang.srt.disaggregation.mooncake import conn as engine
+from sglang.srt.disaggregation.mooncake.last_words import LastWords
 from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
@@ -103,6 +104,8 @@ class MooncakeKVManager(StagingKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
+        # Prefill: and which of them have been.
+        self.last_words = LastWords()
         # Prefill: chunks that are queued or being written, by room, whose they are, and the threads that write them.
         self.queued: dict[int, int] = defaultdict(int)
         self.queued_for: dict[int, MooncakeKVSender] = {}
@@ -160,6 +163,8 @@ class MooncakeKVManager(StagingKVManager):
         """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
         room, session = info.room, info.mooncake_session_id
         infos = self.transfer_infos.get(room, {})
+        if session not in infos and info.names_prefix and not info.is_dummy:
+            self.last_words.begin(room, Peer(info.endpoint, info.dst_port))
         if session not in self.decode_kv_args_table:
             raise ValueError(f"session {session!r} has not registered its memory")
         ended = self.rooms.failure(room)
@@ -190,7 +195,9 @@ class MooncakeKVManager(StagingKVManager):
         """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
         reason = self.refuse(room, reason)
         if len(frames) > 8:
-            self._tell_when_quiet(room, {Peer.read(frames[1:3])}, reason)
+            peer = Peer.read(frames[1:3])
+            self.last_words.begin(room, peer)
+            self._tell_when_quiet(room, {peer}, reason)
 
     def _on_cancel(self, room: int, peer: Peer) -> None:
         """Decode gave ``room`` up and keeps its pages until this rank has answered, or said that all is written.
@@ -253,7 +260,16 @@ class MooncakeKVManager(StagingKVManager):
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds to the engine's message of a success the digest of what was sent, where decode asked for it."""
+        """Adds to the engine's message of a success the digest of what was sent, where decode asked for it.
+
+        And that decode ranks with the flag are told once: of a success only if not of a failure, and of that by the
+        sender alone, when nothing is written any more.
+        """
+        peer = Peer(remote, dst_port)
+        if self.last_words.concerns(room, peer) and (
+            status != KVPoll.Success or not self.last_words.take(room, {peer})
+        ):
+            return
         claim = self.claims.get(room) if status == KVPoll.Success else None
         if claim is None:
             super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
@@ -366,7 +382,11 @@ class MooncakeKVManager(StagingKVManager):
         self._tell_when_quiet(room, listeners(infos) | cancels, reason)
 
     def _tell_when_quiet(self, room: int, peers: set[Peer], reason: str) -> None:
-        """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then."""
+        """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then.
+
+        Not those who have been told of its end.
+        """
+        peers = self.last_words.take(room, peers)
 
         def tell() -> None:
             self._tell(room, peers, reason)
