@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from ranks import Pair
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 shared = zmq.Context.instance()
 # The managers of the wire tests have threads that never end, as in the engine, and so their sockets stay open.

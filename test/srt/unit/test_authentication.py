@@ -315,7 +315,9 @@ def test_an_answer_without_the_secret_is_not_believed(no_secret, bootstrap, monk
         conn.requests.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=5)
 
 
-_fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_fuzz = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

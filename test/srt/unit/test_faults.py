@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +111,10 @@ def answer(ids: list[int], reason: dict | None = None) -> dict:
     return {"output_ids": ids, "meta_info": {"finish_reason": reason or {"type": "length", "length": len(ids)}}}
 
 
+# The tests of clients are over: those that are still answered need not wait any longer.
+over = threading.Event()
+
+
 class Server(http.server.BaseHTTPRequestHandler):
     """Answers a prompt of one token as that token says."""
 
@@ -133,7 +136,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         elif token == 5:
             ids = ids[:-1]
         elif token == 6:
-            time.sleep(1)
+            over.wait(30)
         if not body["stream"]:
             self.reply(status, json.dumps(answer(ids, reason)).encode())
             return
@@ -149,7 +152,8 @@ class Server(http.server.BaseHTTPRequestHandler):
             for line in lines:
                 self.wfile.write(line)
                 self.wfile.flush()
-                time.sleep(0.05 if token == 9 else 0)
+                if token == 9 and over.wait(10):
+                    break
         self.close_connection = True
 
     def reply(self, status: int, content: bytes) -> None:
@@ -165,6 +169,7 @@ def url() -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
+    over.set()
     server.shutdown()
 
 
@@ -187,11 +192,13 @@ def url() -> Iterator[str]:
     ],
 )
 def test_what_a_client_is_told(url: str, token: int, how: str, kind: str, said: str):
-    asked = Manner(how, after_s=0.1, nap_s=0.01 if how == "slow" else 0.0)
-    clients = Clients(url, [Ask((token,), 4)], 1, 1, lambda number: asked, give_up_s=0.5).start()
-    assert clients.join(5)
+    # Who leaves in the middle of an answer has got its beginning by then.
+    asked = Manner(how, after_s=1.0 if token == 9 else 0.1, nap_s=0.01 if how == "slow" else 0.0)
+    give_up_s = 0.5 if said == "no word" else 10
+    clients = Clients(url, [Ask((token,), 4)], 1, 1, lambda number: asked, give_up_s=give_up_s).start()
+    assert clients.join(20)
     (told,) = clients.told
-    assert told.ended_how == kind and said in told.error and told.took_s < 2
+    assert told.ended_how == kind and said in told.error and told.took_s < 5
     assert told.error or kind != "failed"
     assert not told.error or kind in ("failed", "aborted")
     assert told.ids == ((token,) * 4 if kind == "whole" else None)

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn
+from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
     MooncakeKVManager,
@@ -34,6 +35,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVSender,
     TransferInfo,
 )
+from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -424,7 +426,12 @@ def frames_of(receiver: MooncakeKVReceiver, send: Callable[[], None]) -> list[li
 def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
     receiver = object.__new__(MooncakeKVReceiver)
     receiver.kv_mgr = SimpleNamespace(
-        local_ip="10.0.0.1", rank_port=77, enable_staging=False, staging=None, page_digests=None
+        local_ip="10.0.0.1",
+        rank_port=77,
+        enable_staging=False,
+        staging=None,
+        page_digests=None,
+        awaited_rooms=set(),
     )
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
@@ -576,6 +583,45 @@ def test_a_reason_that_comes_while_another_is_told_is_not_kept(world: World, mon
     world.assert_books_closed()
 
 
+def test_a_reason_that_comes_to_decode_while_another_is_told_is_not_kept(world: World, monkeypatch) -> None:
+    """Before it has asked for anything, so that it waits for no writer either."""
+    manager = world.decode[0].manager
+    tell = manager.failure_reason
+
+    def told(room: int, *default: str) -> str:
+        reason = tell(room, *default)
+        manager.fail_room(room, "and another one")
+        return reason
+
+    monkeypatch.setattr(manager, "failure_reason", told)
+    request = world.request(1, 10, 4).start_decode()
+    request.receivers[0].fail("out of luck")
+    assert reasons(request.receivers)[0].endswith("out of luck")
+    world.assert_books_closed()
+
+
+def test_a_request_that_ends_while_its_transfer_thread_looks_after_it_has_not_failed(world: World) -> None:
+    manager = world.prefill[0].manager
+    request = world.request(1, 10, 4).bootstrap()
+    looking, ended = threading.Event(), threading.Event()
+
+    class Statuses(dict):
+        def __contains__(self, room: object) -> bool:
+            found = dict.__contains__(self, room)
+            if threading.get_ident() in manager.writers and self.get(room) == KVPoll.Success:
+                looking.set()
+                assert ended.wait(5)
+            return found
+
+    manager.request_status = Statuses(manager.request_status)
+    request.send()
+    assert looking.wait(5)
+    request.finish()
+    ended.set()
+    until(lambda: not manager.queued, "the thread is done with it")
+    world.assert_books_closed()
+
+
 def test_success_waits_for_the_metadata(world: World) -> None:
     request = world.request(1, 8, 4).bootstrap()
     landed = [0]
@@ -701,6 +747,8 @@ def test_a_wrong_prefix_fails_its_request_on_both_sides(world: World, changes: d
 
 def test_a_message_that_cannot_be_read_fails_its_room_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
     bad = world.request(1, 10, 4).start_prefill().start_decode()
+    # As if decode had asked.
+    world.decode[0].manager.awaited_rooms.add(1)
     prefill = push(world.prefill[0])
     address = [b"127.0.0.1", b"%d" % world.decode[0].manager.rank_port]
     for frames in (
@@ -840,6 +888,118 @@ def test_a_rank_where_nothing_went_wrong_tells_its_decode_rank(monkeypatch: pyte
     world.close()
 
 
+@pytest.mark.parametrize("result", [0, -1, RuntimeError("no such luck")])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypatch, caplog, begun, result) -> None:
+    """One rank still writes when the request has failed on another. begun: the next one is here before that ends."""
+    world = World(monkeypatch, prefill_tp=2, decode_tp=2)
+    first, again = world.request(1, 24, 8).bootstrap(fenced=True), world.request(1, 24, 8)
+    library, manager = world.prefill[0].library, world.prefill[0].manager
+    library.gate.clear()
+    library.writing.clear()
+    first.senders[0].send(np.arange(2, 6, dtype=np.int32))
+    assert library.writing.wait(5)
+    first.senders[1].fail("out of luck")
+    reasons(first.senders)
+    if begun:
+        again.start_prefill()
+    library.result = result
+    library.gate.set()
+    until(lambda: not manager.queued, "the write has ended")
+    first.wait_receivers(KVPoll.Failed) if result else first.receivers[1].abort()
+    reasons(first.receivers)
+    wait_quiet(first)
+    # Behind the last word about the first one.
+    post(Peer("127.0.0.1", world.decode[0].manager.rank_port), [b"what is this"])
+    until(lambda: "Ignored a message" in caplog.text, "decode has read it")
+    if not begun:
+        world.assert_books_closed()
+        again.start_prefill()
+    assert [sender.poll() for sender in again.senders] == [KVPoll.Bootstrapping] * 2
+    assert not manager.failure_records
+    if result == 0:
+        again.start_decode().ask().wait_senders(KVPoll.WaitingForInput)
+        for sender in again.senders:
+            sender.init(again.num_pages, again.aux)
+        again.send().finish()
+        again.assert_landed()
+        world.assert_books_closed()
+    world.close()
+
+
+def test_a_chunk_of_a_room_that_fails_meanwhile_is_not_counted_as_queued(world: World, monkeypatch) -> None:
+    """A write of an earlier chunk fails in its own thread while the scheduler adds the next one."""
+    manager = world.prefill[0].manager
+    request = world.request(1, 24, 8).bootstrap()
+    check = manager.check_status
+    failing: list[threading.Thread] = []
+
+    def check_later(room: int) -> KVPoll:
+        if threading.current_thread() is threading.main_thread() and not failing:
+            failing.append(threading.Thread(target=manager.fail_room, args=(1, "an earlier chunk failed")))
+            failing[0].start()
+            failing[0].join(0.2)
+        return check(room)
+
+    monkeypatch.setattr(manager, "check_status", check_later)
+    request.senders[0].send(np.arange(2, 4, dtype=np.int32))
+    request.wait_senders(KVPoll.Failed)
+    assert failing and "an earlier chunk failed" in reasons(request.senders)[0]
+    until(lambda: not any(manager.rooms_held().values()), "nothing is left", manager.rooms_held)
+    request.wait_receivers(KVPoll.Failed)
+    reasons(request.receivers)
+
+
+def overhear(rank: Rank) -> list[list[bytes]]:
+    """What comes to a rank from here on."""
+    inbox, heard = rank.manager.server_socket, []
+    check = inbox.check
+
+    def overheard(frames: list[bytes]) -> bool:
+        try:
+            return check(frames)
+        finally:
+            heard.append(frames)
+
+    inbox.check = overheard
+    return heard
+
+
+@pytest.mark.parametrize("how", ["failed elsewhere", "given up meanwhile", "not written"])
+def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str) -> None:
+    """A second word would end the next request of the room, and let its pages go while they are written to."""
+    (prefill,), (decode,) = world.prefill, world.decode
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    heard, asked = overhear(decode), overhear(prefill)
+    if how == "not written":
+        prefill.library.result = -1
+        request.send().wait_senders(KVPoll.Failed)
+    else:
+        prefill.library.gate.clear()
+        prefill.library.writing.clear()
+        request.send()
+        assert prefill.library.writing.wait(5)
+        # Of which its own ranks may hear sooner than the transfer thread.
+        reasons(request.senders)
+        if how == "given up meanwhile":
+            give_up(request)
+            until(lambda: any(frames[4:] == [b"cancel"] for frames in asked), "prefill hears of it")
+        prefill.library.gate.set()
+    until(lambda: not prefill.manager.queued, "nothing is written any more")
+    request.wait_receivers(KVPoll.Failed)
+    wait_quiet(request)
+    post(Peer("127.0.0.1", decode.manager.rank_port), [b"what is this"])
+    until(lambda: heard[-1] == [b"what is this"], "all has come")
+    assert [frames[:3] for frames in heard[:-1]] == [[b"1", b"%d" % KVPoll.Failed, b"0"]] and len(heard[0]) == 4
+    again = world.request(1, 24, 4)
+    prefill.library.result = 0
+    prefill.manager.failed_sessions.clear()
+    prefill.manager.session_failures.clear()
+    again.bootstrap().send().finish()
+    again.assert_landed()
+    world.assert_books_closed()
+
+
 def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     request = world.request(1, 10, 4).bootstrap()
     decode = push(world.decode[0])
@@ -867,10 +1027,26 @@ def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: 
     world.assert_books_closed()
 
 
-def test_a_request_that_is_asked_for_twice_counts_once(world: World) -> None:
+@pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
+def test_what_comes_late_is_not_of_a_request_that_has_not_asked_yet(world: World, caplog, status: KVPoll) -> None:
+    """Its room has been used before, and decode has been told twice of that."""
+    request = world.request(1, 10, 4).start_prefill().start_decode()
+    decode = push(world.decode[0])
+    decode.send_multipart([b"1", b"%d" % status, b"0", b"late"])
+    decode.send_multipart([b"what is this"])
+    until(lambda: "Ignored a message" in caplog.text, "both are read")
+    assert request.receivers[0].poll() == KVPoll.WaitingForInput
+    request.ask().wait_senders(KVPoll.WaitingForInput)
+    request.senders[0].init(request.num_pages, request.aux)
+    request.send().finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
+def test_a_request_that_is_asked_for_twice_counts_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     request = world.request(1, 10, 4).bootstrap()
     request.ask(kv_indices=np.array([50, 51], np.int32))
-    time.sleep(0.05)
+    until(lambda: "Ignored a repeated request" in caplog.text, "prefill has read it")
     request.send().finish()
     request.assert_landed()
     world.assert_books_closed()
@@ -1103,6 +1279,48 @@ def test_a_prefill_that_never_answers_is_not_waited_for_for_ever(world: World) -
     until(gone.receivers[0].writers_done, "it is found out that nobody listens there")
 
 
+def test_a_request_of_a_room_that_has_ended_well_is_given_up_as_any_other(world: World) -> None:
+    """Before its prompt has come to prefill, which remembers the end of the last request of the room."""
+    world.request(1, 24, 8).bootstrap().send().finish()
+    until(lambda: not world.prefill[0].manager.queued, "the last chunk is done")
+    again = world.request(1, 24, 8).start_decode(fenced=True).ask()
+    give_up(again)
+    wait_quiet(again)
+    again.start_prefill().wait_senders(KVPoll.Failed)
+    assert "decode gave the request up" in reasons(again.senders)[0]
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
+def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world: World, status: KVPoll) -> None:
+    request = world.request(1, 24, 8).bootstrap(fenced=True)
+    (receiver,), manager = request.receivers, world.decode[0].manager
+    read, ended = threading.Event(), threading.Event()
+
+    class Awaited(set):
+        """The scheduler ends the request just when the thread that reads messages has found its room."""
+
+        def __contains__(self, room: object) -> bool:
+            found = set.__contains__(self, room)
+            if threading.current_thread() is not threading.main_thread() and not read.is_set():
+                read.set()
+                assert ended.wait(5)
+            return found
+
+    give_up(request)
+    request.wait_senders(KVPoll.Failed)
+    wait_quiet(request)
+    manager.awaited_rooms, manager.request_status[1] = Awaited({1}), KVPoll.Failed
+    push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
+    assert read.wait(5)
+    receiver._end()
+    ended.set()
+    other = world.request(2, 8, 0)
+    other.bootstrap().send().finish()
+    assert not any(manager.rooms_held().values())
+    world.assert_books_closed()
+
+
 # ---- staging buffers ----
 
 
@@ -1211,19 +1429,22 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
     library, stagings = world.prefill[0].library, [rank.manager.staging for rank in world.decode]
     holder = world.request(1, 8, 0, aux=1).bootstrap()
     request = world.request(2, 40, 4).bootstrap(fenced=True)
-    if when == "before a grant":
-        # Somebody else has all of it.
-        offsets = [staging.space.take(staging.space.size) for staging in stagings]
-        request.send()
-        until(lambda: all(staging.waiting for staging in stagings), "decode is asked")
-    elif when == "granted":
+    if when == "granted":
         library.gate.clear()
         library.writing.clear()
         request.send()
         assert library.writing.wait(5)
     else:
-        request.send(4)
-        until(lambda: all(staging.rooms[2].copied >= 2 for staging in stagings), "a piece has landed")
+        sent = 4 if when == "copied in part" else 1
+        if sent > 1:
+            request.senders[0].send(np.arange(1, sent, dtype=np.int32))
+            states = [staging.rooms[2] for staging in stagings]
+            until(lambda: all(state.copied == 3 for state in states), "a chunk has landed")
+            until(lambda: not any(staging.copying for staging in stagings), "and given its memory back")
+        # Somebody else has all of it, so that the rest waits.
+        offsets = [staging.space.take(staging.space.size) for staging in stagings]
+        request.senders[0].send(np.arange(sent, request.num_pages, dtype=np.int32))
+        until(lambda: all(staging.waiting for staging in stagings), "decode is asked")
     give_up(request)
     if when == "granted":
         time.sleep(0.05)
@@ -1231,7 +1452,7 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
         library.gate.set()
     request.wait_senders(KVPoll.Failed)
     wait_quiet(request)
-    if when == "before a grant":
+    if when != "granted":
         for staging, offset in zip(stagings, offsets, strict=True):
             staging.space.give(offset, staging.space.size)
     holder.send()
@@ -1393,6 +1614,67 @@ def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
     assert granted[-2:] == [(4, 0)] * 2
     staging.drop(4)
     assert staging.space.free == [(0, ALIGNMENT)]
+
+
+def test_who_is_told_of_a_grant_may_ask_again() -> None:
+    """It may want a lock, with which in hand another thread waits for that of the staging buffer."""
+    pools = [torch.zeros(8, 1, 4) for _ in range(2)]
+    staging = Device(torch.zeros(ALIGNMENT, dtype=torch.uint8), pools[:1], pools[1:], 1, 1, 0)
+    granted: list[tuple[int, int]] = []
+
+    def ask(room: int, rank: int = 0) -> None:
+        def told(offset: int) -> None:
+            assert not staging.lock.locked()
+            granted.append((room, rank))
+
+        staging.ask(room, 0, 2, rank, told)
+
+    for room in range(1, 6):
+        staging.open(room, np.arange(2, dtype=np.int32), 1)
+        ask(room)
+    with pytest.raises(ValueError, match="is not the next one"):
+        staging.ask(5, 7, 1, 0, lambda offset: None)
+    ask(1, rank=1)
+    assert granted == [(1, 0), (1, 1)]
+    staging.written(1, 0, 0)
+    staging.done = True
+    # What was asked for first is told first, whichever call made room for it.
+    for room, free in ((2, lambda: staging.landed(1)), (3, lambda: staging.drop(2)), (4, lambda: staging.drop(3))):
+        free()
+        assert granted[-1] == (room, 0)
+    staging.written(4, 0, 0)
+    assert granted == [(1, 0), (1, 1), (2, 0), (3, 0), (4, 0), (5, 0)]
+
+
+def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> None:
+    """One thread wants the books of rooms with those of staging in hand, the other the other way round."""
+    world = staged(monkeypatch, 2, 1, pieces=2)
+    told, ending = threading.Event(), threading.Event()
+    stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
+    tell, close_books = mooncake_staging.post, ends.receivers[0]._close_books
+
+    def cannot(peer, frames: list[bytes]) -> None:
+        if mooncake_staging.GRANT not in frames:
+            tell(peer, frames)
+            return
+        told.set()
+        assert ending.wait(5)
+        raise zmq.Again
+
+    def close() -> None:
+        ending.set()
+        close_books()
+
+    monkeypatch.setattr(mooncake_staging, "post", cannot)
+    ends.receivers[0]._close_books = close
+    scheduler = threading.Thread(target=lambda: told.wait(5) and ends.receivers[0]._end(), daemon=True)
+    scheduler.start()
+    stuck.send()
+    scheduler.join(5)
+    assert not scheduler.is_alive()
+    stuck.wait_receivers(KVPoll.Failed)
+    assert "could not grant staging memory" in reasons(stuck.receivers)[0]
+    world.close()
 
 
 @pytest.fixture

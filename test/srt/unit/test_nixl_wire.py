@@ -1179,7 +1179,9 @@ def requests_for_kv(draw) -> list[bytes]:
     return frames + draw(st.lists(_texts, max_size=2))
 
 
-_fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_fuzz = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def test_whatever_message_comes_only_the_room_it_names_is_touched(world):

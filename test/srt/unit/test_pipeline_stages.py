@@ -464,7 +464,9 @@ rooms = iter(range(1000, 1 << 30))
         st.tuples(st.integers(0, 1), st.integers(0, 2), st.sampled_from(MOMENTS)), max_size=3, unique_by=lambda f: f[:2]
     )
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_stages_begin_the_same_requests_whatever_fails_when(two_stages, failures):
     stages = bootstrap(two_stages, [next(rooms) for _ in range(3)], failures)
     first, second = stages

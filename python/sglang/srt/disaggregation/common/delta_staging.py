@@ -19,7 +19,8 @@ import dataclasses
 import threading
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -128,12 +129,14 @@ class DeltaStaging:
         # Asked for and not there yet. First come, first served, or a large piece might wait for ever.
         self.waiting: deque[tuple[_Room, _Piece]] = deque()
         self.copying: list[tuple[_Room, _Piece]] = []
+        # Granted under the lock, and told when that is free again: see `_locked`.
+        self.granted: list[tuple[Callable[[int], None], int]] = []
         self.stream = torch.cuda.Stream(device=buffer.device) if buffer.is_cuda else None
         self.lock = threading.Lock()
 
     def open(self, room: int, pages: npt.NDArray[np.int32], prefill_tp: int) -> None:
         """Expect pieces for ``room``; ``pages`` are those that prefill is asked to fill, in that order."""
-        with self.lock:
+        with self._locked():
             self.rooms[room] = _Room(pages, prefill_tp)
 
     def ask(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
@@ -142,7 +145,7 @@ class DeltaStaging:
         Now or later, or never if the room ends before. All ranks that write a piece get the same offset: how they share
         it follows from their number. Raises ValueError for a piece that cannot be right.
         """
-        with self.lock:
+        with self._locked():
             self._settle()
             state = self._open_room(room)
             if state is None:
@@ -168,7 +171,7 @@ class DeltaStaging:
                 raise ValueError(f"prefill ranks disagree: a piece of {piece.num_pages} and of {num_pages} pages")
             piece.askers[rank] = grant
             if piece.offset is not None:
-                grant(piece.offset)
+                self.granted.append((grant, piece.offset))
             self._grant()
 
     def written(self, room: int, start: int, rank: int) -> None:
@@ -176,7 +179,7 @@ class DeltaStaging:
 
         Raises ValueError for a piece that cannot be right, and what the copy raises.
         """
-        with self.lock:
+        with self._locked():
             state = self._open_room(room)
             if state is None:
                 return
@@ -196,7 +199,7 @@ class DeltaStaging:
             raise
         finally:
             piece.handed = True
-        with self.lock:
+        with self._locked():
             self._settle()
 
     def landed(self, room: int) -> bool:
@@ -204,14 +207,14 @@ class DeltaStaging:
 
         To be called often: it is what takes back the memory of copies that are done.
         """
-        with self.lock:
+        with self._locked():
             self._settle()
             state = self.rooms.get(room)
             return state is None or not state.pieces or (state.copied == len(state.pages) and not state.closed)
 
     def lacks(self, room: int) -> bool:
         """Whether pages of ``room`` are missing for which no copy is under way."""
-        with self.lock:
+        with self._locked():
             self._settle()
             state = self.rooms.get(room)
             if state is None or not state.pieces:
@@ -221,7 +224,7 @@ class DeltaStaging:
 
     def close(self, room: int) -> bool:
         """Copy nothing more to the pages of ``room``; whether no copy is under way."""
-        with self.lock:
+        with self._locked():
             self._settle()
             state = self.rooms.get(room)
             if state is None:
@@ -233,7 +236,7 @@ class DeltaStaging:
 
     def drop(self, room: int) -> None:
         """Forget ``room``, to which no prefill writes any more, and take its memory back."""
-        with self.lock:
+        with self._locked():
             state = self.rooms.pop(room, None)
             if state is None:
                 return
@@ -244,6 +247,23 @@ class DeltaStaging:
                 if not any(piece is other for other in copying):
                     self._free(piece)
             self._grant()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock; what is granted meanwhile is told when it is free again, in the order of granting.
+
+        Whoever is told may want another lock, with which in hand somebody else comes here.
+        """
+        granted: list[tuple[Callable[[int], None], int]] = []
+        try:
+            with self.lock:
+                try:
+                    yield
+                finally:
+                    granted, self.granted = self.granted, []
+        finally:
+            for grant, offset in granted:
+                grant(offset)
 
     def _open_room(self, room: int) -> _Room | None:
         state = self.rooms.get(room)
@@ -256,8 +276,7 @@ class DeltaStaging:
             if piece.offset is None:
                 return
             self.waiting.popleft()
-            for grant in piece.askers.values():
-                grant(piece.offset)
+            self.granted += [(grant, piece.offset) for grant in piece.askers.values()]
 
     def _free(self, piece: _Piece) -> None:
         if piece.offset is not None:

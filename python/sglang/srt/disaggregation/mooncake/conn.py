@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.decode_prefix import (
     wire_int,
 )
 from sglang.srt.disaggregation.mooncake import conn as engine
+from sglang.srt.disaggregation.mooncake.last_words import LastWords
 from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
@@ -81,7 +82,17 @@ class TransferInfo(engine.TransferInfo):
 class MooncakeKVManager(StagingKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
-    room_books = (*StagingKVManager.room_books, "cancels", "queued", "quiet_ranks", "failed_ranks")
+    room_books = (
+        *StagingKVManager.room_books,
+        "cancels",
+        "queued",
+        "queued_for",
+        "claims",
+        "told_claims",
+        "awaited_rooms",
+        "quiet_ranks",
+        "failed_ranks",
+    )
 
     def __init__(self, *args, **kwargs):
         """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
@@ -93,14 +104,20 @@ class MooncakeKVManager(StagingKVManager):
         self.failed_sessions: set[str] = set()
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
-        # Prefill: chunks that are queued or being written, by room.
+        # Prefill: and which of them have been.
+        self.last_words = LastWords()
+        # Prefill: chunks that are queued or being written, by room, whose they are, and the threads that write them.
         self.queued: dict[int, int] = defaultdict(int)
+        self.queued_for: dict[int, MooncakeKVSender] = {}
+        self.writers: set[int] = set()
         # Digests of pages. Prefill: of what has been queued, by room; decode: as told, by room and prefill rank.
         self.claims: dict[int, str] = {}
         self.told_claims: dict[int, dict[int, str]] = {}
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
-        # Decode: prefill ranks that write no more, by room; and those that said no more than that they failed.
+        # Decode: rooms for which prefill has been asked, and may say something.
+        self.awaited_rooms: set[int] = set()
+        # Prefill ranks that write no more, by room; and those that said no more than that they failed.
         self.quiet_ranks: dict[int, set[int]] = {}
         self.failed_ranks: dict[int, set[int]] = {}
         super().__init__(*args, **kwargs)
@@ -148,6 +165,8 @@ class MooncakeKVManager(StagingKVManager):
         if info.names_prefix:
             self.rooms.hear(info.endpoint, info.dst_port)
         infos = self.transfer_infos.get(room, {})
+        if session not in infos and info.names_prefix and not info.is_dummy:
+            self.last_words.begin(room, Peer(info.endpoint, info.dst_port))
         if session not in self.decode_kv_args_table:
             raise ValueError(f"session {session!r} has not registered its memory")
         ended = self.rooms.failure(room)
@@ -164,6 +183,8 @@ class MooncakeKVManager(StagingKVManager):
         counts = {other.required_dst_info_num for other in (*infos.values(), info)}
         if len(counts) > 1 or min(counts) < 1:
             raise ValueError(f"it says that {sorted(counts)} decode ranks will ask")
+        # A room that ended well may be used again, as in the engine.
+        self.rooms.reopen(room)
         self.transfer_infos.setdefault(room, {})[session] = info
         if len(self.transfer_infos[room]) == info.required_dst_info_num:
             self.update_status(room, KVPoll.WaitingForInput)
@@ -176,7 +197,9 @@ class MooncakeKVManager(StagingKVManager):
         """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
         reason = self.refuse(room, reason)
         if len(frames) > 8:
-            self._tell_when_quiet(room, {Peer.read(frames[1:3])}, reason)
+            peer = Peer.read(frames[1:3])
+            self.last_words.begin(room, peer)
+            self._tell_when_quiet(room, {peer}, reason)
 
     def _on_cancel(self, room: int, peer: Peer) -> None:
         """Decode gave ``room`` up and keeps its pages until this rank has answered, or said that all is written.
@@ -220,14 +243,16 @@ class MooncakeKVManager(StagingKVManager):
         for start, end in pieces or [(index_slice.start, index_slice.stop)]:
             part = slice(start - index_slice.start, end - index_slice.start)
             is_last = is_last_chunk and end == index_slice.stop
-            if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                with self.rooms.lock:
+            # The engine queues nothing of a room that has failed; another thread may be about to say so.
+            with self.rooms.lock:
+                if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
                     self.queued[bootstrap_room] += 1
+                    self.queued_for[bootstrap_room] = self.rooms.live[bootstrap_room]
                     if claim is not None and is_last:
                         self.claims[bootstrap_room] = claim
-            super().add_transfer_request(
-                bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
-            )
+                super().add_transfer_request(
+                    bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
+                )
         for info in writes:
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
@@ -237,7 +262,16 @@ class MooncakeKVManager(StagingKVManager):
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds to the engine's message of a success the digest of what was sent, where decode asked for it."""
+        """Adds to the engine's message of a success the digest of what was sent, where decode asked for it.
+
+        And that decode ranks with the flag are told once: of a success only if not of a failure, and of that by the
+        sender alone, when nothing is written any more.
+        """
+        peer = Peer(remote, dst_port)
+        if self.last_words.concerns(room, peer) and (
+            status != KVPoll.Success or not self.last_words.take(room, {peer})
+        ):
+            return
         claim = self.claims.get(room) if status == KVPoll.Success else None
         if claim is None:
             super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
@@ -276,6 +310,7 @@ class MooncakeKVManager(StagingKVManager):
             queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer), self._on_chunk_done
         )
         self.watched_queues.append(watched)
+        self.writers.add(threading.get_ident())
         while True:
             try:
                 super().transfer_worker(watched, watched, staging_buffer)
@@ -290,6 +325,7 @@ class MooncakeKVManager(StagingKVManager):
             self.queued[room] -= 1
             if self.queued[room] <= 0:
                 del self.queued[room]
+                self.queued_for.pop(room, None)
                 self.claims.pop(room, None)
 
     def is_writing(self, room: int) -> bool:
@@ -297,6 +333,34 @@ class MooncakeKVManager(StagingKVManager):
         return any(watched.room == room for watched in self.watched_queues)
 
     # ---- prefill: failures ----
+
+    def _is_late(self, room: int) -> bool:
+        """Whether this thread writes for a request that has ended; another one of its room may be here."""
+        if threading.get_ident() not in self.writers:
+            return False
+        sender = self.queued_for.get(room)
+        return sender is None or self.rooms.live.get(room) is not sender
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """Adds, on prefill, that the end of a write says nothing where its request has failed elsewhere meanwhile.
+
+        Nobody would read it but the next request of the room, which would take it for its own.
+        """
+        with self.rooms.lock:
+            if not self._is_late(bootstrap_room):
+                super().update_status(bootstrap_room, status)
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        """Adds, on prefill, that nobody is told why a write failed whose request has ended."""
+        with self.rooms.lock:
+            if not self._is_late(bootstrap_room):
+                super().record_failure(bootstrap_room, failure_reason)
+
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """Adds that a transfer thread may ask about a request that ends just then, with nothing left to do for it."""
+        if threading.get_ident() in self.writers:
+            return self.request_status.get(bootstrap_room, KVPoll.Success)
+        return super().check_status(bootstrap_room)
 
     @property
     def _rank(self) -> int:
@@ -320,7 +384,11 @@ class MooncakeKVManager(StagingKVManager):
         self._tell_when_quiet(room, listeners(infos) | cancels, reason)
 
     def _tell_when_quiet(self, room: int, peers: set[Peer], reason: str) -> None:
-        """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then."""
+        """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then.
+
+        Not those who have been told of its end.
+        """
+        peers = self.last_words.take(room, peers)
 
         def tell() -> None:
             self._tell(room, peers, reason)
@@ -374,23 +442,28 @@ class MooncakeKVManager(StagingKVManager):
             return True
         is_aux = kind == self.AUX_DATA_HEADER
         room = wire_int(frames[1] if is_aux else kind, "room")
-        if room not in self.request_status:
+        if room not in self.awaited_rooms:
             logger.debug("Message for room %s, which nobody waits for", room)
             return False
-        if is_aux:
-            self._handle_aux_data(frames)
-            return False
-        if self.staging is not None and frames[1] in (STAGE, STAGED):
+        if not is_aux and self.staging is not None and frames[1] in (STAGE, STAGED):
             try:
                 self._on_piece(self.staging, room, frames)
             except Exception as e:
                 logger.exception("Room %s: a piece of its KV is lost", room)
                 self.fail_room(room, f"prefill's KV cannot be used: {e}")
             return False
-        if len(frames) not in (3, 4):
+        if not is_aux and len(frames) not in (3, 4):
             raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
-        if self.enable_staging and not self.has_radix:
+        if not is_aux and self.enable_staging and not self.has_radix:
             return len(frames) == 3
+        with self.rooms.lock:
+            # The scheduler may just have closed its books.
+            if room in self.awaited_rooms:
+                self._handle_aux_data(frames) if is_aux else self._on_end(room, frames)
+        return False
+
+    def _on_end(self, room: int, frames: list[bytes]) -> None:
+        """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):
             raise ValueError(f"room {room} cannot end with status {status}")
@@ -401,7 +474,7 @@ class MooncakeKVManager(StagingKVManager):
         if status == KVPoll.Failed:
             reason = frames[3].decode("ascii", "replace") if len(frames) == 4 else "its transfer failed, see its log"
             self.fail_room(room, f"prefill reported: {reason}")
-            return False
+            return
         if len(frames) == 4:
             self.told_claims.setdefault(room, {})[rank] = frames[3].decode("ascii", "replace")
         responses = self.prefill_response_tracker[room]
@@ -410,7 +483,6 @@ class MooncakeKVManager(StagingKVManager):
         # What has failed here stays so; the engine takes the higher of both.
         if done and self.request_status.get(room) != KVPoll.Failed:
             self.update_status(room, KVPoll.Success)
-        return False
 
 
 class MooncakeKVSender(engine.MooncakeKVSender):
@@ -527,6 +599,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
+        self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
@@ -599,16 +672,14 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         """Puts off the engine's while prefill, or a copy from the staging buffer, may still write to its pages."""
         staging = self.kv_mgr.staging
         landed = staging is None or staging.landed(self.bootstrap_room)
-        if landed and self.conclude_state == KVPoll.Success:
+        if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
             self._end()
-        elif not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
-            with self.kv_mgr.rooms.lock:
-                self._close_books()
 
     def _close_books(self) -> None:
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+        manager.awaited_rooms.discard(room)
         manager.quiet_ranks.pop(room, None)
         manager.failed_ranks.pop(room, None)
         manager.told_claims.pop(room, None)

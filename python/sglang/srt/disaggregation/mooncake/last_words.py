@@ -1,0 +1,46 @@
+"""Whom of decode a prefill rank over Mooncake has told that it writes no more for a room.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from sglang.srt.disaggregation.mooncake.wire import Peer
+
+# Rooms of which it is known; a second word, if there is one, follows the first.
+REMEMBERED = 4096
+
+
+class LastWords:
+    """Each decode rank with the flag is told once for each time it asks: that all is written, or that no more will be.
+
+    A second word would be taken for that of the next request of its room, whose pages are still being written to.
+    """
+
+    def __init__(self) -> None:
+        # By room, whether each rank that has asked has been told; the oldest are forgotten.
+        self._told: dict[int, dict[Peer, bool]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, room: int, peer: Peer) -> None:
+        """``peer`` asks for ``room``, and waits for a word from here on."""
+        with self._lock:
+            self._told[room] = {**self._told.pop(room, {}), peer: False}
+            while len(self._told) > REMEMBERED:
+                del self._told[next(iter(self._told))]
+
+    def concerns(self, room: int, peer: Peer) -> bool:
+        """Whether ``peer`` has asked for ``room``, as far as is known."""
+        with self._lock:
+            return peer in self._told.get(room, {})
+
+    def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
+        """Those of ``peers`` that have not been told: whoever takes them is to tell them."""
+        with self._lock:
+            told = self._told.get(room, {})
+            untold = {peer for peer in peers if not told.get(peer, False)}
+            told.update((peer, True) for peer in untold if peer in told)
+        return untold
