@@ -255,6 +255,7 @@ def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any) ->
     (receiver,) = request.receivers
     # Lost with the connection.
     receiver.fenced = receiver.asked = True
+    receiver.kv_mgr.awaited_rooms.add(receiver.bootstrap_room)
     receiver.fail("lost")
     receiver.cancel()
     request.wait_senders(KVPoll.Failed)
