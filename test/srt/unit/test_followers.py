@@ -408,6 +408,22 @@ def test_a_higher_priority_goes_ahead_however_often(options):
     assert low.wire.asked
 
 
+def test_a_higher_priority_is_seen_behind_any_number_of_others():
+    world = World(size=1024, page_size=4, reserved=2)
+    world.scheduler.enable_priority_scheduling = True
+    world.scheduler.schedule_low_priority_values_first = False
+    rows, world.pool.free_slots[:] = world.pool.free_slots[:], []
+    queue(world, *([n % 250, n // 250, 1, 1] for n in range(600)), priority=1)
+    for _ in range(12):
+        world.step()
+    (high,) = queue(world, tokens(3, 8), priority=5)
+    for _ in range(3):
+        world.step()
+    world.pool.free_slots[:] = rows[:1]
+    world.step()
+    assert high.wire.asked
+
+
 # ---- what is evicted ----
 
 

@@ -478,7 +478,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """
         if len(self.queue) <= WINDOW:
             return self.queue
-        ready = list(islice((dr for dr in self.queue if dr.waiting_for_input), WINDOW - HANDSHAKES))
+        ready = [dr for dr in self.queue if dr.waiting_for_input]
+        if getattr(self.scheduler, "enable_priority_scheduling", False):
+            ready.sort(key=lambda dr: self._place(dr).priority)
+        ready = ready[: WINDOW - HANDSHAKES]
         others = [dr for dr in self.queue if not dr.waiting_for_input]
         room = WINDOW - len(ready)
         if len(others) > room:
