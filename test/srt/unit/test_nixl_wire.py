@@ -774,6 +774,84 @@ def test_a_room_that_ended_well_may_be_used_again(world, prefix_len):
         request.wait_receivers(KVPoll.Success)
 
 
+def test_a_failure_is_told_once_for_each_request_of_a_room(world):
+    """Decode gives up what has failed. The answer to that was a second word, which ended the next request of its room."""
+    first = world.request(7).bootstrap()
+    (receiver,), (sender,) = first.receivers, first.senders
+    receiver.fenced = True
+    sender.abort()
+    first.wait_senders(KVPoll.Failed)
+    first.wait_receivers(KVPoll.Failed)
+    receiver.cancel()
+    assert receiver.writers_done()
+    # After its word to give the room up, which prefill has read with that.
+    world.request(8).start_decode().ask()
+    until(lambda: 8 in world.prefill[0].manager.transfer_infos, "the next message is read")
+    assert len(world.prefill[0].told("7_fail")) == 1
+    world.wire.held = True
+    second = world.request(7).bootstrap()
+    second.send()
+    # Its pages are being written to.
+    assert second.receivers[0].poll() == KVPoll.WaitingForInput
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    second.wait_receivers(KVPoll.Success)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_request_that_cannot_be_used_is_answered_once(world, is_here):
+    """Whether prefill has a request of that room or not when decode gives it up."""
+    request = world.request(7).start_decode()
+    frames = request.frames()
+    request.receivers[0].fenced = True
+    world.push([*frames[:9], b"x", frames[10]])
+    request.wait_receivers(KVPoll.Failed)
+    if is_here:
+        request.start_prefill()
+    request.receivers[0].cancel()
+    assert request.receivers[0].writers_done()
+    world.request(8).start_decode().ask()
+    until(lambda: 8 in world.prefill[0].manager.transfer_infos, "the next message is read")
+    for sender in request.senders:
+        assert sender.poll() == KVPoll.Failed
+    assert len(world.prefill[0].told("7_fail")) == 1
+
+
+def test_a_word_that_could_not_be_sent_is_said_when_decode_gives_up(world):
+    request = world.request(7).bootstrap()
+    agent = world.prefill[0].manager.agent
+    send_notif = agent.send_notif
+
+    def lost(peer: str, notification: bytes) -> None:
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    agent.send_notif = lost
+    request.senders[0].abort()
+    request.wait_senders(KVPoll.Failed)
+    agent.send_notif = send_notif
+    (receiver,) = request.receivers
+    receiver.fenced = True
+    receiver.fail("it has waited for too long")
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    until(receiver.writers_done, "prefill's answer")
+
+
+def test_a_sender_that_has_sent_does_not_end_the_next_request_of_its_room(world):
+    """Decode, and with it the client, may have the answer before prefill looks whether all is written."""
+    first = world.request(7).bootstrap()
+    first.send()
+    first.wait_receivers(KVPoll.Success)
+    first.receivers[0].clear()
+    second = world.request(7).start_prefill().start_decode().ask()
+    until(lambda: 7 in world.prefill[0].manager.transfer_infos, "decode's request")
+    first.wait_senders(KVPoll.Success)
+    second.wait_senders(KVPoll.WaitingForInput)
+    second.senders[0].init(second.num_pages, 1)
+    second.send()
+    second.wait_receivers(KVPoll.Success)
+
+
 def test_a_request_for_a_room_that_failed_before_is_answered(world):
     """Decode would wait for its time-out otherwise."""
     request = world.request(BAD).start_prefill()

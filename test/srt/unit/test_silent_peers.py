@@ -253,8 +253,11 @@ def test_a_request_that_one_prefill_rank_does_not_take_is_ended_by_all(monkeypat
 def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any) -> None:
     request = world.request(1, 24, 8).start_prefill().start_decode()
     (receiver,) = request.receivers
+    receiver.fenced = True
     # Lost with the connection.
-    receiver.fenced = receiver.asked = True
+    receiver._send_to = lambda peer, frames: None
+    request.ask()
+    del receiver._send_to
     receiver.fail("lost")
     receiver.cancel()
     request.wait_senders(KVPoll.Failed)
