@@ -775,7 +775,7 @@ def test_a_room_that_ended_well_may_be_used_again(world, prefix_len):
 
 
 def test_a_failure_is_told_once_for_each_request_of_a_room(world):
-    """Decode gives up what has failed. The answer to that was a second word, which ended the next request of its room."""
+    """Decode gives up what has failed. Prefill answered with a second word, which ended the next request of the room."""
     first = world.request(7).bootstrap()
     (receiver,), (sender,) = first.receivers, first.senders
     receiver.fenced = True
