@@ -42,9 +42,9 @@ from sglang_pd_radix.tools.cluster import free_ports
 # The names of the patch file itself.
 CODE = common.CommonKVManager.why_unreached.__globals__
 REALLY_REFUSING = peer_liveness.refusing
-WATCH_PREFILLS = common.CommonKVManager._watch_prefills
-WATCH_DECODES = common.CommonKVManager._watch_decodes
-SWEEP_SOCKETS = common.CommonKVManager._sweep_sockets
+WATCH_PREFILLS = peer_watch.PrefillWatch.run
+WATCH_DECODES = peer_watch.DecodeWatch.run
+SWEEP_SOCKETS = peer_watch.SocketSweep.look
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 PREFILL_SLOT, STATE_SLOTS = 2, 6
@@ -114,9 +114,9 @@ class Bench:
         self.monkeypatch = monkeypatch
         # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
         # some tests start go on in the next ones, in whose world nobody may seem to listen.
-        monkeypatch.setattr(common.CommonKVManager, "_sweep_sockets", lambda manager: None)
+        monkeypatch.setattr(peer_watch.SocketSweep, "look", lambda sweep: None)
         # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
-        monkeypatch.setattr(common.CommonKVManager, "_watch_prefills", lambda manager: None)
+        monkeypatch.setattr(peer_watch.PrefillWatch, "run", lambda watch: None)
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         kind, _, states = kind.partition(" ")
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
@@ -870,7 +870,7 @@ def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench:
             manager.connection_pool[key] = peers
             bench.receiver(asked_for).bootstrap_infos = peers
     bench.dead = True
-    threading.Thread(target=WATCH_PREFILLS, args=(manager,), daemon=True).start()
+    threading.Thread(target=WATCH_PREFILLS, args=(manager.prefill_watch,), daemon=True).start()
     assert timed(bench, asked_for) < 1.5
     assert "Losing connection with prefill instance" in asked_for.finished_reason.message
     assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
@@ -933,9 +933,9 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
         bench.world.queue.announce()
     heard_of(bench, req)
     half = bench.halves[req.rid]
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
     deadline = time.monotonic() + 5
-    while not bench.prefill.reachable_ranks:
+    while not bench.prefill.decode_watch.reachable:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     # On this side of the wire everything goes on; on the other nobody is left.
@@ -1037,10 +1037,10 @@ def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: py
         for endpoint in (there, gone):
             receivers._connect(endpoint)
         sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
-        SWEEP_SOCKETS(bench.manager)
+        SWEEP_SOCKETS(bench.manager.sweep)
         assert not sockets[gone].closed, "not yet: it looks every ten seconds"
-        bench.manager._swept_at -= 1e6
-        SWEEP_SOCKETS(bench.manager)
+        bench.manager.sweep._swept_at -= 1e6
+        SWEEP_SOCKETS(bench.manager.sweep)
         assert sockets[gone].closed and not sockets[there].closed
         assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
         # The peer may come back at that port.
@@ -1065,7 +1065,7 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     bench.gone = True
     req = short_of_memory(bench)
     heard_of(bench, req)
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
     time.sleep(3 * peer_watch.LOOK_S)
     bench.gone = False
     make_room(bench)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import (
@@ -216,8 +216,8 @@ class World:
         self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
         # Their threads outlive the test; they need not look after servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-        for side in ("prefills", "decodes"):
-            monkeypatch.setattr(common.CommonKVManager, f"_watch_{side}", lambda manager: None)
+        for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
+            monkeypatch.setattr(watch, "run", lambda watch: None)
         # What a scheduler leaves to threads has been done when it looks for the first time.
         monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
         self.wire, self.current = Wire(), None
@@ -775,7 +775,7 @@ def test_a_room_that_ended_well_may_be_used_again(world, prefix_len):
 
 
 def test_a_failure_is_told_once_for_each_request_of_a_room(world):
-    """Decode gives up what has failed. Prefill answered with a second word, which ended the next request of the room."""
+    """Decode gives up what has failed. A second word, in answer to that, ended the next request of the room."""
     first = world.request(7).bootstrap()
     (receiver,), (sender,) = first.receivers, first.senders
     receiver.fenced = True
