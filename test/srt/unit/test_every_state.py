@@ -844,6 +844,18 @@ def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, look: None
     bench.assert_books_closed()
 
 
+def test_a_rank_that_the_client_names_waits_for_the_handshake_with_its_prefill(bench: Bench):
+    """The engine takes a prefill that it has never met for one that is down, and asks it nothing either."""
+    bench.forget_prefill()
+    req = bench.arrive(disagg_prefill_dp_rank=0)
+    bench.step()
+    assert not bench.told(req)
+    bench.remember_prefill()
+    bench.drain()
+    assert bench.finished[req.rid] == 1
+    bench.assert_books_closed()
+
+
 def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
     """In the engine another page size ends the decode worker."""
 

@@ -277,6 +277,15 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 decode_req.lose(e)
         self._unannounced = [*self._unannounced[ANNOUNCEMENTS:], *later]
 
+    def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
+        """Adds that a request whose client names the rank is one of a prefill that has to be known first.
+
+        The engine fails it, and asks that prefill nothing; so it fails all that name one.
+        """
+        if self.has_radix and engine._bootstrap_addr(req) not in self.kv_manager.prefill_info_table:
+            return None
+        return super()._resolve_prefill_dp_rank(req)
+
     def _resolve_pending_reqs(self) -> None:
         """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
         super()._resolve_pending_reqs()
