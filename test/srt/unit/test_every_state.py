@@ -856,6 +856,24 @@ def test_a_rank_that_the_client_names_waits_for_the_handshake_with_its_prefill(b
     bench.assert_books_closed()
 
 
+def test_of_those_that_wait_for_a_prefill_only_the_oldest_is_looked_at(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """There may be thousands, in every step."""
+    bench.forget_prefill()
+    looks, why = [], bench.manager.why_unreached
+    monkeypatch.setattr(bench.manager, "why_unreached", lambda *of: looks.append(of) or why(*of))
+    older, newer = bench.arrive(), bench.arrive()
+    bench.step()
+    since = bench.receiver(older).made_at
+    assert looks == [(bench.address, since)]
+    # It has waited for too long, the other one has not.
+    bench.receiver(older).made_at -= 1e6
+    bench.step()
+    assert bench.told(older) and not bench.told(newer)
+    bench.remember_prefill()
+    bench.drain()
+    assert bench.finished[newer.rid] == 1
+
+
 def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
     """In the engine another page size ends the decode worker."""
 

@@ -1133,6 +1133,19 @@ def test_two_prefill_ranks_of_one_pipeline_stage_both_count():
     assert not bare_status.is_done(), "the engine would wait for ever"
 
 
+def test_notifications_may_come_while_the_watch_of_prefills_asks():
+    """An error there left all other requests of a prefill that was lost to their time-out."""
+
+    class Arriving(dict):
+        def __getitem__(self, agent: str) -> set[int]:
+            self.setdefault(f"{agent} and another", set())
+            status.num_chunks[f"{agent} and another"] = 1
+            return super().__getitem__(agent)
+
+    status = TransferStatus(num_expected=2, num_chunks={"a": 1, "b": 2}, chunks=Arriving(a={0}, b={0}))
+    assert not status.is_done() and not status.is_quiet()
+
+
 def test_pieces_of_two_agents_do_not_make_one_transfer():
     assert not status_of(("p", KV), ("somebody else", AUX))[0].is_done()
     assert not status_of(("p", KV), ("p", AUX), ("q", KV), ("r", AUX), expected=2)[0].is_done()

@@ -102,7 +102,8 @@ class TransferStatus(engine.TransferStatus):
 
     def _complete(self) -> set[str]:
         """The agents all of whose parts are here."""
-        complete = {agent for agent, count in self.num_chunks.items() if len(self.chunks[agent]) == count}
+        # A copy in one go: the thread that watches prefills asks too.
+        complete = {agent for agent, count in list(self.num_chunks.items()) if len(self.chunks[agent]) == count}
         complete &= self.aux_from
         if self.expects_digest:
             complete &= self.claims.keys()
