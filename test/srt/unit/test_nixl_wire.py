@@ -421,6 +421,7 @@ def bare(dummy: bool = False) -> NixlKVReceiver:
             kv_data_ptrs=[1, 2], aux_data_ptrs=[3], state_data_ptrs=[], gpu_id=0, engine_rank=1, kv_item_lens=[64]
         ),
         page_digests=None,
+        update_transfer_status=lambda: None,
     )
     receiver.bootstrap_room, receiver.required_dst_info_num, receiver.required_prefill_response_num = 2**62, 2, 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}] * 2
@@ -795,6 +796,20 @@ def test_a_failure_is_told_once_for_each_request_of_a_room(world):
     assert second.receivers[0].poll() == KVPoll.WaitingForInput
     for transfer in world.wire.transfers:
         transfer.finish()
+    second.wait_receivers(KVPoll.Success)
+
+
+def test_an_answer_that_nobody_waited_for_is_not_of_the_next_request_of_its_room(world):
+    """Given up before prefill was asked, and answered all the same. Nobody read that until the next request did."""
+    first = world.request(7).start_prefill().start_decode()
+    (receiver,) = first.receivers
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    first.wait_senders(KVPoll.Failed)
+    assert len(world.prefill[0].told("7_fail")) == 1 and not world.decode[0].manager.awaited_rooms
+    second = world.request(7).bootstrap()
+    second.send()
     second.wait_receivers(KVPoll.Success)
 
 

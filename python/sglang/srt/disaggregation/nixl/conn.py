@@ -453,19 +453,18 @@ class NixlKVSender(engine.NixlKVSender):
         if self._told:
             return
         self._told = True
-        room = self.bootstrap_room
+        room, reason = self.bootstrap_room, self.why()
         with self.kv_mgr.rooms.lock:
             infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
             cancels = self.kv_mgr.cancels.pop(room, set())
-        reason = self.why()
+            # First: when decode has been told it may use the room again.
+            self.kv_mgr.end_room(room, reason)
+            self.kv_mgr.forget(room)
+            # Decode's cancellation of what had failed already.
+            self.kv_mgr.rooms.take_refusal(room)
         # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
         # count for that of the rank that writes.
         listeners = cancels.union(name for name, info in infos.items() if info.dummy is False)
-        # First: when decode has been told it may use the room again.
-        self.kv_mgr.end_room(room, reason)
-        self.kv_mgr.forget(room)
-        # Decode's cancellation of what had failed already.
-        self.kv_mgr.rooms.take_refusal(room)
         self.kv_mgr.tell_failure(room, listeners, reason)
         # Recorded meanwhile.
         self.kv_mgr.failure_records.pop(room, None)
@@ -574,6 +573,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
+        # What lies there is of an earlier request of this room.
+        self.kv_mgr.update_transfer_status()
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
         if decode_prefix_len is None or self.bootstrap_infos is None:
