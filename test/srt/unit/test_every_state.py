@@ -42,9 +42,9 @@ from sglang_pd_radix.tools.cluster import free_ports
 # The names of the patch file itself.
 CODE = common.CommonKVManager.why_unreached.__globals__
 REALLY_REFUSING = peer_liveness.refusing
-WATCH_PREFILLS = common.CommonKVManager._watch_prefills
-WATCH_DECODES = common.CommonKVManager._watch_decodes
-SWEEP_SOCKETS = common.CommonKVManager._sweep_sockets
+WATCH_PREFILLS = peer_watch.PrefillWatch.run
+WATCH_DECODES = peer_watch.DecodeWatch.run
+SWEEP_SOCKETS = peer_watch.SocketSweep.look
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 PAGE, CHUNK = 4, 3
 PREFILL_SLOT, STATE_SLOTS = 2, 6
@@ -114,9 +114,9 @@ class Bench:
         self.monkeypatch = monkeypatch
         # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
         # some tests start go on in the next ones, in whose world nobody may seem to listen.
-        monkeypatch.setattr(common.CommonKVManager, "_sweep_sockets", lambda manager: None)
+        monkeypatch.setattr(peer_watch.SocketSweep, "look", lambda sweep: None)
         # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
-        monkeypatch.setattr(common.CommonKVManager, "_watch_prefills", lambda manager: None)
+        monkeypatch.setattr(peer_watch.PrefillWatch, "run", lambda watch: None)
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         kind, _, states = kind.partition(" ")
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
@@ -844,6 +844,36 @@ def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, look: None
     bench.assert_books_closed()
 
 
+def test_a_rank_that_the_client_names_waits_for_the_handshake_with_its_prefill(bench: Bench):
+    """The engine takes a prefill that it has never met for one that is down, and asks it nothing either."""
+    bench.forget_prefill()
+    req = bench.arrive(disagg_prefill_dp_rank=0)
+    bench.step()
+    assert not bench.told(req)
+    bench.remember_prefill()
+    bench.drain()
+    assert bench.finished[req.rid] == 1
+    bench.assert_books_closed()
+
+
+def test_of_those_that_wait_for_a_prefill_only_the_oldest_is_looked_at(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """There may be thousands, in every step."""
+    bench.forget_prefill()
+    looks, why = [], bench.manager.why_unreached
+    monkeypatch.setattr(bench.manager, "why_unreached", lambda *of: looks.append(of) or why(*of))
+    older, newer = bench.arrive(), bench.arrive()
+    bench.step()
+    since = bench.receiver(older).made_at
+    assert looks == [(bench.address, since)]
+    # It has waited for too long, the other one has not.
+    bench.receiver(older).made_at -= 1e6
+    bench.step()
+    assert bench.told(older) and not bench.told(newer)
+    bench.remember_prefill()
+    bench.drain()
+    assert bench.finished[newer.rid] == 1
+
+
 def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
     """In the engine another page size ends the decode worker."""
 
@@ -870,7 +900,7 @@ def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench:
             manager.connection_pool[key] = peers
             bench.receiver(asked_for).bootstrap_infos = peers
     bench.dead = True
-    threading.Thread(target=WATCH_PREFILLS, args=(manager,), daemon=True).start()
+    threading.Thread(target=WATCH_PREFILLS, args=(manager.prefill_watch,), daemon=True).start()
     assert timed(bench, asked_for) < 1.5
     assert "Losing connection with prefill instance" in asked_for.finished_reason.message
     assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
@@ -933,9 +963,9 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
         bench.world.queue.announce()
     heard_of(bench, req)
     half = bench.halves[req.rid]
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
     deadline = time.monotonic() + 5
-    while not bench.prefill.reachable_ranks:
+    while not bench.prefill.decode_watch.reachable:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     # On this side of the wire everything goes on; on the other nobody is left.
@@ -1037,10 +1067,10 @@ def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: py
         for endpoint in (there, gone):
             receivers._connect(endpoint)
         sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
-        SWEEP_SOCKETS(bench.manager)
+        SWEEP_SOCKETS(bench.manager.sweep)
         assert not sockets[gone].closed, "not yet: it looks every ten seconds"
-        bench.manager._swept_at -= 1e6
-        SWEEP_SOCKETS(bench.manager)
+        bench.manager.sweep._swept_at -= 1e6
+        SWEEP_SOCKETS(bench.manager.sweep)
         assert sockets[gone].closed and not sockets[there].closed
         assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
         # The peer may come back at that port.
@@ -1065,7 +1095,7 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     bench.gone = True
     req = short_of_memory(bench)
     heard_of(bench, req)
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill,), daemon=True).start()
+    threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
     time.sleep(3 * peer_watch.LOOK_S)
     bench.gone = False
     make_room(bench)

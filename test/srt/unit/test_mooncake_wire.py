@@ -23,7 +23,7 @@ import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn
@@ -206,8 +206,8 @@ class World:
             monkeypatch.setenv(f"SGLANG_DISAGG_STAGING_{side}_MB", "1")
         # Their threads outlive the test; they need not look after its servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-        for watched in ("prefills", "decodes"):
-            monkeypatch.setattr(common.CommonKVManager, f"_watch_{watched}", lambda manager: None)
+        for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
+            monkeypatch.setattr(watch, "run", lambda watch: None)
         # What a scheduler leaves to threads has been done when it looks for the first time.
         monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
         self.current: Rank | None = None

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import (
@@ -216,8 +216,8 @@ class World:
         self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
         # Their threads outlive the test; they need not look after servers.
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-        for side in ("prefills", "decodes"):
-            monkeypatch.setattr(common.CommonKVManager, f"_watch_{side}", lambda manager: None)
+        for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
+            monkeypatch.setattr(watch, "run", lambda watch: None)
         # What a scheduler leaves to threads has been done when it looks for the first time.
         monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
         self.wire, self.current = Wire(), None
@@ -421,6 +421,7 @@ def bare(dummy: bool = False) -> NixlKVReceiver:
             kv_data_ptrs=[1, 2], aux_data_ptrs=[3], state_data_ptrs=[], gpu_id=0, engine_rank=1, kv_item_lens=[64]
         ),
         page_digests=None,
+        update_transfer_status=lambda: None,
     )
     receiver.bootstrap_room, receiver.required_dst_info_num, receiver.required_prefill_response_num = 2**62, 2, 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}] * 2
@@ -774,6 +775,98 @@ def test_a_room_that_ended_well_may_be_used_again(world, prefix_len):
         request.wait_receivers(KVPoll.Success)
 
 
+def test_a_failure_is_told_once_for_each_request_of_a_room(world):
+    """Decode gives up what has failed. A second word, in answer to that, ended the next request of the room."""
+    first = world.request(7).bootstrap()
+    (receiver,), (sender,) = first.receivers, first.senders
+    receiver.fenced = True
+    sender.abort()
+    first.wait_senders(KVPoll.Failed)
+    first.wait_receivers(KVPoll.Failed)
+    receiver.cancel()
+    assert receiver.writers_done()
+    # After its word to give the room up, which prefill has read with that.
+    world.request(8).start_decode().ask()
+    until(lambda: 8 in world.prefill[0].manager.transfer_infos, "the next message is read")
+    assert len(world.prefill[0].told("7_fail")) == 1
+    world.wire.held = True
+    second = world.request(7).bootstrap()
+    second.send()
+    # Its pages are being written to.
+    assert second.receivers[0].poll() == KVPoll.WaitingForInput
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    second.wait_receivers(KVPoll.Success)
+
+
+def test_an_answer_that_nobody_waited_for_is_not_of_the_next_request_of_its_room(world):
+    """Given up before prefill was asked, and answered all the same. Nobody read that until the next request did."""
+    first = world.request(7).start_prefill().start_decode()
+    (receiver,) = first.receivers
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    first.wait_senders(KVPoll.Failed)
+    assert len(world.prefill[0].told("7_fail")) == 1 and not world.decode[0].manager.awaited_rooms
+    second = world.request(7).bootstrap()
+    second.send()
+    second.wait_receivers(KVPoll.Success)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_request_that_cannot_be_used_is_answered_once(world, is_here):
+    """Whether prefill has a request of that room or not when decode gives it up."""
+    request = world.request(7).start_decode()
+    frames = request.frames()
+    request.receivers[0].fenced = True
+    world.push([*frames[:9], b"x", frames[10]])
+    request.wait_receivers(KVPoll.Failed)
+    if is_here:
+        request.start_prefill()
+    request.receivers[0].cancel()
+    assert request.receivers[0].writers_done()
+    world.request(8).start_decode().ask()
+    until(lambda: 8 in world.prefill[0].manager.transfer_infos, "the next message is read")
+    for sender in request.senders:
+        assert sender.poll() == KVPoll.Failed
+    assert len(world.prefill[0].told("7_fail")) == 1
+
+
+def test_a_word_that_could_not_be_sent_is_said_when_decode_gives_up(world):
+    request = world.request(7).bootstrap()
+    agent = world.prefill[0].manager.agent
+    send_notif = agent.send_notif
+
+    def lost(peer: str, notification: bytes) -> None:
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    agent.send_notif = lost
+    request.senders[0].abort()
+    request.wait_senders(KVPoll.Failed)
+    agent.send_notif = send_notif
+    (receiver,) = request.receivers
+    receiver.fenced = True
+    receiver.fail("it has waited for too long")
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    until(receiver.writers_done, "prefill's answer")
+
+
+def test_a_sender_that_has_sent_does_not_end_the_next_request_of_its_room(world):
+    """Decode, and with it the client, may have the answer before prefill looks whether all is written."""
+    first = world.request(7).bootstrap()
+    first.send()
+    first.wait_receivers(KVPoll.Success)
+    first.receivers[0].clear()
+    second = world.request(7).start_prefill().start_decode().ask()
+    until(lambda: 7 in world.prefill[0].manager.transfer_infos, "decode's request")
+    first.wait_senders(KVPoll.Success)
+    second.wait_senders(KVPoll.WaitingForInput)
+    second.senders[0].init(second.num_pages, 1)
+    second.send()
+    second.wait_receivers(KVPoll.Success)
+
+
 def test_a_request_for_a_room_that_failed_before_is_answered(world):
     """Decode would wait for its time-out otherwise."""
     request = world.request(BAD).start_prefill()
@@ -1053,6 +1146,19 @@ def test_two_prefill_ranks_of_one_pipeline_stage_both_count():
     bare_status.received_kvs_per_pp[0].add(0)
     bare_status.expected_kvs_per_pp[0] = 1
     assert not bare_status.is_done(), "the engine would wait for ever"
+
+
+def test_notifications_may_come_while_the_watch_of_prefills_asks():
+    """An error there left all other requests of a prefill that was lost to their time-out."""
+
+    class Arriving(dict):
+        def __getitem__(self, agent: str) -> set[int]:
+            self.setdefault(f"{agent} and another", set())
+            status.num_chunks[f"{agent} and another"] = 1
+            return super().__getitem__(agent)
+
+    status = TransferStatus(num_expected=2, num_chunks={"a": 1, "b": 2}, chunks=Arriving(a={0}, b={0}))
+    assert not status.is_done() and not status.is_quiet()
 
 
 def test_pieces_of_two_agents_do_not_make_one_transfer():

@@ -443,6 +443,23 @@ def test_a_rank_is_told_once_and_asked_for_until_it_is_known(monkeypatch):
     assert asked == [[5, 6], [5, 6], [6]] and not any(answers._told.values()) and not answers._asking
 
 
+def test_the_ranks_of_thousands_are_told_and_those_that_nobody_asks_for_are_forgotten(monkeypatch):
+    """Of more than 4096 requests at once all that was told was thrown away before it could be used, again and again."""
+    questions = []
+    monkeypatch.setattr(handshakes, "in_background", lambda work, name: questions.append(work))
+    answers = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"]()
+
+    def ask(rooms: range) -> dict[str, int]:
+        found = answers.ask("a", list(rooms), lambda addr, lacking: {str(room): room % 3 for room in lacking})
+        while questions:
+            questions.pop()()
+        return found
+
+    assert ask(range(10_000)) == {} and ask(range(9_000)) == {str(room): room % 3 for room in range(9_000)}
+    # The others have been aborted.
+    assert ask(range(9_000, 9_001)) == {} and ask(range(9_000, 9_001)) == {"9000": 0} and not answers._told["a"]
+
+
 @pytest.mark.parametrize(
     ("tp_rank", "attn_tp_rank", "tells"), [(0, 0, True), (1, 1, False), (1, 0, True), (3, 1, False)]
 )

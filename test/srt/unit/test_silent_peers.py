@@ -12,7 +12,7 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import conn, handshakes, peer_liveness
+from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_watch
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, nothing_listens, refusing
@@ -24,7 +24,7 @@ from sglang_pd_radix.tools.cluster import free_ports
 
 # For what would never end. Nothing is measured.
 LONG_S = 20
-WATCH_DECODES = conn.CommonKVManager._watch_decodes
+WATCH_DECODES = peer_watch.DecodeWatch.run
 IN_BACKGROUND = handshakes.in_background
 
 
@@ -253,9 +253,11 @@ def test_a_request_that_one_prefill_rank_does_not_take_is_ended_by_all(monkeypat
 def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any) -> None:
     request = world.request(1, 24, 8).start_prefill().start_decode()
     (receiver,) = request.receivers
+    receiver.fenced = True
     # Lost with the connection.
-    receiver.fenced = receiver.asked = True
-    receiver.kv_mgr.awaited_rooms.add(receiver.bootstrap_room)
+    receiver._send_to = lambda peer, frames: None
+    request.ask()
+    del receiver._send_to
     receiver.fail("lost")
     receiver.cancel()
     request.wait_senders(KVPoll.Failed)
@@ -379,10 +381,10 @@ def test_a_decode_rank_is_looked_at_before_it_can_end(monkeypatch) -> None:
     monkeypatch.setattr(peer_liveness, "refusing", lambda endpoints: refused & set(endpoints))
     world = nixl_wire.World(monkeypatch)
     manager = world.prefill[0].manager
-    threading.Thread(target=WATCH_DECODES, args=(manager,), daemon=True).start()
+    threading.Thread(target=WATCH_DECODES, args=(manager.decode_watch,), daemon=True).start()
     # It says what waits in it, and its request is not here yet.
     world.push([b"NixlMsgGuard", b"7", b"127.0.0.1", b"5555", b"agent", b"queued"])
-    until(lambda: ("127.0.0.1", 5555) in manager.reachable_ranks, "the look at it")
+    until(lambda: ("127.0.0.1", 5555) in manager.decode_watch.reachable, "the look at it")
     refused.add(("127.0.0.1", 5555))
     lost = world.request(7).start_prefill()
     lost.wait_senders(KVPoll.Failed)

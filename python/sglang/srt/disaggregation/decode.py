@@ -277,13 +277,28 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 decode_req.lose(e)
         self._unannounced = [*self._unannounced[ANNOUNCEMENTS:], *later]
 
+    def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
+        """Adds that a request whose client names the rank is one of a prefill that has to be known first.
+
+        The engine fails it, and asks that prefill nothing; so it fails all that name one.
+        """
+        if self.has_radix and engine._bootstrap_addr(req) not in self.kv_manager.prefill_info_table:
+            return None
+        return super()._resolve_prefill_dp_rank(req)
+
     def _resolve_pending_reqs(self) -> None:
         """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
         super()._resolve_pending_reqs()
+        waits: set[str] = set()
         for decode_req in self.pending_reqs if self.has_radix else []:
             receiver = decode_req.kv_receiver
+            if receiver.bootstrap_addr in waits:
+                # What an older one still waits for it does too; there may be thousands.
+                continue
             reason = self.kv_manager.why_unreached(receiver.bootstrap_addr, receiver.made_at)
-            if reason is not None:
+            if reason is None:
+                waits.add(receiver.bootstrap_addr)
+            else:
                 decode_req.lose(reason)
 
     def _is_live(self, room: int) -> bool:

@@ -33,8 +33,8 @@ from sglang.srt.disaggregation.common.authentication import (
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.handshakes import Connection, Connections, RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken, UnwaitingSocket
-from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, nothing_listens
-from sglang.srt.disaggregation.common.peer_watch import PeerWatch, host_and_port
+from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
+from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, PrefillWatch, SocketSweep, host_and_port
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import (
     CANCEL,
@@ -94,7 +94,7 @@ def _signing(socket, endpoint: str):
 _rank_answers: RankAnswers | None = None
 
 
-class CommonKVManager(PeerWatch, engine.CommonKVManager):
+class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
     def __init__(self, *args, **kwargs):
@@ -127,12 +127,19 @@ class CommonKVManager(PeerWatch, engine.CommonKVManager):
             self.server_socket = VerifyingSocket(self.server_socket, own, key)
         several = self.server_args.dp_size > 1
         self.counters = KvTransferCounters.get(self.server_args, self.system_dp_rank if several else None)
+        # Looks for sockets of dead peers; and what looks after this worker's peers, with it.
+        self.sweep = SocketSweep(lambda: list(CommonKVReceiver._socket_cache), CommonKVReceiver.close_socket)
         if self.has_radix:
             global _rank_answers
             _rank_answers = _rank_answers or RankAnswers()
-            threading.Thread(target=self._watch_prefills, daemon=True, name="watch-prefills").start()
+            tracker = self.addr_to_rooms_tracker
+            self.prefill_watch = PrefillWatch(
+                self._prefill_ports, lambda addr: bool(tracker.get(addr)), self._handle_node_failure, self.sweep
+            )
+            self.prefill_watch.start()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            threading.Thread(target=self._watch_decodes, daemon=True, name="watch-decodes").start()
+            self.decode_watch = DecodeWatch(self.rooms, self._askers, self.sweep)
+            self.decode_watch.start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
         """Adds that messages are signed where there is a secret."""
@@ -289,6 +296,25 @@ class CommonKVManager(PeerWatch, engine.CommonKVManager):
             # A copy in one go: not all who make connections take the lock.
             for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
                 self.connection_pool.pop(key, None)
+
+    def _prefill_ports(self) -> dict[str, set[Endpoint]]:
+        """Of each prefill that this worker knows, where its schedulers listen, or else its bootstrap server."""
+        found: dict[str, set[Endpoint]] = {addr: set() for addr in list(self.prefill_info_table)}
+        # A copy in one go: the scheduler makes connections.
+        for key, infos in list(self.connection_pool.items()):
+            # It ends with three ranks.
+            addr = key.rsplit("_", 3)[0]
+            if addr in found:
+                found[addr].update((info["rank_ip"], info["rank_port"]) for info in infos)
+        return {addr: ports or {host_and_port(addr)} for addr, ports in found.items()}
+
+    def _askers(self, room: int) -> set[Endpoint]:
+        """The decode ranks with the flag that have asked for the KV of a room."""
+        infos = self.transfer_infos.get(room, {}).values()
+        return {(info.endpoint, info.dst_port) for info in infos if getattr(info, "names_prefix", False)}
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        raise NotImplementedError
 
     def lose_prefill(self, addr: str) -> list[int]:
         """Forget a prefill that is gone, and which rooms are its. The scheduler may open and close rooms meanwhile."""

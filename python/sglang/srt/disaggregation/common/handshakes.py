@@ -12,9 +12,6 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# Rooms whose DP rank a prefill has told and nobody has asked for, at most.
-MOST_TOLD = 4096
-
 
 def in_background(work: Callable[[], None], name: str) -> None:
     """Start ``work`` in a thread of its own."""
@@ -29,10 +26,11 @@ class RankAnswers:
         self._told: dict[str, dict[str, int]] = {}
 
     def ask(self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]) -> dict[str, int]:
-        """What is known of ``rooms``, by number in decimal digits; the rest is asked by ``question``."""
-        told = self._told.setdefault(addr, {})
-        if len(told) > MOST_TOLD:
-            told.clear()
+        """What is known of ``rooms``, by number in decimal digits; the rest is asked by ``question``.
+
+        rooms: all of this prefill whose ranks are not known. What is known of others is forgotten.
+        """
+        told, wanted = self._told.setdefault(addr, {}), set(map(str, rooms))
         lacking = [room for room in rooms if str(room) not in told]
         if lacking and addr not in self._asking:
 
@@ -46,18 +44,18 @@ class RankAnswers:
 
             self._asking.add(addr)
             in_background(put, "ask-dp-ranks")
-        return {room: told.pop(room) for room in map(str, rooms) if room in told}
+        known = [(room, told.pop(room)) for room in list(told)]
+        return {room: rank for room, rank in known if room in wanted}
 
 
 class Connection:
     """One attempt to learn where the ranks of a prefill's DP rank listen, for all requests that come meanwhile.
 
-    over: it has succeeded, or failed for ``reason``. registered: these ranks have been sent this worker's memory, which
-    the scheduler does when it is over.
+    over: it has succeeded, or failed for ``reason``. The scheduler then sends these ranks this worker's memory.
     """
 
     def __init__(self) -> None:
-        self.over = self.registered = False
+        self.over = False
         self.reason: str | None = None
 
     def make(self, fetch: Callable[[], None]) -> None:

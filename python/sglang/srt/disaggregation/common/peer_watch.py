@@ -1,13 +1,16 @@
 """Each worker looks after the peers of its requests: what is lost with a process that ends is failed at once.
 
+A watch is a thread of its own. It knows of its worker only what it is handed.
+
 Upstream: not in 0.5.10.post1.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
@@ -28,111 +31,126 @@ def host_and_port(addr: str) -> Endpoint:
     return parsed.host, parsed.port
 
 
-class PeerWatch:
-    """The part of both workers' managers that looks after peers, in a thread. All are looked at together."""
+class SocketSweep:
+    """Closes the sockets to peers at whose port nobody listens any more, every `SWEEP_S` seconds.
 
-    # Of the engine's manager and ours.
-    prefill_info_table: dict[str, Any]
-    connection_pool: dict[str, list[dict]]
-    addr_to_rooms_tracker: dict[str, set[int]]
-    transfer_infos: dict[int, dict[str, Any]]
-    rooms: Rooms
+    The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in one
+    is sent to whoever is given that port next.
+    """
 
-    def __init__(self, *args, **kwargs):
-        """Adds what the thread keeps. Before the engine's, which starts threads that use it."""
-        # Prefill: decode ranks, host and port, that have not refused a connection.
-        self.reachable_ranks: set[Endpoint] = set()
-        # When sockets of dead peers were last looked for.
+    def __init__(self, connected: Callable[[], Iterable[str]], close: Callable[[str], None]):
+        """connected: to what there are sockets, as ZeroMQ writes it. close: closes that to one of them."""
+        self._connected, self._close = connected, close
         self._swept_at = time.monotonic()
-        super().__init__(*args, **kwargs)
 
-    def _watch_prefills(self) -> None:
-        """Fail the requests of a prefill as soon as the operating system says that its processes are gone.
-
-        The engine asks its bootstrap server, and takes it for lost after two failures, ten seconds or more; one that
-        was restarted meanwhile it never misses, and what it goes on to send nobody receives.
-        """
-        looked: dict[str, float] = {}
-        while True:
-            time.sleep(LOOK_S)
-            try:
-                self._sweep_sockets()
-                now = time.monotonic()
-                ports = {
-                    addr: self._ports(addr)
-                    for addr in list(self.prefill_info_table)
-                    if self.addr_to_rooms_tracker.get(addr) or now - looked.get(addr, 0.0) >= IDLE_LOOK_S
-                }
-                looked |= dict.fromkeys(ports, now)
-                gone = peer_liveness.gone(port for theirs in ports.values() for port in theirs)
-                for addr, theirs in ports.items():
-                    # One of its schedulers is enough.
-                    if gone & theirs:
-                        self._handle_node_failure(addr)
-            except Exception:
-                logger.exception("Could not look after prefills")
-
-    def _ports(self, addr: str) -> set[Endpoint]:
-        """Where the schedulers of a prefill listen that this worker knows, or else its bootstrap server."""
-        # A copy in one go: the scheduler makes connections.
-        infos = [infos for key, infos in list(self.connection_pool.items()) if key.startswith(addr + "_")]
-        return {(info["rank_ip"], info["rank_port"]) for each in infos for info in each} or {host_and_port(addr)}
-
-    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        raise NotImplementedError
-
-    def _watch_decodes(self) -> None:
-        """Fail the requests of a decode rank, on prefill, as soon as the operating system says that it is gone.
-
-        In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does;
-        and the router waits for both workers. Only of ranks that run with the flag; nobody is looked at who has no
-        request here, but once.
-        """
-        while True:
-            self.rooms.wait_for_newcomers(LOOK_S)
-            try:
-                self._sweep_sockets()
-                rooms = self._rooms_of_decodes()
-                # Who ends now has been there.
-                ranks = rooms.keys() | self.rooms.take_newcomers()
-                gone = peer_liveness.gone(ranks)
-                if len(self.reachable_ranks) > REMEMBERED_ROOMS:
-                    self.reachable_ranks.clear()
-                self.reachable_ranks |= ranks - gone
-                # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
-                for host, port in gone & self.reachable_ranks & rooms.keys():
-                    lost = rooms[host, port]
-                    logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
-                    self.rooms.lose_decode(lost, f"decode {host}:{port} is gone: it refuses connections")
-            except Exception:
-                logger.exception("Could not look after decode workers")
-
-    def _rooms_of_decodes(self) -> dict[Endpoint, list[int]]:
-        """The live requests by the decode ranks, host and port, in which they wait or that have asked for them."""
-        found: dict[Endpoint, list[int]] = {}
-        with self.rooms.lock:
-            for room in self.rooms.live:
-                if room in self.rooms.refused:
-                    continue
-                infos = self.transfer_infos.get(room, {}).values()
-                asked = {(i.endpoint, i.dst_port) for i in infos if getattr(i, "names_prefix", False)}
-                for rank in asked | set(self.rooms.waiting.get(room, ())):
-                    found.setdefault(rank, []).append(room)
-        return found
-
-    def _sweep_sockets(self) -> None:
-        """Close the sockets to peers at whose port nobody listens any more, every `SWEEP_S` seconds.
-
-        The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in
-        one is sent to whoever is given that port next.
-        """
+    def look(self) -> None:
+        """Look for them if it is time to."""
         now = time.monotonic()
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
-        # Ours, which is made of this class.
-        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-        peers = {host_and_port(at.removeprefix("tcp://")): at for at in list(CommonKVReceiver._socket_cache)}
+        peers = {host_and_port(at.removeprefix("tcp://")): at for at in self._connected()}
         for peer in peer_liveness.gone(peers):
-            CommonKVReceiver.close_socket(peers[peer])
+            self._close(peers[peer])
+
+
+class PrefillWatch:
+    """Decode: finds out which prefills are gone as soon as the operating system says that their processes are.
+
+    The engine asks their bootstrap servers, and takes one for lost after two failures, ten seconds or more; one that
+    was restarted meanwhile it never misses, and what it goes on to send nobody receives.
+    """
+
+    def __init__(
+        self,
+        ports: Callable[[], dict[str, set[Endpoint]]],
+        is_awaited: Callable[[str], bool],
+        on_gone: Callable[[str], None],
+        sweep: SocketSweep,
+    ):
+        """ports: of each prefill, by address, where its processes listen. is_awaited: whether it has requests of this
+        worker. on_gone: is told of one that is gone."""
+        self._ports, self._is_awaited, self._on_gone, self._sweep = ports, is_awaited, on_gone, sweep
+        # When each was last looked at.
+        self._looked: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self.run, daemon=True, name="watch-prefills").start()
+
+    def run(self) -> None:
+        """Look again and again."""
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                self._sweep.look()
+                self._look()
+            except Exception:
+                logger.exception("Could not look after prefills")
+
+    def _look(self) -> None:
+        now, known = time.monotonic(), self._ports()
+        due = {
+            addr: ports
+            for addr, ports in known.items()
+            if self._is_awaited(addr) or now - self._looked.get(addr, 0.0) >= IDLE_LOOK_S
+        }
+        self._looked = {addr: at for addr, at in self._looked.items() if addr in known} | dict.fromkeys(due, now)
+        gone = peer_liveness.gone(port for ports in due.values() for port in ports)
+        for addr, ports in due.items():
+            # One of its schedulers is enough.
+            if gone & ports:
+                self._on_gone(addr)
+
+
+class DecodeWatch:
+    """Prefill: fails the requests of a decode rank as soon as the operating system says that it is gone.
+
+    In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does; and the
+    router waits for both workers. Only of ranks that run with the flag; nobody is looked at who has no request here,
+    but once.
+    """
+
+    def __init__(self, rooms: Rooms, asked: Callable[[int], Iterable[Endpoint]], sweep: SocketSweep):
+        """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock."""
+        self._rooms, self._asked, self._sweep = rooms, asked, sweep
+        # Decode ranks that have not refused a connection.
+        self.reachable: set[Endpoint] = set()
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self.run, daemon=True, name="watch-decodes").start()
+
+    def run(self) -> None:
+        """Look again and again."""
+        while True:
+            self._rooms.wait_for_newcomers(LOOK_S)
+            try:
+                self._sweep.look()
+                self._look()
+            except Exception:
+                logger.exception("Could not look after decode workers")
+
+    def _look(self) -> None:
+        rooms = self._rooms_by_rank()
+        # Who ends now has been there.
+        ranks = rooms.keys() | self._rooms.take_newcomers()
+        gone = peer_liveness.gone(ranks)
+        if len(self.reachable) > REMEMBERED_ROOMS:
+            self.reachable.clear()
+        self.reachable |= ranks - gone
+        # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
+        for host, port in gone & self.reachable & rooms.keys():
+            lost = rooms[host, port]
+            logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
+            self._rooms.lose_decode(lost, f"decode {host}:{port} is gone: it refuses connections")
+
+    def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
+        """The live requests by the decode ranks in which they wait or that have asked for them."""
+        found: dict[Endpoint, list[int]] = {}
+        with self._rooms.lock:
+            for room in self._rooms.live:
+                if room not in self._rooms.refused:
+                    for rank in {*self._asked(room), *self._rooms.waiting.get(room, ())}:
+                        found.setdefault(rank, []).append(room)
+        return found

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.last_words import LastWords
 from sglang.srt.disaggregation.decode_prefix import (
     CANCEL,
     DECODE_PREFIX_VERSION,
@@ -26,7 +27,6 @@ from sglang.srt.disaggregation.decode_prefix import (
     wire_int,
 )
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake.last_words import LastWords
 from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
@@ -105,7 +105,7 @@ class MooncakeKVManager(StagingKVManager):
         # Prefill: decode ranks that gave a room up and have not been answered.
         self.cancels: dict[int, set[Peer]] = {}
         # Prefill: and which of them have been.
-        self.last_words = LastWords()
+        self.last_words: LastWords[Peer] = LastWords()
         # Prefill: chunks that are queued or being written, by room, whose they are, and the threads that write them.
         self.queued: dict[int, int] = defaultdict(int)
         self.queued_for: dict[int, MooncakeKVSender] = {}

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.last_words import LastWords
 from sglang.srt.disaggregation.decode_prefix import (
     CANCEL,
     DECODE_PREFIX_VERSION,
@@ -101,7 +102,8 @@ class TransferStatus(engine.TransferStatus):
 
     def _complete(self) -> set[str]:
         """The agents all of whose parts are here."""
-        complete = {agent for agent, count in self.num_chunks.items() if len(self.chunks[agent]) == count}
+        # A copy in one go: the thread that watches prefills asks too.
+        complete = {agent for agent, count in list(self.num_chunks.items()) if len(self.chunks[agent]) == count}
         complete &= self.aux_from
         if self.expects_digest:
             complete &= self.claims.keys()
@@ -146,6 +148,8 @@ class NixlKVManager(engine.NixlKVManager):
         self.writes_metadata = True
         # Decode agents that gave a live room up, and wait for an answer whether they had asked for it or not.
         self.cancels: dict[int, set[str]] = {}
+        # Which decode agents have been told that what they asked for has failed.
+        self.last_words: LastWords[str] = LastWords()
         # Failed senders whose writes were still under way when the engine let go of them.
         self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
@@ -184,10 +188,13 @@ class NixlKVManager(engine.NixlKVManager):
         if message[4:] == [QUEUED]:
             self.rooms.wait(room, message[1].decode("ascii"), wire_int(message[2], "port"))
             return
+        agent_name = message[3].decode("ascii", "replace") if len(message) > 3 else ""
+        if agent_name in self.decode_kv_args_table:
+            self.last_words.begin(room, agent_name)
         try:
             info = TransferInfo.from_zmq(message)
         except (ValueError, IndexError) as e:
-            self._refuse(room, message[3].decode("ascii", "replace") if len(message) > 3 else "", str(e))
+            self._refuse(room, agent_name, str(e))
             return
         with self.rooms.lock:
             self._on_request(info)
@@ -373,12 +380,14 @@ class NixlKVManager(engine.NixlKVManager):
         return [handle for handle in handles if handle is not None]
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
-        """Tell decode agents that ``room`` failed, so that they need not wait for their time-out."""
-        for name in agent_names:
+        """Tell decode agents that ``room`` failed, so that they need not wait for their time-out; each of them once."""
+        for name in self.last_words.take(room, agent_names):
             try:
                 self.agent.send_notif(name, f"{room}_fail_{reason}".encode("ascii", "replace"))
             except Exception as e:
                 logger.warning("Could not tell decode agent %s that room %s failed: %s", name, room, e)
+                # It may be told when it asks again, by giving the request up.
+                self.last_words.begin(room, name)
 
     def update_transfer_status(self) -> None:
         """Replaces the engine's reading of notifications: a bad one, or one of a room that has ended, harms none."""
@@ -444,19 +453,21 @@ class NixlKVSender(engine.NixlKVSender):
         if self._told:
             return
         self._told = True
-        room = self.bootstrap_room
+        room, reason = self.bootstrap_room, self.why()
         with self.kv_mgr.rooms.lock:
             infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
             cancels = self.kv_mgr.cancels.pop(room, set())
-        reason = self.why()
+            # First: when decode has been told it may use the room again.
+            self.kv_mgr.end_room(room, reason)
+            self.kv_mgr.forget(room)
+            # Decode's cancellation of what had failed already.
+            self.kv_mgr.rooms.take_refusal(room)
         # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
         # count for that of the rank that writes.
         listeners = cancels.union(name for name, info in infos.items() if info.dummy is False)
         self.kv_mgr.tell_failure(room, listeners, reason)
-        self.kv_mgr.end_room(room, reason)
-        self.kv_mgr.forget(room)
-        # Decode's cancellation of what had failed already.
-        self.kv_mgr.rooms.take_refusal(room)
+        # Recorded meanwhile.
+        self.kv_mgr.failure_records.pop(room, None)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
@@ -512,7 +523,6 @@ class NixlKVSender(engine.NixlKVSender):
                 if any(state != "DONE" for state in states):
                     return KVPoll.WaitingForInput
                 self._release()
-                manager.end_room(room)
                 return KVPoll.Success
             status = manager.check_status(room)
             if status == KVPoll.Success:
@@ -563,6 +573,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
+        # What lies there is of an earlier request of this room.
+        self.kv_mgr.update_transfer_status()
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
         if decode_prefix_len is None or self.bootstrap_infos is None:

@@ -1,4 +1,4 @@
-"""Whom of decode a prefill rank over Mooncake has told that it writes no more for a room.
+"""Whom of decode a prefill rank has told that it writes no more for a room.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -6,15 +6,17 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
 
-from sglang.srt.disaggregation.mooncake.wire import Peer
+# Who a decode rank is: where it listens, over Mooncake, or the name of its agent, over NIXL.
+Peer = TypeVar("Peer", bound=Hashable)
 
 # Rooms of which it is known; a second word, if there is one, follows the first.
 REMEMBERED = 4096
 
 
-class LastWords:
+class LastWords(Generic[Peer]):
     """Each decode rank with the flag is told once for each time it asks: that all is written, or that no more will be.
 
     A second word would be taken for that of the next request of its room, whose pages are still being written to.
