@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decode_world import World
+from decode_world import World, aborted
 from ranks import assert_same
 from sglang.srt.disaggregation import decode_admission
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.decode_agreement import SHARED_FIGURES, WINDOW, agree
 from test_followers import asked, queue, sent
-from test_traps import Rank, tokens
+from test_traps import Rank, serve, tokens
 
 
 def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
@@ -272,3 +272,105 @@ def test_a_retracted_request_that_is_aborted_holds_nobody_up():
     assert other.wire.asked
     world.allocator.free(taken)
     world.check()
+
+
+def break_admission(world: World, broken: bool, rid: str) -> None:
+    """Have the admission or resume of ``rid`` raise on this rank."""
+    real = world.queue._admit
+
+    def admit(req, *args):
+        if broken and req.rid == rid:
+            raise RuntimeError("out of memory on this rank")
+        real(req, *args)
+
+    world.queue._admit = admit  # type: ignore[method-assign]
+
+
+def fails_before_a_blocked_one(rank: int, failing: int) -> list[Any]:
+    """A warm-up fails on one rank, and behind it a request is found not to fit."""
+    me = Rank(rank, 128)
+    serve(me.world, tokens(9, 64), max_new=8)
+    break_admission(me.world, rank == failing, "r2")
+    requests = queue(me.world, tokens(1, 4), warmup=True) + queue(me.world, tokens(2, 80))
+    for _ in range(4):
+        me.step()
+    return [aborted(requests[0].req), asked(requests[1:]), me.world.queue._disagreements]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_leave_out_the_same_steps_when_an_admission_has_failed_on_one(pair, failing):
+    """One took the lock that was given back later for news and asked the others, who had nothing to ask: both hung."""
+    assert assert_same(pair.run(fails_before_a_blocked_one, failing)) == [True, [False], 0]
+
+
+def full_hit_fails(rank: int, failing: int) -> list[Any]:
+    """An admission that takes no memory fails on one rank, which then has a row that the other has not."""
+    me = Rank(rank, 128)
+    serve(me.world, tokens(9, 64), max_new=8)
+    break_admission(me.world, rank == failing, "r2")
+    (one,) = queue(me.world, tokens(9, 64))
+    me.world.pool.free_slots = me.world.pool.free_slots[:1]
+    me.world.step()
+    (two,) = queue(me.world, tokens(2, 8))
+    for _ in range(3):
+        me.world.step()
+    before = asked([two])
+    one.kv_receiver.quiet = True
+    for _ in range(2):
+        me.world.step()
+    return [before, asked([two]), me.world.queue._disagreements]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_rows_that_one_rank_has_more_are_seen(pair, failing):
+    assert assert_same(pair.run(full_hit_fails, failing)) == [[False], [True], 0]
+
+
+def resumes_beside_a_failed_one(rank: int, failing: int) -> list[Any]:
+    """An admission has failed on one rank, on which a retracted request fits before its writers have gone."""
+    me = Rank(rank, 128)
+    running = serve(me.world, tokens(9, 40), max_new=8).req
+    break_admission(me.world, rank == failing, "r2")
+    (one,) = queue(me.world, tokens(1, 60))
+    me.world.step()
+    me.world.retract(running)
+    me.world.tree.evict_shortfall(me.world.tree.evictable_size())
+    taken = me.world.allocator.alloc(48)
+    resumed = []
+    for step in range(4):
+        one.kv_receiver.quiet = step == 2
+        me.world.step()
+        resumed.append(running in me.world.running)
+        me.world.queue.pop_preallocated()
+        me.world.waiting.extend(me.world.transfer.pop_transferred())
+    me.world.allocator.free(taken)
+    me.world.check()
+    return resumed
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_resume_the_same_when_one_has_more_memory(pair, failing):
+    assert assert_same(pair.run(resumes_beside_a_failed_one, failing)) == [False, False, False, True]
+
+
+def resume_fails(rank: int, failing: int, where: str) -> list[Any]:
+    """A retracted request cannot be brought back on one rank; another can."""
+    me = Rank(rank, 128)
+    reqs = [serve(me.world, tokens(n, 20), max_new=8).req for n in (1, 2)]
+    for req in reversed(reqs):
+        me.world.retract(req)
+    lost, kept = me.world.queue.retracted_queue
+    if where == "admit":
+        break_admission(me.world, rank == failing, lost.rid)
+    elif rank == failing:
+        lost.restore_kv_cache = None
+    me.world.step()
+    me.world.check()
+    return [aborted(lost), lost in me.world.running, kept in me.world.running]
+
+
+@pytest.mark.parametrize("where", ["admit", "restore"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_request_that_one_rank_cannot_resume_is_aborted_on_all(pair, failing, where):
+    """Else they go on with different batches."""
+    assert assert_same(pair.run(resume_fails, failing, where)) == [True, False, True]

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, Turns, admission_order
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree, are_alike
 from sglang.srt.disaggregation.decode_budget import Budget, use_of
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, Memory, pages
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
@@ -561,12 +561,15 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self._rooms[0] != places:
             self._rooms = places, zlib.crc32(",".join(str(dr.req.bootstrap_room) for dr in window).encode())
         line = ",".join(f"{i}/{places[i].coming}" for i in order)
+        available, windows, evictable, rows = self._memory()
+        # Of an admission that failed on one rank there may be nothing else that differs.
+        line += f";{rows};{self.req_to_metadata_buffer_idx_allocator.available_size()}"
         return [
             len(self.queue),
             self._rooms[1],
-            self.radix.pool.available_size(),
-            self.radix.windows.available_size() if self.radix.windows is not None else 0,
-            self.radix.evictable_size(),
+            available,
+            windows,
+            evictable,
             len(self.retracted_queue),
             zlib.crc32(line.encode()),
             self.radix.watches.leaders,
@@ -603,7 +606,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return
         logger.error(
             "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, "
-            "available for windows, evictable, retracted, order, leaders): lowest %s, highest %s. "
+            "available for windows, evictable, retracted, order and rows, leaders): lowest %s, highest %s. "
             "The unlocked part of the tree is dropped on all of them.",
             self._disagreements,
             low,
@@ -721,7 +724,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _asked_in(self) -> tuple[int, ...]:
         """What must have changed for a request that did not fit to fit now, other than free memory."""
         tree = self.radix
-        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders
+        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders, self.line.left
 
     def _still_blocked(self, req: Req, free: Memory, reserve: Memory) -> bool:
         """Whether a retracted request was found not to fit, and neither what is free nor the tree has changed enough.
@@ -921,12 +924,15 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     # ---- retraction ----
 
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
-        """Replaces the engine's resume, which restores everything: match again and restore what the tree lost."""
+        """Replaces the engine's resume, which restores everything: match again and restore what the tree lost.
+
+        TP ranks resume the same: while one has other memory than the rest, none does.
+        """
         if not self.has_radix:
             return super().resume_retracted_reqs(rids_to_check)
         resumed: list[Req] = []
         failed: list[Req] = []
-        if not self.retracted_queue:
+        if not self.retracted_queue or not self._on_all_ranks(self._memory()):
             return resumed
         reserve = Memory(self.ahead(), self._windows_kept(None, count_retracted=False))
         for req in self.retracted_queue:
@@ -938,24 +944,48 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 shared = self.radix.shareable(token_ids)
                 found = self.radix.peek(shared, req.extra_key) if self.radix.takes(req) else NOTHING
                 plan = self._plan(req, token_ids, found)
-                if not free.covers(plan.needed, reserve):
-                    self._not_resumed = (req.rid, plan, Memory(0), self._asked_in())
-                    break
-                self._not_resumed = None
-                self._admit(req, token_ids, plan)
-                req.is_retracted = False
-                req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
             except Exception as e:
+                # On all ranks: they ask the same of the same tree.
                 failed.append(req)
                 self._fail_resume(req, e)
+                continue
+            if not free.covers(plan.needed, reserve):
+                self._not_resumed = (req.rid, plan, Memory(0), self._asked_in())
+                break
+            self._not_resumed = None
+            error = self._bring_back(req, token_ids, plan)
+            alike = self._on_all_ranks([error is None])
+            if error is not None or not alike:
+                failed.append(req)
+                self._fail_resume(req, error or RuntimeError("another TP rank could not"))
                 continue
             reserve = reserve.plus(Memory(self.num_reserved_decode_tokens, plan.window.soon - plan.window.now))
             resumed.append(req)
         self.retracted_queue = self.retracted_queue[len(resumed) + len(failed) :]
         return resumed
 
+    def _bring_back(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> Exception | None:
+        """Give a retracted request its KV again; returns what went wrong, maybe on this rank only."""
+        try:
+            self._admit(req, token_ids, plan)
+            req.is_retracted = False
+            req.restore_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator, plan.found.length)
+        except Exception as e:
+            return e
+        return None
+
+    def _on_all_ranks(self, figures: Sequence[int]) -> bool:
+        """Whether these figures are the same on all TP ranks."""
+        return self.num_ranks == 1 or are_alike(self.gloo_group, figures)
+
+    def _memory(self) -> list[int]:
+        """Figures of this rank's memory by which it decides what it can hold."""
+        tree = self.radix
+        windows = 0 if tree.windows is None else tree.windows.available_size()
+        return [tree.pool.available_size(), windows, tree.evictable_size(), self.req_to_token_pool.available_size()]
+
     def _fail_resume(self, req: Req, error: Exception) -> None:
-        """Abort a retracted request whose KV cannot be brought back. Nothing has been reduced, so all ranks must."""
+        """Abort a retracted request whose KV cannot be brought back. On all ranks, wherever the error was."""
         message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
         logger.error(message, exc_info=error)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -186,6 +186,8 @@ class Line:
         self.max_overtaken = max_overtaken
         self.patience = Patience()
         self.transfers = Transfers()
+        # Advanced when a request leaves, on all TP ranks in the same step.
+        self.left = 0
         self._arrivals = itertools.count()
 
     def enter(self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable) -> Place:
@@ -198,6 +200,7 @@ class Line:
 
     def leave(self, place: Place) -> None:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
+        self.left += 1
         if place.watch is not None:
             self.tree.watches.remove(place.watch)
             place.watch = None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "agree"]
+__all__ = ["CANDIDATES", "WINDOW", "Agreement", "agree", "are_alike"]
 
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not.
@@ -90,6 +90,14 @@ def agree(
         same=[low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)],
         expired=_bits(agreed[first + 2 * WINDOW :]),
     )
+
+
+def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
+    """Whether all ranks of ``group`` have the same ``figures``, as many on each. All hear the same."""
+    reduced = torch.tensor([*figures, *(-figure for figure in figures)], dtype=torch.int64)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
+    low, negated = reduced.split(len(figures))
+    return bool((low == -negated).all())
 
 
 def _bits(words: Sequence[int]) -> list[int]:
