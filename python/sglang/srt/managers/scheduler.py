@@ -57,7 +57,8 @@ def _failed_processors(batch, result) -> dict[int, str]:
 
 def _hopeless(result, output) -> dict[int, str]:
     """The same for requests that no token was left for."""
-    hopeless = getattr(output, "hopeless", None)
+    said = [getattr(of, "hopeless", None) for of in (result, output)]
+    hopeless = next((one for one in said if one is not None), None)
     if hopeless is None:
         return {}
     if getattr(result, "copy_done", None) is not None:
