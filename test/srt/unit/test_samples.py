@@ -202,6 +202,7 @@ class Manager(TokenizerManager):
         self.server_args = SimpleNamespace(
             disaggregation_bootstrap_port=8998,
             disaggregation_decode_enable_radix_cache=flag,
+            disaggregation_transfer_backend="nixl",
             dp_size=1,
             language_only=False,
             tokenizer_worker_num=1,
@@ -221,7 +222,7 @@ class Manager(TokenizerManager):
             log_received_request=lambda *args: None, log_finished_request=lambda *args, **kwargs: None
         )
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
-        self.is_pause, self.is_pause_cond, self.tokenizer = False, asyncio.Condition(), None
+        self.is_pause, self.is_pause_cond, self.tokenizer = False, asyncio.Condition(), object()
         self.model_update_lock = SimpleNamespace(reader_lock=_nothing())
         self.enable_metrics = self.enable_priority_scheduling = False
 
@@ -592,6 +593,18 @@ def test_an_adapter_is_held_by_what_was_sent_only():
         for message in prefill.send_to_scheduler.requests:
             prefill.answer(message)
         await task
+
+    run(test())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_why_a_request_with_the_id_of_an_adapter_is_refused(adapters):
+    async def test():
+        prefill = with_adapters()
+        prefill.server_args.enable_lora = adapters
+        with pytest.raises(ValueError, match="lora_id" if adapters else "temperature must be"):
+            await answers(prefill, body(1, sampling_params={"temperature": -1}, lora_id=["x", "y"]))
+        assert prefill.lora_registry.held == []
 
     run(test())
 
