@@ -59,8 +59,8 @@ def prefill(monkeypatch):
     server.close()
 
 
-def samples_at(port: int, room: int) -> SimpleNamespace:
-    return SimpleNamespace(request_rooms=[room], bootstrap_host=["127.0.0.1"], bootstrap_port=[port], samples=1)
+def samples_at(port: int, room: int, host: str = "127.0.0.1") -> SimpleNamespace:
+    return SimpleNamespace(request_rooms=[room], bootstrap_host=[host], bootstrap_port=[port], samples=1)
 
 
 def test_a_prefill_that_does_not_answer_holds_up_no_refusal_to_another(black_hole, prefill, monkeypatch):
@@ -89,6 +89,27 @@ def test_a_prefill_that_does_not_answer_holds_up_no_announcement_to_another(blac
         await asyncio.gather(*waiting, return_exceptions=True)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
+    """As to the engine. One of its routers sends it with, the other without."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    heard: list[int] = []
+    monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
+    monkeypatch.setattr(samples, "_listener", SimpleNamespace(hear=lambda rooms: heard.extend(rooms)))
+    server = CommonKVBootstrapServer("::1", port)
+    until(lambda: not nothing_listens("::1", port))
+    refusal.tell_prefill(host, port, 5, "why")
+    until(lambda: heard == [5])
+    asyncio.run(samples.announce(samples_at(port, 6, host), 0))
+    assert heard == [5, 6]
+    server.close()
 
 
 def test_an_announcement_does_not_wait_for_ever_behind_others(black_hole, monkeypatch):

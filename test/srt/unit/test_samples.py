@@ -551,6 +551,27 @@ def test_memory_is_bounded(monkeypatch):
     assert sorted(book._told) == list(range(20, 30))
 
 
+def test_a_prompt_is_tokenized_once_for_all_of_its_samples():
+    """On both workers, by the loop that serves all requests."""
+
+    async def test():
+        made, read = Manager(*MODES[0]), []
+        made.last_text, made.async_dynamic_batch_tokenizer = ("", []), None
+        made.tokenizer = lambda texts: {"input_ids": [read.append(text) or [len(text)] for text in texts]}
+        obj = GenerateReqInput(text=["one prompt", "another"], sampling_params={"n": 3}, bootstrap_room=[11, 12])
+        obj.normalize_batch_and_arguments()
+        samples.give_rooms(obj, None)
+        tokens = [(await made._tokenize_texts(obj[i].text))[0] for i in range(obj.batch_size)]
+        assert tokens == [[10]] * 3 + [[7]] * 3 and read == ["one prompt", "another"]
+        # Where a prompt is cut, it is its own.
+        assert len(set(map(id, tokens))) == 6
+        with pytest.raises(ValueError, match="cannot be empty"):
+            await made._tokenize_texts("")
+        assert await made._tokenize_texts(["a", "bc"]) == ([[1], [2]], None)
+
+    run(test())
+
+
 # ---- adapters, which are held for each sample ----
 
 

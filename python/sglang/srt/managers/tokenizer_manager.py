@@ -65,6 +65,8 @@ class TokenizerManager(engine.TokenizerManager):
         # The states of each request that is being served, by its identity.
         self.own_states: dict[int, dict[str, ReqState]] = {}
         self.samples = samples.SampleRooms()
+        # The prompt that was tokenized last, and its tokens.
+        self.last_text: tuple[str, list[int]] = "", []
         # Of requests with samples, by what the client calls them: what their samples are called.
         self.rids_of_samples: dict[str, list[str]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -241,6 +243,16 @@ class TokenizerManager(engine.TokenizerManager):
             if getattr(obj, name) is None:
                 raise ValueError(f"{name} is missing: send the request to the router, which names a prefill.")
         self._check_room(obj.bootstrap_room)
+
+    async def _tokenize_texts(self, texts, is_cross_encoder: bool = False):
+        """Adds that the samples of a prompt, which follow each other, are tokenized once, as they are by the engine."""
+        if not isinstance(texts, str) or is_cross_encoder:
+            return await super()._tokenize_texts(texts, is_cross_encoder)
+        text, tokens = self.last_text
+        if not texts or text is not texts:
+            tokens, _ = await super()._tokenize_texts(texts)
+            self.last_text = texts, tokens
+        return list(tokens), None
 
     def _validate_one_request(self, obj, input_ids) -> None:
         """Adds the scheduler's limit, which it would find only after the handshake, and options that nobody knows.
