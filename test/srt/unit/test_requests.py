@@ -38,6 +38,7 @@ from sglang.srt.managers.request_checks import (
     stop_tokens,
 )
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -345,6 +346,21 @@ def test_the_mask_of_a_grammar_on_a_cpu():
     logits = torch.zeros(2, 40)
     grammar.apply_vocab_mask(logits=logits, vocab_mask=mask)
     assert [(row == 0).nonzero().flatten().tolist() for row in logits] == [[3, 33], [31]]
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_first):
+    """The engine gives them the least where there is no pair, and sorts by it whatever waits."""
+    scheduler, added = object.__new__(Scheduler), []
+    scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
+    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
+    monkeypatch.setattr(Scheduler.__base__, "_add_request_to_queue", lambda self, req, retracted: added.append(req))
+    for rid, priority in (("none", None), ("low", -5), ("high", 5)):
+        req = Req(rid, "", [1], SamplingParams(), priority=priority)
+        req.time_stats.wait_queue_entry_time = 0.0
+        scheduler._add_request_to_queue(req)
+    SchedulePolicy._sort_by_priority_and_fcfs(added, 1 if low_first else -1)
+    assert [req.rid for req in added] == (["low", "high", "none"] if low_first else ["high", "low", "none"])
 
 
 def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
