@@ -10,6 +10,7 @@ import socket
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -552,12 +553,14 @@ def test_embeddings_of_a_prompt():
     """The scheduler makes a tensor of those of a whole batch."""
     good, alone = [[0.5, 1.0, -1.0], [1e30, 0.0, 0.0]], DisaggregationMode.NULL
     values = [[[value, 0.5, 0.5]] for value in (NAN, -INF, 1e39)]
-    for wrong in ([], [[0.5]], [*good, [0.5]], [[0.5] * 4], *values, 5):
+    for wrong in ([], [[0.5]], [*good, [0.5]], [[0.5] * 4], *values, 5, ["abc"]):
         with pytest.raises(ValueError, match="input_embeds must be"):
             check_embeds(wrong, 3)
     made = door(alone, disable_radix_cache=True)
     made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=good))
-    with pytest.raises(ValueError, match="a list of 3 numbers for each token"):
+    # From a program that has the engine in itself.
+    made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=np.array(good)))
+    with pytest.raises(ValueError, match="a list of 3 finite numbers for each token"):
         made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=[good, [[0.5]]]))
     # The engine says that it takes none.
     door(alone)._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=[[0.5]]))

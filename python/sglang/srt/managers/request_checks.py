@@ -401,12 +401,13 @@ def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> 
 
 def check_embeds(embeds: Any, width: int) -> None:
     """Raise ValueError for a prompt of embeddings of which the engine can make no tensor, or none for the model."""
-    rows = embeds if isinstance(embeds, list) else []
-    if not rows or not all(isinstance(row, list) and len(row) == width for row in rows):
-        raise ValueError(f"input_embeds must be a list with a list of {width} numbers for each token.")
-    # None of them is infinite or a NaN either.
-    if not all(sum(map(abs, row)) <= MAX_FLOAT for row in rows):
-        raise ValueError("input_embeds must be finite numbers.")
+    try:
+        # A sum is infinite, or no number, where one of them is.
+        if len(embeds) and all(len(row) == width and sum(map(abs, row)) <= MAX_FLOAT for row in embeds):
+            return
+    except TypeError:
+        pass
+    raise ValueError(f"input_embeds must be a list with a list of {width} finite numbers for each token.")
 
 
 def _apply(name: str, check: Check, value: Any, vocab_size: int) -> None:
