@@ -121,6 +121,39 @@ def test_only_the_request_whose_logit_processor_failed_ends(monkeypatch, verifie
     assert reqs[0].to_finish is None
 
 
+class Undefined:
+    def __call__(self, logits, params):
+        logits[:, 0] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_nan_that_the_engine_replaces_fails_nobody(greedy):
+    """With --enable-nan-detection."""
+    for replaces in (True, False):
+        logits = torch.ones(1, 4)
+        info = SimpleNamespace(
+            custom_logit_processor={1: (Undefined(), torch.tensor([True]))},
+            custom_params=[None],
+            is_all_greedy=greedy,
+            replaces_nan=replaces,
+        )
+        apply_custom_logit_processor(logits, info)
+        assert bool(info.failed_processors) is not replaces and logits[0, 0].isnan() == replaces
+
+
+def test_every_pipeline_stage_hears_for_whom_no_token_was_left():
+    """Else the engine gives back its pages when its grammar refuses what was sampled, and again after its transfer."""
+    stage, batch = object.__new__(Scheduler), SimpleNamespace(return_logprob=False, reqs=[])
+    last = SimpleNamespace(
+        next_token_ids=torch.tensor([1, 0]), logits_output=SimpleNamespace(hopeless=torch.tensor([False, True]))
+    )
+    sent = stage._pp_prepare_tensor_dict(last, batch)
+    result = stage._pp_prep_batch_result(batch, SimpleNamespace(can_run_cuda_graph=False), PPProxyTensors(sent))
+    said = Scheduler.process_batch_result.__globals__["_hopeless"](result, result.logits_output)
+    assert list(said) == [1] and "No token can be chosen" in said[1]
+
+
 def test_every_pipeline_stage_hears_whose_logit_processor_failed():
     """The last one samples; all go on from what it sends round."""
     stage, batch = object.__new__(Scheduler), SimpleNamespace(return_logprob=False, reqs=[])

@@ -59,8 +59,8 @@ def prefill(monkeypatch):
     server.close()
 
 
-def samples_at(port: int, room: int) -> SimpleNamespace:
-    return SimpleNamespace(request_rooms=[room], bootstrap_host=["127.0.0.1"], bootstrap_port=[port], samples=1)
+def samples_at(port: int, room: int, host: str = "127.0.0.1") -> SimpleNamespace:
+    return SimpleNamespace(request_rooms=[room], bootstrap_host=[host], bootstrap_port=[port], samples=1)
 
 
 def test_a_prefill_that_does_not_answer_holds_up_no_refusal_to_another(black_hole, prefill, monkeypatch):
@@ -91,6 +91,27 @@ def test_a_prefill_that_does_not_answer_holds_up_no_announcement_to_another(blac
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
+    """As to the engine. One of its routers sends it with, the other without."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    heard: list[int] = []
+    monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
+    monkeypatch.setattr(samples, "_listener", SimpleNamespace(hear=lambda rooms: heard.extend(rooms)))
+    server = CommonKVBootstrapServer("::1", port)
+    until(lambda: not nothing_listens("::1", port))
+    refusal.tell_prefill(host, port, 5, "why")
+    until(lambda: heard == [5])
+    asyncio.run(samples.announce(samples_at(port, 6, host), 0))
+    assert heard == [5, 6]
+    server.close()
+
+
 def test_an_announcement_does_not_wait_for_ever_behind_others(black_hole, monkeypatch):
     monkeypatch.setattr(samples, "ANSWER_S", 0.2)
     monkeypatch.setattr(samples, "QUEUED_S", 0.2)
@@ -105,7 +126,7 @@ def test_an_announcement_does_not_wait_for_ever_behind_others(black_hole, monkey
 
 
 def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
-    for name, bound in (("AT_ONCE", 2), ("MOST_WAITING", 3), ("MOST_THREADS", 3)):
+    for name, bound in (("AT_ONCE", 2), ("MOST_WAITING", 3), ("MOST_THREADS", 3), ("MOST_WAITING_IN_ALL", 5)):
         monkeypatch.setattr(peer_calls, name, bound)
     calls, gate, begun = PeerCalls("test"), threading.Event(), []
 
@@ -124,11 +145,12 @@ def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
         submit("silent", "f")
     other = [submit("other", name) for name in "gh"]
     until(lambda: "g" in begun)
+    third = submit("third", "i")
     with pytest.raises(TooManyCalls):
-        submit("third", "i")
+        submit("fourth", "j")
     assert silent[3].cancel() and len(begun) == 3
     gate.set()
-    assert [one.result(20) for one in [*silent[:3], silent[4], *other]] == [*"abc", "e", *"gh"]
+    assert [one.result(20) for one in [*silent[:3], silent[4], *other, third]] == [*"abc", "e", *"ghi"]
     until(lambda: not calls._threads and not calls._waiting)
     assert "d" not in begun
 
@@ -137,6 +159,27 @@ def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
 
     with pytest.raises(OSError, match="no"):
         calls.submit("silent", fails).result(20)
+
+
+def test_many_peers_that_do_not_answer_leave_one_that_does_its_turn(monkeypatch):
+    """They take all threads. What is free next goes to who has none, by turns, and not to who has more that waits."""
+    monkeypatch.setattr(peer_calls, "MOST_THREADS", 4)
+    calls, order = PeerCalls("test"), []
+    silent = {peer: [threading.Event() for _ in range(3)] for peer in "abc"}
+    for peer, gates in silent.items():
+        for gate in gates:
+            calls.submit(peer, lambda peer=peer, gate=gate: (order.append(peer), gate.wait(20)))
+    until(lambda: len(order) == 4)
+    healthy = calls.submit("healthy", lambda: 5)
+    # The first thread that is free goes to "c", which came before.
+    for gate in silent["a"][:2]:
+        gate.set()
+    assert healthy.result(20) == 5
+    for gates in silent.values():
+        for gate in gates:
+            gate.set()
+    until(lambda: not calls._threads and not calls._waiting and not calls._under_way)
+    assert sorted(order) == sorted("abc" * 3)
 
 
 # ---- a prefill with several tokenizer processes ----

@@ -130,6 +130,7 @@ def manager(processor: object) -> TokenizerManager:
         enable_pegaflow=False,
         enable_deterministic_inference=False,
         allow_auto_truncate=False,
+        enable_lora=False,
     )
     return made
 

@@ -10,6 +10,7 @@ import socket
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -30,12 +31,15 @@ from sglang.srt.managers.request_checks import (
     REQUEST_CHECKS,
     SAMPLING_CHECKS,
     UNCHECKED,
+    check_embeds,
     check_names,
     check_prompt,
     check_request,
+    check_without_tokenizer,
     stop_tokens,
 )
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -85,6 +89,7 @@ REQUEST = {
     "top_logprobs_num": ([0, 100, None], [-1, 101, 1.5, "1", 2**31]),
     "token_ids_logprob": ([[0, 99], [], None], [[100], [-1], 5]),
     "custom_logit_processor": (["a", None], [5, ["a"]]),
+    "lora_id": (["a", None], [5, ["a"]]),
     "bootstrap_host": (
         ["10.0.0.1", "prefill-0.rack_2", "::1", "[fe80::1%eth0]", None],
         [5, ["a"], "", "[::", "10.0.0.1:5", "http://a", "a b", "-a"],
@@ -344,6 +349,21 @@ def test_the_mask_of_a_grammar_on_a_cpu():
     assert [(row == 0).nonzero().flatten().tolist() for row in logits] == [[3, 33], [31]]
 
 
+@pytest.mark.parametrize("low_first", [False, True])
+def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_first):
+    """The engine gives them the least where there is no pair, and sorts by it whatever waits."""
+    scheduler, added = object.__new__(Scheduler), []
+    scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
+    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
+    monkeypatch.setattr(Scheduler.__base__, "_add_request_to_queue", lambda self, req, retracted: added.append(req))
+    for rid, priority in (("none", None), ("low", -5), ("high", 5)):
+        req = Req(rid, "", [1], SamplingParams(), priority=priority)
+        req.time_stats.wait_queue_entry_time = 0.0
+        scheduler._add_request_to_queue(req)
+    SchedulePolicy._sort_by_priority_and_fcfs(added, 1 if low_first else -1)
+    assert [req.rid for req in added] == (["low", "high", "none"] if low_first else ["high", "low", "none"])
+
+
 def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
     monkeypatch.setattr(refusal, "REMEMBERED", 2)
     rooms = refusal.RefusedRooms()
@@ -368,7 +388,7 @@ def manager(mode: DisaggregationMode) -> TokenizerManager:
     made = object.__new__(TokenizerManager)
     made.disaggregation_mode, made.refused_rooms = mode, refusal.RefusedRooms()
     made.event_loop, made.send_to_scheduler, made.rid_to_state = None, _Sent(), {}
-    made.server_args = SimpleNamespace(disaggregation_bootstrap_port=8998)
+    made.server_args = SimpleNamespace(disaggregation_bootstrap_port=8998, enable_lora=False)
     return made
 
 
@@ -474,22 +494,93 @@ def test_of_each_dp_rank_one_scheduler_tells_prefill(monkeypatch, tp_rank, attn_
     assert told == ([("h", 1, 5, "why")] if attn_tp_rank == 0 else [])
 
 
-def test_decode_must_be_told_which_prefill_to_ask():
-    alone, told = request(bootstrap_room=5), request(bootstrap_room=5, bootstrap_host="h")
-    for obj in alone, told:
-        obj.is_single, obj.parallel_sample_num = True, 1
-    for mode in DisaggregationMode:
-        made = manager(mode)
-        made.model_config, made.max_req_input_len, made.mm_processor = SimpleNamespace(vocab_size=VOCAB), 9, None
-        made.server_args.disaggregation_decode_enable_radix_cache = made.server_args.allow_auto_truncate = False
-        made.server_args.disaggregation_transfer_backend = "nixl"
-        made.server_args.enable_pegaflow = made.server_args.enable_deterministic_inference = False
-        if mode == DisaggregationMode.DECODE:
-            with pytest.raises(ValueError, match="bootstrap_host is missing: send the request to the router"):
-                made._validate_rid_not_in_flight(alone)
-            made._validate_rid_not_in_flight(told)
-        else:
-            made._validate_rid_not_in_flight(alone)
+def door(mode: DisaggregationMode, **options) -> TokenizerManager:
+    """One that has what it looks at requests with."""
+    made = manager(mode)
+    made.model_config = SimpleNamespace(vocab_size=VOCAB, hidden_size=3)
+    made.max_req_input_len, made.mm_processor, made.tokenizer = 9, None, object()
+    of_server = {
+        "disaggregation_decode_enable_radix_cache": False,
+        "allow_auto_truncate": False,
+        "disaggregation_transfer_backend": "nixl",
+        "enable_pegaflow": False,
+        "enable_deterministic_inference": False,
+        "disable_radix_cache": False,
+    }
+    vars(made.server_args).update(of_server | options)
+    return made
+
+
+def normal(**options) -> GenerateReqInput:
+    obj = GenerateReqInput(**{"input_ids": [1, 2, 3], **options})
+    obj.normalize_batch_and_arguments()
+    return obj
+
+
+def test_a_worker_of_a_pair_must_be_told_of_the_other():
+    """The engine's DP controller ends with a request that has no room, where it chooses ranks by it."""
+    for options, missing in (
+        ({}, {"prefill": "bootstrap_room", "decode": "bootstrap_room"}),
+        ({"bootstrap_room": 5}, {"decode": "bootstrap_host"}),
+        ({"bootstrap_room": 5, "bootstrap_host": "h"}, {}),
+    ):
+        for mode in DisaggregationMode:
+            door(mode, disaggregation_transfer_backend="fake")._validate_rid_not_in_flight(normal(**options))
+            if mode.value in missing:
+                with pytest.raises(ValueError, match=f"{missing[mode.value]} is missing: send"):
+                    door(mode)._validate_rid_not_in_flight(normal(**options))
+            else:
+                door(mode)._validate_rid_not_in_flight(normal(**options))
+
+
+def test_an_adapter_is_named_and_not_numbered():
+    """The engine ends for an id that it has not given. Without adapters, it keeps KV apart by it."""
+    alone = DisaggregationMode.NULL
+    with pytest.raises(ValueError, match="name the adapter in lora_path"):
+        door(alone, enable_lora=True)._validate_rid_not_in_flight(normal(lora_id="x"))
+    named = normal(lora_id="x", lora_path="a")
+    door(alone, enable_lora=True)._validate_rid_not_in_flight(named)
+    assert named.lora_id is None
+    door(alone)._validate_rid_not_in_flight(normal(lora_id="x"))
+
+
+@pytest.mark.parametrize("media", [{"audio_data": ["a"]}, {"video_data": ["a"]}])
+def test_samples_of_sound_are_served(media):
+    """A chat has one modality for its one prompt, however many samples it asks for."""
+    obj = normal(sampling_params={"n": 3}, modalities=[name.removesuffix("_data") for name in media], **media)
+    door(DisaggregationMode.NULL)._validate_rid_not_in_flight(obj)
+
+
+def test_a_worker_without_a_tokenizer_is_not_asked_for_one():
+    for params in ({"stop": "a"}, {"stop": ""}, {"stop_regex": ["a"]}, {"min_new_tokens": 1}):
+        for mode in DisaggregationMode:
+            made = door(mode, disaggregation_transfer_backend="fake")
+            made._validate_rid_not_in_flight(normal(sampling_params=params))
+            made.tokenizer = None
+            # Prefill makes one token, and looks at no text.
+            if mode == DisaggregationMode.PREFILL and "min_new_tokens" not in params:
+                made._validate_rid_not_in_flight(normal(sampling_params=params))
+                continue
+            with pytest.raises(ValueError, match=f"{next(iter(params))} needs a tokenizer"):
+                made._validate_rid_not_in_flight(normal(sampling_params=params))
+    check_without_tokenizer({"stop": [], "stop_regex": None, "min_new_tokens": 0, "stop_token_ids": [1]}, True)
+
+
+def test_embeddings_of_a_prompt():
+    """The scheduler makes a tensor of those of a whole batch."""
+    good, alone = [[0.5, 1.0, -1.0], [1e30, 0.0, 0.0]], DisaggregationMode.NULL
+    values = [[[value, 0.5, 0.5]] for value in (NAN, -INF, 1e39)]
+    for wrong in ([], [[0.5]], [*good, [0.5]], [[0.5] * 4], *values, 5, ["abc"]):
+        with pytest.raises(ValueError, match="input_embeds must be"):
+            check_embeds(wrong, 3)
+    made = door(alone, disable_radix_cache=True)
+    made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=good))
+    # From a program that has the engine in itself.
+    made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=np.array(good)))
+    with pytest.raises(ValueError, match="a list of 3 finite numbers for each token"):
+        made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=[good, [[0.5]]]))
+    # The engine says that it takes none.
+    door(alone)._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=[[0.5]]))
 
 
 def test_what_prefill_refuses_goes_to_its_scheduler():

@@ -202,6 +202,7 @@ class Manager(TokenizerManager):
         self.server_args = SimpleNamespace(
             disaggregation_bootstrap_port=8998,
             disaggregation_decode_enable_radix_cache=flag,
+            disaggregation_transfer_backend="nixl",
             dp_size=1,
             language_only=False,
             tokenizer_worker_num=1,
@@ -221,7 +222,7 @@ class Manager(TokenizerManager):
             log_received_request=lambda *args: None, log_finished_request=lambda *args, **kwargs: None
         )
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
-        self.is_pause, self.is_pause_cond, self.tokenizer = False, asyncio.Condition(), None
+        self.is_pause, self.is_pause_cond, self.tokenizer = False, asyncio.Condition(), object()
         self.model_update_lock = SimpleNamespace(reader_lock=_nothing())
         self.enable_metrics = self.enable_priority_scheduling = False
 
@@ -550,6 +551,27 @@ def test_memory_is_bounded(monkeypatch):
     assert sorted(book._told) == list(range(20, 30))
 
 
+def test_a_prompt_is_tokenized_once_for_all_of_its_samples():
+    """On both workers, by the loop that serves all requests."""
+
+    async def test():
+        made, read = Manager(*MODES[0]), []
+        made.last_text, made.async_dynamic_batch_tokenizer = ("", []), None
+        made.tokenizer = lambda texts: {"input_ids": [read.append(text) or [len(text)] for text in texts]}
+        obj = GenerateReqInput(text=["one prompt", "another"], sampling_params={"n": 3}, bootstrap_room=[11, 12])
+        obj.normalize_batch_and_arguments()
+        samples.give_rooms(obj, None)
+        tokens = [(await made._tokenize_texts(obj[i].text))[0] for i in range(obj.batch_size)]
+        assert tokens == [[10]] * 3 + [[7]] * 3 and read == ["one prompt", "another"]
+        # Where a prompt is cut, it is its own.
+        assert len(set(map(id, tokens))) == 6
+        with pytest.raises(ValueError, match="cannot be empty"):
+            await made._tokenize_texts("")
+        assert await made._tokenize_texts(["a", "bc"]) == ([[1], [2]], None)
+
+    run(test())
+
+
 # ---- adapters, which are held for each sample ----
 
 
@@ -592,6 +614,18 @@ def test_an_adapter_is_held_by_what_was_sent_only():
         for message in prefill.send_to_scheduler.requests:
             prefill.answer(message)
         await task
+
+    run(test())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_why_a_request_with_the_id_of_an_adapter_is_refused(adapters):
+    async def test():
+        prefill = with_adapters()
+        prefill.server_args.enable_lora = adapters
+        with pytest.raises(ValueError, match="lora_id" if adapters else "temperature must be"):
+            await answers(prefill, body(1, sampling_params={"temperature": -1}, lora_id=["x", "y"]))
+        assert prefill.lora_registry.held == []
 
     run(test())
 

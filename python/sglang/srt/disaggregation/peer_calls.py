@@ -6,16 +6,16 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
 
 __all__ = ["PeerCalls", "TooManyCalls"]
 
-# Calls to one peer that are made at once and that wait, and threads for all peers: requests name them, so that there
-# may be any number of those that do not answer.
-AT_ONCE, MOST_WAITING, MOST_THREADS = 4, 1024, 256
+# Calls to one peer that are made at once and that wait; threads for all peers, and calls to all that wait. Requests
+# name peers, so that there may be any number of those that do not answer.
+AT_ONCE, MOST_WAITING, MOST_THREADS, MOST_WAITING_IN_ALL = 4, 1024, 256, 65536
 
 
 class TooManyCalls(Exception):
@@ -23,44 +23,63 @@ class TooManyCalls(Exception):
 
 
 class PeerCalls:
-    """Makes calls in the order in which they come for each peer, on threads that end when nothing waits for it."""
+    """Makes calls in the order in which they come for each peer, on threads that end when nothing waits.
+
+    Where there are no more threads, the next one that is free goes to the peer that has the fewest, in turn: one that
+    answers waits for no more than one call to each of those that do not.
+    """
 
     def __init__(self, name: str) -> None:
-        self._name, self._lock = name, threading.Lock()
-        self._waiting: dict[Hashable, deque[tuple[Future, Callable[[], Any]]]] = {}
-        self._threads: dict[Hashable, int] = {}
+        self._name, self._lock, self._threads = name, threading.Lock(), 0
+        # The peer whose turn is next comes first.
+        self._waiting: OrderedDict[Hashable, deque[tuple[Future, Callable[[], Any]]]] = OrderedDict()
+        self._under_way: dict[Hashable, int] = {}
 
     def submit(self, peer: Hashable, call: Callable[[], Any]) -> Future:
         """Have ``call`` made. One that has not begun can be cancelled. Raises `TooManyCalls`."""
         future: Future = Future()
         with self._lock:
-            threads, waiting = self._threads.get(peer, 0), self._waiting.get(peer, ())
-            more = threads < AT_ONCE and sum(self._threads.values()) < MOST_THREADS
-            if len(waiting) >= MOST_WAITING or not (threads or more):
+            if len(self._waiting.get(peer, ())) >= MOST_WAITING or self._all_waiting() >= MOST_WAITING_IN_ALL:
                 raise TooManyCalls("too many calls wait for an answer")
             self._waiting.setdefault(peer, deque()).append((future, call))
-            if more:
-                self._threads[peer] = threads + 1
-                threading.Thread(target=self._work, args=(peer,), name=self._name, daemon=True).start()
+            if self._under_way.get(peer, 0) < AT_ONCE and self._threads < MOST_THREADS:
+                self._threads += 1
+                first = peer, *self._take(peer)
+                threading.Thread(target=self._work, args=first, name=self._name, daemon=True).start()
         return future
 
-    def _work(self, peer: Hashable) -> None:
-        while (one := self._next(peer)) is not None:
-            future, call = one
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as e:
-                future.set_exception(e)
+    def _all_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
-    def _next(self, peer: Hashable) -> tuple[Future, Callable[[], Any]] | None:
-        """What to do next for ``peer``; None ends the thread that asks."""
+    def _take(self, peer: Hashable) -> tuple[Future, Callable[[], Any]]:
+        """The first call that waits for ``peer``, now under way. Others have their turns before its next."""
+        one = self._waiting[peer].popleft()
+        self._under_way[peer] = self._under_way.get(peer, 0) + 1
+        if self._waiting[peer]:
+            self._waiting.move_to_end(peer)
+        else:
+            del self._waiting[peer]
+        return one
+
+    def _work(self, peer: Hashable, future: Future, call: Callable[[], Any]) -> None:
+        one: tuple[Hashable, Future, Callable[[], Any]] | None = peer, future, call
+        while one is not None:
+            peer, future, call = one
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as e:
+                    future.set_exception(e)
+            one = self._next(peer)
+
+    def _next(self, done: Hashable) -> tuple[Hashable, Future, Callable[[], Any]] | None:
+        """What to do after a call to ``done``; None ends the thread that asks."""
         with self._lock:
-            waiting = self._waiting[peer]
-            if waiting:
-                return waiting.popleft()
-            self._threads[peer] -= 1
-            if not self._threads[peer]:
-                del self._threads[peer], self._waiting[peer]
-            return None
+            self._under_way[done] -= 1
+            if not self._under_way[done]:
+                del self._under_way[done]
+            peer = min(self._waiting, key=lambda one: self._under_way.get(one, 0), default=None)
+            if peer is None or self._under_way.get(peer, 0) >= AT_ONCE:
+                self._threads -= 1
+                return None
+            return peer, *self._take(peer)

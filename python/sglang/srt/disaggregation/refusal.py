@@ -17,6 +17,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def tell_prefill(host: str, port: int, room: int, reason: str) -> None:
     """Tell a prefill, without waiting for it, that decode has refused ``room``. One without the package has no ear."""
     if host == FAKE_BOOTSTRAP_HOST:
         return
-    url = f"http://{host}:{port}{REFUSED_ROUTE}"
+    url = NetworkAddress(host, port).to_url() + REFUSED_ROUTE
 
     def tell() -> None:
         try:

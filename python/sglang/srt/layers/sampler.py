@@ -29,14 +29,19 @@ class Sampler(engine.Sampler):
         drawn = not sampling_info.is_all_greedy and (sampling_info.logit_bias is not None or logits.is_cpu)
         # The mask itself has been applied, and taken off, by now.
         if drawn or any(grammar is not None for grammar in sampling_info.grammars or ()):
-            # A NaN is the engine's to replace, where it was asked to.
-            seen = logits.nan_to_num(-1e5, torch.inf, -torch.inf) if self.use_nan_detection else logits
+            seen = _without_nan(logits) if self.use_nan_detection else logits
             logits_output.hopeless = ~torch.isfinite(seen.max(dim=-1).values)
             logits.masked_fill_(logits_output.hopeless.unsqueeze(-1), 0.0)
         sampling_info.failed_processors = {}
+        sampling_info.replaces_nan = self.use_nan_detection
         token_ids = super().forward(logits_output, sampling_info, *args, **kwargs)
         logits_output.failed_processors = sampling_info.failed_processors
         return token_ids
+
+
+def _without_nan(logits: torch.Tensor) -> torch.Tensor:
+    """As the engine replaces them, where it was asked to (``--enable-nan-detection``)."""
+    return logits.nan_to_num(-1e5, torch.inf, -torch.inf)
 
 
 def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_tokens_in_batch: int = 1) -> None:
@@ -46,7 +51,8 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
     it together, and where that raises or leaves one of them no token, each by itself. Who fails by itself keeps the
     logits it had, and is noted in ``failed_processors`` by its place, to be failed with the batch's result.
     """
-    greedy, params = sampling_batch_info.is_all_greedy, sampling_batch_info.custom_params
+    info = sampling_batch_info
+    greedy, params, replaces_nan = info.is_all_greedy, info.custom_params, getattr(info, "replaces_nan", False)
     if getattr(sampling_batch_info, "failed_processors", None) is None:
         # A step of speculation, which does not come from `Sampler.forward`.
         sampling_batch_info.failed_processors = {}
@@ -57,7 +63,7 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
             group = groups.pop()
             rows = [i * num_tokens_in_batch + j for i in group for j in range(num_tokens_in_batch)]
             try:
-                logits[rows] = _processed(processor, logits[rows], [params[i] for i in group], greedy)
+                logits[rows] = _processed(processor, logits[rows], [params[i] for i in group], greedy, replaces_nan)
             except Exception as e:
                 if len(group) > 1:
                     groups = [[i] for i in group]
@@ -67,11 +73,11 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
                 sampling_batch_info.failed_processors[group[0]] = reason
 
 
-def _processed(processor, logits: torch.Tensor, params: list, greedy: bool) -> torch.Tensor:
+def _processed(processor, logits: torch.Tensor, params: list, greedy: bool, replaces_nan: bool = False) -> torch.Tensor:
     """What the processor makes of a copy of some requests' logits. Raises what it raises, and for logits of which no
     token can be chosen."""
     changed = processor(logits, params)
-    peak = changed.max(dim=-1).values
+    peak = (_without_nan(changed) if replaces_nan else changed).max(dim=-1).values
     # The greatest may be infinite where nothing is drawn.
     possible = peak > -torch.inf if greedy else torch.isfinite(peak)
     if not possible.all():

@@ -28,9 +28,11 @@ __all__ = [
     "REQUEST_CHECKS",
     "SAMPLING_CHECKS",
     "UNCHECKED",
+    "check_embeds",
     "check_names",
     "check_prompt",
     "check_request",
+    "check_without_tokenizer",
     "stop_tokens",
 ]
 
@@ -236,6 +238,7 @@ _NOT_NONE = {
 REQUEST_CHECKS: dict[str, Check] = {
     "rid": _name,
     "custom_logit_processor": _text,
+    "lora_id": _text,
     "sampling_params": _mapping,
     # Of all in a batch of which one asks for logprobs.
     "top_logprobs_num": _whole(-INT32, INT32),
@@ -271,7 +274,6 @@ UNCHECKED = {
     "modalities",
     "session_params",
     "lora_path",
-    "lora_id",
     "bootstrap_pair_key",
     "decode_tp_size",
     "require_reasoning",
@@ -347,6 +349,17 @@ def check_names(sampling_params: Mapping) -> None:
             raise ValueError(f"sampling_params has no option {name!r:.80}.")
 
 
+def check_without_tokenizer(sampling_params: Mapping, decodes: bool) -> None:
+    """Raise ValueError for what a scheduler without a tokenizer would ask one for. decodes: it is no prefill."""
+    for name in ("stop", "stop_regex", "min_new_tokens") if decodes else ("min_new_tokens",):
+        value = sampling_params.get(name)
+        # An empty string is one to look for.
+        if value or value == "":
+            raise ValueError(
+                f"{name} needs a tokenizer, and this worker has none (--skip-tokenizer-init). Leave it out."
+            )
+
+
 def stop_tokens(values: set | None, vocab_size: int) -> set[int] | None:
     """Those that a token can be. All of a batch have a place among the logits where one has ``min_new_tokens``."""
     tokens = {int(value) for value in values or () if _is_whole(value) and 0 <= value < vocab_size}
@@ -384,6 +397,17 @@ def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> 
             f"The prompt has {len(token_ids)} tokens, and this worker takes fewer than {max_input_len}. "
             "Use a shorter one."
         )
+
+
+def check_embeds(embeds: Any, width: int) -> None:
+    """Raise ValueError for a prompt of embeddings of which the engine can make no tensor, or none for the model."""
+    try:
+        # A sum is infinite, or no number, where one of them is.
+        if len(embeds) and all(len(row) == width and sum(map(abs, row)) <= MAX_FLOAT for row in embeds):
+            return
+    except TypeError:
+        pass
+    raise ValueError(f"input_embeds must be a list with a list of {width} finite numbers for each token.")
 
 
 def _apply(name: str, check: Check, value: Any, vocab_size: int) -> None:

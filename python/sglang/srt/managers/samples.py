@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.request_checks import MAX_SAMPLES
+from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -194,7 +195,7 @@ async def _begin(host: str, port: int, rooms: Sequence[int]) -> None:
 def _announce(host: str, port: int, rooms: Sequence[int]) -> None:
     try:
         reply = SignedRequests().post(
-            f"http://{host}:{port}{SAMPLE_ROUTE}",
+            NetworkAddress(host, port).to_url() + SAMPLE_ROUTE,
             json={"rooms": rooms, "derivation": DERIVATION},
             timeout=ANSWER_S,
         )

@@ -57,7 +57,8 @@ def _failed_processors(batch, result) -> dict[int, str]:
 
 def _hopeless(result, output) -> dict[int, str]:
     """The same for requests that no token was left for."""
-    hopeless = getattr(output, "hopeless", None)
+    said = [getattr(of, "hopeless", None) for of in (result, output)]
+    hopeless = next((one for one in said if one is not None), None)
     if hopeless is None:
         return {}
     if getattr(result, "copy_done", None) is not None:
@@ -421,13 +422,15 @@ class Scheduler(engine.Scheduler):
             Req.incoming_extra_key = None
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds two cases that the engine forgets.
+        """Adds three cases that the engine forgets.
 
         A request that is known to be wrong (its grammar, its logprobs) is refused at once. The engine has it shake
         hands with a prompt of one token, which is not what the peer has.
 
         A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
         that has long finished them, and wait for ever.
+
+        With priorities, a prefill sorts by them what waits, and one without any ends it: it gets the least.
         """
         if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
             is_retracted = True
@@ -440,6 +443,8 @@ class Scheduler(engine.Scheduler):
                 self.stream_output([req], req.return_logprob)
                 self._tell_peer(req, reason)
                 return
+        if self.disaggregation_mode == engine.DisaggregationMode.PREFILL and self.enable_priority_scheduling:
+            self._set_or_validate_priority(req)
         began = time.monotonic()
         super()._add_request_to_queue(req, is_retracted)
         self.longest_queue_step = max(self.longest_queue_step, time.monotonic() - began)

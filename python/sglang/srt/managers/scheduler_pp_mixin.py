@@ -11,7 +11,7 @@ from sglang.srt.managers import scheduler_pp_mixin as engine
 __all__ = ["SchedulerPPMixin"]
 
 # What `Sampler.forward` adds to its output.
-FAILED = "failed_processors"
+FAILED, HOPELESS = "failed_processors", "hopeless"
 
 
 class SchedulerPPMixin(engine.SchedulerPPMixin):
@@ -40,13 +40,19 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
                 sender.agreed = False
 
     def _pp_prepare_tensor_dict(self, result, batch):
-        """Adds whose logit processor has failed, which only the last stage sees."""
+        """Adds whose logit processor has failed, and for whom there was no token, which only the last stage sees."""
         tensors = super()._pp_prepare_tensor_dict(result, batch)
-        failed = getattr(result.logits_output, FAILED, None)
-        return {**tensors, FAILED: failed} if failed else tensors
+        failed, hopeless = (getattr(result.logits_output, name, None) for name in (FAILED, HOPELESS))
+        if failed:
+            tensors[FAILED] = failed
+        if hopeless is not None:
+            # Not every backend of process groups sends booleans.
+            tensors[HOPELESS] = hopeless.int()
+        return tensors
 
     def _pp_prep_batch_result(self, batch, mb_metadata, pp_outputs):
         """Adds the same to the result from which every stage goes on."""
         result = super()._pp_prep_batch_result(batch, mb_metadata, pp_outputs)
-        setattr(result, FAILED, pp_outputs.tensors.get(FAILED))
+        for name in (FAILED, HOPELESS):
+            setattr(result, name, pp_outputs.tensors.get(name))
         return result

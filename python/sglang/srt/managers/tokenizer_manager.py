@@ -18,7 +18,15 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.managers.request_checks import MAX_SAMPLES, check_names, check_prompt, check_request, stop_tokens
+from sglang.srt.managers.request_checks import (
+    MAX_SAMPLES,
+    check_embeds,
+    check_names,
+    check_prompt,
+    check_request,
+    check_without_tokenizer,
+    stop_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +65,8 @@ class TokenizerManager(engine.TokenizerManager):
         # The states of each request that is being served, by its identity.
         self.own_states: dict[int, dict[str, ReqState]] = {}
         self.samples = samples.SampleRooms()
+        # The prompt that was tokenized last, and its tokens.
+        self.last_text: tuple[str, list[int]] = "", []
         # Of requests with samples, by what the client calls them: what their samples are called.
         self.rids_of_samples: dict[str, list[str]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -154,7 +164,7 @@ class TokenizerManager(engine.TokenizerManager):
         finally:
             if self.own_states.get(id(obj)) is states:
                 del self.own_states[id(obj)]
-            if getattr(obj, "lora_id", None) and getattr(obj, "parallel_sample_num", 1) == 1:
+            if states and self.server_args.enable_lora and obj.lora_id and getattr(obj, "parallel_sample_num", 1) == 1:
                 ids = obj.lora_id if isinstance(obj.lora_id, list) else [obj.lora_id]
                 unsent = [uid for uid, state in zip(ids, states.values(), strict=True) if not state.sent]
                 await self._release_adapters(unsent)
@@ -194,11 +204,17 @@ class TokenizerManager(engine.TokenizerManager):
         if not isinstance(obj, GenerateReqInput):
             return
         args = self.server_args
+        if args.enable_lora and obj.lora_id is not None:
+            if not obj.lora_path:
+                # The scheduler has no such adapter.
+                raise ValueError("lora_id is not the client's to choose: name the adapter in lora_path.")
+            obj.lora_id = None
         if obj.parallel_sample_num != 1 and args.disaggregation_decode_enable_radix_cache:
             # Else its samples have become prompts.
             raise ValueError(f"n must be a whole number from 1 to {MAX_SAMPLES}, got {obj.parallel_sample_num!r:.80}.")
         disaggregated = self.disaggregation_mode != DisaggregationMode.NULL
-        for item in [obj] if obj.is_single else [obj[i] for i in range(len(obj.rid))]:
+        # The engine's samples are copies of these.
+        for item in [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]:
             check_request(
                 item,
                 self.model_config.vocab_size,
@@ -208,15 +224,35 @@ class TokenizerManager(engine.TokenizerManager):
             )
             if not self._is_processed(item):
                 check_names(item.sampling_params)
+            if self.tokenizer is None:
+                check_without_tokenizer(item.sampling_params, self.disaggregation_mode != DisaggregationMode.PREFILL)
             if item.input_ids is not None:
                 self._check_prompt(item, item.input_ids)
-            if self.disaggregation_mode == DisaggregationMode.DECODE and item.bootstrap_host is None:
-                # Without a room either it is no request of a pair, which the scheduler says.
-                if item.bootstrap_room is not None and args.disaggregation_transfer_backend != "fake":
-                    raise ValueError(
-                        "bootstrap_host is missing: send the request to the router, which names a prefill."
-                    )
-            self._check_room(item.bootstrap_room)
+            elif item.text is None and args.disable_radix_cache:
+                check_embeds(item.input_embeds, self.model_config.hidden_size)
+            if disaggregated and args.disaggregation_transfer_backend != "fake":
+                self._check_pair(item)
+
+    def _check_pair(self, obj) -> None:
+        """Raise ValueError for a request that no router has sent, or that decode has refused.
+
+        One without a room ends the DP controller of a worker that gives each room its rank.
+        """
+        asks = self.disaggregation_mode == DisaggregationMode.DECODE
+        for name in ("bootstrap_room", "bootstrap_host") if asks else ("bootstrap_room",):
+            if getattr(obj, name) is None:
+                raise ValueError(f"{name} is missing: send the request to the router, which names a prefill.")
+        self._check_room(obj.bootstrap_room)
+
+    async def _tokenize_texts(self, texts, is_cross_encoder: bool = False):
+        """Adds that the samples of a prompt, which follow each other, are tokenized once, as they are by the engine."""
+        if not isinstance(texts, str) or is_cross_encoder:
+            return await super()._tokenize_texts(texts, is_cross_encoder)
+        text, tokens = self.last_text
+        if not texts or text is not texts:
+            tokens, _ = await super()._tokenize_texts(texts)
+            self.last_text = texts, tokens
+        return list(tokens), None
 
     def _validate_one_request(self, obj, input_ids) -> None:
         """Adds the scheduler's limit, which it would find only after the handshake, and options that nobody knows.
