@@ -180,3 +180,16 @@ def test_a_question_that_was_not_answered_says_so(session):
     another = Lookup([b"a"])
     session.ask(another)
     assert another.failed and another.hits == 0
+
+
+@pytest.mark.parametrize("hits", [-1, 3])
+def test_an_answer_that_cannot_be_is_none(session, hits):
+    """A tree that believed it would have slots for tokens that it has not, or wait for ever."""
+    query = session._client.query_prefetch
+    session._client.query_prefetch = lambda *args: SimpleNamespace(num_hit_blocks=hits, lease=b"lease")
+    lookup = Lookup([b"a", b"b"])
+    session.ask(lookup)
+    wait(lambda: lookup.hits is not None)
+    assert lookup.failed and lookup.hits == 0 and not lookup.lease
+    session._client.query_prefetch = query
+    assert session.up and not loaded(session).failed

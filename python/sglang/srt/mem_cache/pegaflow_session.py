@@ -430,7 +430,12 @@ class PegaFlowSession:
         """Pages held, and their lease; None while the server fetches them from a slower tier."""
         reply = self._client.query_prefetch(self.instance_id, hashes, question)
         hits = getattr(reply, "num_hit_blocks", None)
-        return None if hits is None else (hits, reply.lease)
+        if hits is None:
+            return None
+        if not 0 <= hits <= len(hashes):
+            # The tree would take it at its word.
+            raise ValueError(f"it says that it has {hits} of {len(hashes)} pages")
+        return hits, reply.lease
 
     def _release(self, lease: bytes) -> None:
         try:
