@@ -128,6 +128,23 @@ def test_memory_comes_back_after_it_was_taken(pair):
     assert done == [(4, "release"), (4, "resume"), (4, "tensor")]
 
 
+def with_quarantine(rank: int, name: str) -> list[tuple[int, str]]:
+    """What a rank does when, of which pages are in quarantine until turn 5, on rank 1 alone."""
+    scheduler = Rank()
+    scheduler.disagg_decode_transfer_queue = SimpleNamespace(quarantine=["failed"] if rank else [])
+    for scheduler.turn in range(8):
+        if scheduler.turn == 5:
+            scheduler.disagg_decode_transfer_queue.quarantine.clear()
+        scheduler.process_input_requests([MESSAGES[name](True)] if scheduler.turn == 1 else [])
+    return scheduler.done
+
+
+@pytest.mark.parametrize("name, turn", [("release", 5), ("disk", 1)])
+def test_memory_that_a_prefill_may_still_write_to_is_not_taken_away(pair, name, turn):
+    """An update flushes around it. Where memory is taken away, tables are read that have gone with it."""
+    assert assert_same(pair.run(with_quarantine, name)) == [(turn, name)]
+
+
 def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int]) -> list[tuple]:
     """What comes of a flush that may wait, and when. ahead: how far each rank's clock is when it has begun to."""
     scheduler, said = Rank(), []

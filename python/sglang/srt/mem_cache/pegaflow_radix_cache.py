@@ -33,8 +33,8 @@ LOADING_PART = 1 / 2
 SAVES_AGREED, MOST_OPEN = 64, 512
 # Pages that one question names at most: gRPC servers take 4 MiB unless told otherwise.
 MOST_ASKED = 100_000
-# Tokens of prompts that one step compares with the tree for requests that wait, about; and what a request counts for that
-# has none there. The others have their turn in the next steps.
+# Tokens of prompts, about, that one step compares with the tree for requests that wait; and what a request counts for
+# that has none there. The others have their turn in the next steps.
 COMPARED, COMPARED_LEAST = 1 << 16, 1 << 10
 # Steps in which loads may join those under way. Then all of these end first, and a request that there is no room for
 # beside loads has a step without any.
@@ -280,7 +280,8 @@ class PegaFlowTree(RadixCache):
         """Learn from an answer what of the tree the server has, and have saved what it lacks: it may have dropped pages
         to make room, or have been started anew.
 
-        path: the nodes that hold its tokens. pages: that all ranks have found. missing: of the ranks that were answered, the first page that one lacks.
+        path: the nodes that hold its tokens. pages: that all ranks have found. missing: of the ranks that were
+        answered, the first page that one lacks.
         """
         asked, end = len(found.lookup.hashes), 0
         for node in path:
@@ -441,7 +442,7 @@ class PegaFlowTree(RadixCache):
             self._end_load(found, fact == self._LOADED)
 
     def _is_settled(self, found: Prefetch, fact: int, missing: int, asked: bool) -> bool:
-        """Whether there is nothing to look up for it: no answer yet, or no use of one. Costs the same for any prompt."""
+        """Whether nothing is to be looked up for it: no answer yet, or no use of one. Costs the same for any prompt."""
         if found.stage is Stage.ASKED:
             if fact < 0:
                 return True
