@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowRadixCache
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.utils import broadcast_pyobj
 from sglang.utils import TypeBasedDispatcher
@@ -145,9 +146,20 @@ def test_memory_that_a_prefill_may_still_write_to_is_not_taken_away(pair, name, 
     assert assert_same(pair.run(with_quarantine, name)) == [(turn, name)]
 
 
-def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int]) -> list[tuple]:
+class Saving(PegaFlowRadixCache):
+    """The tree of an aggregated server with PegaFlow, of which nothing is under way."""
+
+    def __init__(self) -> None:
+        pass
+
+    def advance(self) -> bool:
+        return False
+
+
+def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int], pegaflow: bool = False) -> list[tuple]:
     """What comes of a flush that may wait, and when. ahead: how far each rank's clock is when it has begun to."""
-    scheduler, said = Rank(), []
+    scheduler, said = Rank(DisaggregationMode.NULL if pegaflow else DisaggregationMode.DECODE), []
+    scheduler.tree_cache = Saving() if pegaflow else None
     scheduler.attn_tp_size, scheduler.attn_tp_cpu_group = 2, dist.group.WORLD
     scheduler.busy_until = idle_from[rank]
     scheduler.send_to_tokenizer.send_output = lambda answer, to: said.append((scheduler.turn, answer.success))
@@ -170,9 +182,10 @@ def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int]) -> list
         ([2000, 0], [0, 5], [(3, False)]),
     ],
 )
-def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said):
-    """A tree that only one of them has emptied is not that of the other."""
-    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from)) == said
+@pytest.mark.parametrize("pegaflow", [False, True])
+def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, pegaflow):
+    """A tree that only one of them has emptied is not that of the other. With PegaFlow they meet in the flush, too."""
+    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, pegaflow)) == said
 
 
 messages = st.lists(st.tuples(st.sampled_from(UPDATES), st.booleans()), min_size=1, max_size=3)

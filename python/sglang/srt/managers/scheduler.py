@@ -596,7 +596,7 @@ class Scheduler(engine.Scheduler):
         return done
 
     def flush_cache_wrapped(self, recv_req):
-        """Adds that several TP ranks of a prefill or decode worker look together at one that may wait."""
+        """Adds that several TP ranks of a prefill or decode worker, or with PegaFlow, look together at one that may wait."""
         if self._flushes_alone() or self._pending_flush is not None or not recv_req.timeout_s or recv_req.timeout_s < 0:
             return super().flush_cache_wrapped(recv_req)
         self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
@@ -619,7 +619,9 @@ class Scheduler(engine.Scheduler):
             self.send_to_tokenizer.send_output(answer, recv_req)
 
     def _flushes_alone(self) -> bool:
-        return self.disaggregation_mode == engine.DisaggregationMode.NULL or self.attn_tp_size == 1
+        if self.disaggregation_mode == engine.DisaggregationMode.NULL and not isinstance(self.tree_cache, PegaFlowTree):
+            return True
+        return self.attn_tp_size == 1
 
     def _end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do."""
