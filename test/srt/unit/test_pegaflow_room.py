@@ -304,6 +304,13 @@ def test_no_answer_says_nothing():
     assert not one.tree.busy and None not in {node.saved for node in one._nodes()}
 
 
+def test_nobody_waits_for_a_server_that_was_left():
+    one = PegaFlowWorld()
+    one.tree.leave()
+    one.tree.prefetch("r", list(range(40)), None)
+    assert one.tree.check_prefetch_progress("r") and not one.session.asked and not one.tree.busy
+
+
 # ---- aggregated servers and prefill workers ----
 
 

@@ -299,7 +299,9 @@ class PegaFlowTree(RadixCache):
     @_timed
     def prefetch(self, rid: str, token_ids: Sequence[int], extra_key: str | None, priority: int = 0) -> None:
         """Ask the server for ``token_ids``, whole pages. The request ``rid`` waits for what the tree lacks of them."""
-        if not self.attached or self.disable or rid in self._by_rid or len(self._open) >= MOST_OPEN:
+        if not self.attached or self.disable or self.session.stopped:
+            return
+        if rid in self._by_rid or len(self._open) >= MOST_OPEN:
             return
         tokens = list(token_ids[: len(token_ids) // self.page_size * self.page_size])
         if not tokens:
@@ -399,7 +401,8 @@ class PegaFlowTree(RadixCache):
             elif not self._is_settled(found, fact, lacks, bool(is_asked)) and spent < COMPARED:
                 spent += self._decide(found, fact, lacks, bool(is_asked), room)
         for found in self._open:
-            found.asked_for = False
+            # Who has not had a turn has still been come to.
+            found.asked_for &= found.stage is Stage.FOUND and found.looked_in != self._steps
         self._start_saves(room)
         self._round = self._round + 1 if self._loading_tokens else 0
         return self._free() > free
