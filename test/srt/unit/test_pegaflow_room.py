@@ -304,6 +304,19 @@ def test_no_answer_says_nothing():
     assert not one.tree.busy and None not in {node.saved for node in one._nodes()}
 
 
+@pytest.mark.parametrize("fetching", [False, True])
+def test_a_server_that_fetches_from_a_slower_tier_is_not_lost(monkeypatch, fetching):
+    """It has answered. The request goes on without it all the same."""
+    one, late = PegaFlowWorld(), []
+    monkeypatch.setattr(pegaflow_radix_cache, "TIMEOUT_S", -1.0)
+    one.session.late = lambda: late.append(True)
+    one.session.ask = lambda lookup: setattr(lookup, "fetching", fetching)
+    one.tree.prefetch("r", list(range(40)), None)
+    one.tree.advance()
+    assert one.tree.check_prefetch_progress("r") and not one.tree.busy
+    assert late == [True] * (not fetching)
+
+
 def test_nobody_waits_for_a_server_that_was_left():
     one = PegaFlowWorld()
     one.tree.leave()

@@ -419,7 +419,8 @@ class PegaFlowTree(RadixCache):
         late = now > found.deadline
         if found.stage is Stage.ASKED:
             if found.lookup.hits is None and late:
-                self.session.late()
+                if not found.lookup.fetching:
+                    self.session.late()
                 return 0
             return -1 if found.lookup.hits is None else found.lookup.hits
         if found.stage is Stage.LOADING:
