@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.decode_cache_checks import check_draft_of_hybrid
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
@@ -137,12 +137,10 @@ def test_a_draft_in_a_hybrid_model(parse_hybrid):
         assert not args.disable_radix_cache and args.speculative_algorithm == "EAGLE"
     with pytest.raises(ValueError, match="MTP"):
         parse_hybrid(*options, "EAGLE3")
-    scheduler = object.__new__(Scheduler)
-    scheduler.server_args = args
-    scheduler._check_draft_of_hybrid()
+    check_draft_of_hybrid(args)
     args.speculative_draft_model_path = "other"
     with pytest.raises(ValueError, match=r"linear attention .*\(other\).*without the flag"):
-        scheduler._check_draft_of_hybrid()
+        check_draft_of_hybrid(args)
     args.speculative_draft_model_path = None
     args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["JetNemotronForCausalLM"]))
     with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM, Qwen3_5"):

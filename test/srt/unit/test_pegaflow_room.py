@@ -172,6 +172,44 @@ def test_loads_come_in_rounds(monkeypatch):
     assert one.tree.evictable_size() > 0
 
 
+def test_a_step_looks_at_a_bounded_part_of_what_waits(monkeypatch):
+    """Prompts are compared with the tree, which takes its time; hundreds may wait for room. Each has its turn."""
+    one = PegaFlowWorld()
+    running = one.bring(list(range(88)), max_new=40)
+    while one.tree.busy:
+        one.session.end_saves()
+        one.step()
+    # Two requests' worth.
+    monkeypatch.setattr(pegaflow_radix_cache, "COMPARED", 1 << 11, raising=False)
+    prompts = [[n] * 4 + list(range(16)) for n in range(1000, 1006)]
+    for n, prompt in enumerate(prompts):
+        one.session.store |= hashes_of(one.tree, prompt)
+        one.tree.prefetch(f"r{n}", prompt, None)
+    looked_at, held = [], one.tree._held
+    monkeypatch.setattr(one.tree, "_held", lambda tokens, key: (looked_at.append(tokens), held(tokens, key))[1])
+    for _ in range(2):
+        seen = []
+        for _ in range(3):
+            looked_at.clear()
+            one.step()
+            assert len(looked_at) <= 2, "or a step takes as long as all of them"
+            seen += looked_at
+        assert seen == prompts
+    assert not one.session.loads, "there is no room yet"
+    while running in one.running:
+        one.step()
+        one.decode()
+        one.session.end_saves()
+    loaded = 0
+    for _ in range(20):
+        one.step()
+        loaded += len(one.session.loads)
+        one.session.end_loads()
+        one.session.end_saves()
+        one.tree._ready.clear()
+    assert loaded == 6 and not one.tree._open and not one.session.leases
+
+
 def test_a_large_node_is_saved_in_parts():
     one = PegaFlowWorld(size=256)
     one.bring(list(range(120)), max_new=2)
@@ -264,6 +302,26 @@ def test_no_answer_says_nothing():
     one.tree.prefetch("r", list(range(40)), None)
     one.tree.advance()
     assert not one.tree.busy and None not in {node.saved for node in one._nodes()}
+
+
+@pytest.mark.parametrize("fetching", [False, True])
+def test_a_server_that_fetches_from_a_slower_tier_is_not_lost(monkeypatch, fetching):
+    """It has answered. The request goes on without it all the same."""
+    one, late = PegaFlowWorld(), []
+    monkeypatch.setattr(pegaflow_radix_cache, "TIMEOUT_S", -1.0)
+    one.session.late = lambda: late.append(True)
+    one.session.ask = lambda lookup: setattr(lookup, "fetching", fetching)
+    one.tree.prefetch("r", list(range(40)), None)
+    one.tree.advance()
+    assert one.tree.check_prefetch_progress("r") and not one.tree.busy
+    assert late == [True] * (not fetching)
+
+
+def test_nobody_waits_for_a_server_that_was_left():
+    one = PegaFlowWorld()
+    one.tree.leave()
+    one.tree.prefetch("r", list(range(40)), None)
+    assert one.tree.check_prefetch_progress("r") and not one.session.asked and not one.tree.busy
 
 
 # ---- aggregated servers and prefill workers ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,7 @@ def session(monkeypatch):
         _saves=queue.SimpleQueue(),
         _calls=queue.SimpleQueue(),
         _questions=0,
+        _fetching=deque(),
         _registrations=1,
         _last_probe=0.0,
         _told="",
@@ -180,3 +182,39 @@ def test_a_question_that_was_not_answered_says_so(session):
     another = Lookup([b"a"])
     session.ask(another)
     assert another.failed and another.hits == 0
+
+
+@pytest.mark.parametrize("hits", [-1, 3])
+def test_an_answer_that_cannot_be_is_none(session, hits):
+    """A tree that believed it would have slots for tokens that it has not, or wait for ever."""
+    query = session._client.query_prefetch
+    session._client.query_prefetch = lambda *args: SimpleNamespace(num_hit_blocks=hits, lease=b"lease")
+    lookup = Lookup([b"a", b"b"])
+    session.ask(lookup)
+    wait(lambda: lookup.hits is not None)
+    assert lookup.failed and lookup.hits == 0 and not lookup.lease
+    session._client.query_prefetch = query
+    assert session.up and not loaded(session).failed
+
+
+def test_what_the_server_fetches_from_a_slower_tier_holds_nobody_up(session):
+    """Its answer is that it is not ready yet; the thread asked for this again and for nothing else until it was."""
+    query, fetched = session._client.query_prefetch, threading.Event()
+
+    def answer(instance: str, hashes: list[bytes], question: str) -> Any:
+        slow = hashes[0].startswith(b"slow") and not fetched.is_set()
+        return SimpleNamespace() if slow else query(instance, hashes, question)
+
+    session._client.query_prefetch = answer
+    slow, gone = Lookup([b"slow"]), Lookup([b"slow too"])
+    session.ask(slow)
+    session.ask(gone)
+    assert not loaded(session).failed
+    assert slow.fetching and slow.hits is None and session.up
+    # Who has given up is not waited for.
+    session.drop(gone)
+    wait(lambda: gone.hits is not None)
+    assert gone.failed and slow.hits is None
+    fetched.set()
+    wait(lambda: slow.hits is not None)
+    assert slow.hits == 1 and slow.lease and not slow.failed

@@ -21,6 +21,7 @@ from sglang.srt.managers import samples
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pd_radix.tools.cluster import free_ports
@@ -233,7 +234,7 @@ def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
     """The scheduler says it, to whichever tokenizer process the request came."""
     scheduler, told = object.__new__(Scheduler), []
     scheduler.disaggregation_mode, scheduler.refused_rooms = DisaggregationMode.PREFILL, refusal.RefusedRooms()
-    engine = Scheduler.__base__
+    engine = SchedulerOutputProcessorMixin.__base__
     monkeypatch.setattr(engine, "stream_output_generation", lambda self, reqs, *more: told.extend(reqs))
     scheduler.refused_rooms.note(5, "rid in use")
     reqs = [Req(str(room), "", [1], SamplingParams(), bootstrap_room=room) for room in (5, 6, 5)]

@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowRadixCache
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.utils import broadcast_pyobj
 from sglang.utils import TypeBasedDispatcher
@@ -128,9 +129,37 @@ def test_memory_comes_back_after_it_was_taken(pair):
     assert done == [(4, "release"), (4, "resume"), (4, "tensor")]
 
 
-def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int]) -> list[tuple]:
+def with_quarantine(rank: int, name: str) -> list[tuple[int, str]]:
+    """What a rank does when, of which pages are in quarantine until turn 5, on rank 1 alone."""
+    scheduler = Rank()
+    scheduler.disagg_decode_transfer_queue = SimpleNamespace(quarantine=["failed"] if rank else [])
+    for scheduler.turn in range(8):
+        if scheduler.turn == 5:
+            scheduler.disagg_decode_transfer_queue.quarantine.clear()
+        scheduler.process_input_requests([MESSAGES[name](True)] if scheduler.turn == 1 else [])
+    return scheduler.done
+
+
+@pytest.mark.parametrize("name, turn", [("release", 5), ("disk", 1)])
+def test_memory_that_a_prefill_may_still_write_to_is_not_taken_away(pair, name, turn):
+    """An update flushes around it. Where memory is taken away, tables are read that have gone with it."""
+    assert assert_same(pair.run(with_quarantine, name)) == [(turn, name)]
+
+
+class Saving(PegaFlowRadixCache):
+    """The tree of an aggregated server with PegaFlow, of which nothing is under way."""
+
+    def __init__(self) -> None:
+        pass
+
+    def advance(self) -> bool:
+        return False
+
+
+def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int], pegaflow: bool = False) -> list[tuple]:
     """What comes of a flush that may wait, and when. ahead: how far each rank's clock is when it has begun to."""
-    scheduler, said = Rank(), []
+    scheduler, said = Rank(DisaggregationMode.NULL if pegaflow else DisaggregationMode.DECODE), []
+    scheduler.tree_cache = Saving() if pegaflow else None
     scheduler.attn_tp_size, scheduler.attn_tp_cpu_group = 2, dist.group.WORLD
     scheduler.busy_until = idle_from[rank]
     scheduler.send_to_tokenizer.send_output = lambda answer, to: said.append((scheduler.turn, answer.success))
@@ -153,9 +182,10 @@ def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int]) -> list
         ([2000, 0], [0, 5], [(3, False)]),
     ],
 )
-def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said):
-    """A tree that only one of them has emptied is not that of the other."""
-    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from)) == said
+@pytest.mark.parametrize("pegaflow", [False, True])
+def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, pegaflow):
+    """A tree that only one of them has emptied is not that of the other. With PegaFlow they meet in the flush, too."""
+    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, pegaflow)) == said
 
 
 messages = st.lists(st.tuples(st.sampled_from(UPDATES), st.booleans()), min_size=1, max_size=3)

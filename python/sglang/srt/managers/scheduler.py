@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
-from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.lost_requests import First, LostReqs
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, KVClassType, get_kv_class, prepare_abort
@@ -26,6 +24,7 @@ from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache import mamba_radix_cache, swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.decode_cache_checks import FLAG, check_draft, check_draft_of_hybrid, check_windows
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow_memory import kv_layout
 from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
@@ -40,8 +39,6 @@ from sglang.utils import TypeBasedDispatcher
 logger = logging.getLogger(__name__)
 
 __all__ = ["Scheduler"]
-
-FLAG = "--disaggregation-decode-enable-radix-cache"
 
 
 def _failed_processors(batch, result) -> dict[int, str]:
@@ -90,12 +87,12 @@ class Scheduler(engine.Scheduler):
             return
         runner = self.tp_worker.model_runner
         if runner.hybrid_gdn_config is not None:
-            self._check_draft_of_hybrid()
+            check_draft_of_hybrid(self.server_args)
             # The tree for KV alone: states come from prefill with every request, so none has to be kept for a prefix.
             with patch.object(mamba_radix_cache, "MambaRadixCache", RadixCache):
                 super().init_cache_with_memory_pool()
         elif runner.is_hybrid_swa:
-            self._check_windows()
+            check_windows(self.server_args)
             # The same for windows.
             with patch.object(swa_radix_cache, "SWARadixCache", RadixCache):
                 super().init_cache_with_memory_pool()
@@ -115,66 +112,11 @@ class Scheduler(engine.Scheduler):
                 "and only models with full attention throughout (RadixCache), or in some layers linear attention of "
                 "the kind of Qwen3-Next (GDN) or sliding windows, are. Start this decode worker without the flag."
             )
-        self._check_draft()
+        if self.draft_worker is not None:
+            worker = self.draft_worker
+            draft = worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
+            check_draft(self.server_args, runner.model_config, draft.model_config)
         self.tree_cache = DecodeRadixCache.take_over(self.tree_cache)
-
-    def _has_draft_apart(self) -> bool:
-        args = self.server_args
-        path = args.speculative_draft_model_path
-        return args.speculative_algorithm is not None and path not in (None, args.model_path)
-
-    def _check_draft(self) -> None:
-        """Raise ValueError for a draft that is not verified with the flag, by what it is and not where it lies.
-
-        That is a part of a model (MTP) whose path is another, which the options do not tell from a draft by itself; and
-        one narrower or wider than its target. EAGLE3 allows the latter. But where all requests end in one step, the
-        engine leaves hidden states of the target's size, and ends the worker when those of the next request, of the
-        draft's, are put beside them.
-        """
-        if self.draft_worker is None:
-            return
-        draft = self.draft_worker.draft_worker.draft_runner if self.enable_overlap else self.draft_worker.model_runner
-        way_out = "Take another draft, or start this decode worker without the flag."
-        architecture = draft.model_config.hf_config.architectures[0]
-        if self._has_draft_apart() and architecture.endswith(("MTP", "NextN")):
-            raise ValueError(
-                f"{FLAG} is not verified for a draft that is part of a model (MTP) and has a path of its own, "
-                f"{architecture}. {way_out}"
-            )
-        sizes = [runner.model_config.hidden_size for runner in (self.tp_worker.model_runner, draft)]
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
-                f"({sizes[0]}). {way_out}"
-            )
-
-    def _check_draft_of_hybrid(self) -> None:
-        """Raise ValueError for a draft model that is not verified for a model with linear attention."""
-        if self._has_draft_apart():
-            path = self.server_args.speculative_draft_model_path
-            raise ValueError(
-                f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
-                f"({path}). Leave --speculative-draft-model-path out if the model has a "
-                "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag."
-            )
-
-    def _check_windows(self) -> None:
-        """Raise ValueError for the first option that is not verified for a model with pools for sliding windows."""
-        args = self.server_args
-        unverified = {
-            "--speculative-algorithm": args.speculative_algorithm is not None,
-            "--enable-dp-attention": args.enable_dp_attention,
-            "--disaggregation-decode-verify-pages, whose digests leave windows out": (
-                args.disaggregation_decode_verify_pages
-            ),
-        }
-        for name, used in unverified.items():
-            if used:
-                raise ValueError(
-                    f"{FLAG} is not verified for a model with sliding windows together with {name}. Leave that out, "
-                    "start with --disable-hybrid-swa-memory, which keeps the KV of all layers for all tokens, or start "
-                    "this decode worker without the flag."
-                )
 
     def _init_pegaflow(self) -> None:
         """Put a tree in place that saves to the PegaFlow server and loads from it."""
@@ -342,30 +284,6 @@ class Scheduler(engine.Scheduler):
             return []
         return [f"{len(set(free))} different state slots are free, {len(free)} in all, and there are {states.size}"]
 
-    def _get_cached_tokens_details(self, req) -> dict | None:
-        """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
-
-        ``decode_prefix`` and ``transferred`` are tokens and add up to the prompt; the bytes are those of all TP ranks.
-        """
-        details = super()._get_cached_tokens_details(req)
-        if req.decode_prefix_len is None or req.transfer_prefix_len is None:
-            return details
-        prefix_len, prompt_len = req.transfer_prefix_len, len(req.origin_input_ids)
-        page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
-        return {
-            # Without a hit of prefill, the engine takes ``cached_tokens`` for one.
-            **(details if details and req.prefill_cached_tokens else {"device": 0, "host": 0}),
-            "decode_prefix": prefix_len,
-            "transferred": prompt_len - prefix_len,
-            "transferred_bytes": pages(prompt_len - prefix_len, page_size) * page_bytes,
-            "saved_bytes": prefix_len // page_size * page_bytes,
-        }
-
-    @cached_property
-    def _page_bytes(self) -> int:
-        """Bytes of one page of KV over all layers and TP ranks."""
-        return sum(self.disagg_decode_prealloc_queue.kv_manager.kv_args.kv_item_lens) * self.attn_tp_size
-
     # ---- requests that cannot be served ----
 
     def init_request_dispatcher(self) -> None:
@@ -525,41 +443,6 @@ class Scheduler(engine.Scheduler):
         if verified:
             self._fail_running(batch.reqs, failed)
 
-    def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """Adds that each optional part of a message has an entry for all its requests, or for none.
-
-        The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
-        among all: it ends, or tells one client what another has asked for.
-
-        And that on prefill the failure of a request that decode has refused is the client's error, as it is on decode.
-        """
-        for req in reqs if len(self.refused_rooms) else ():
-            reason = self.refused_rooms.reason(req.bootstrap_room)
-            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
-                req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
-        if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
-            super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
-            return
-        alike: dict[tuple, list] = {}
-        for req in reqs:
-            parts = bool(req.return_hidden_states), bool(req.return_routed_experts), *sorted(req.customized_info or ())
-            alike.setdefault(parts, []).append(req)
-        for group in alike.values():
-            super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
-
-    def _fail_running(self, reqs, reasons: Mapping[int, str]) -> None:
-        """Have requests of a batch fail with the batch's result. reasons: by their place."""
-        for place, req in enumerate(reqs):
-            if place not in reasons or req.finished():
-                continue
-            # What was sampled for it is no token of its grammar.
-            req.grammar = None
-            sender = getattr(req, "disagg_kv_sender", None)
-            if isinstance(sender, CommonKVSender):
-                sender.fail(reasons[place])
-            else:
-                req.to_finish = FINISH_ABORT(reasons[place], HTTPStatus.BAD_REQUEST, "BadRequestError")
-
     def abort_request(self, recv_req) -> None:
         """Adds that a request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""
         leaving = []
@@ -601,7 +484,9 @@ class Scheduler(engine.Scheduler):
         return done
 
     def flush_cache_wrapped(self, recv_req):
-        """Adds that several TP ranks of a prefill or decode worker look together at one that may wait."""
+        """Adds that several TP ranks of a prefill or decode worker, or with PegaFlow, look together at one that may
+        wait.
+        """
         if self._flushes_alone() or self._pending_flush is not None or not recv_req.timeout_s or recv_req.timeout_s < 0:
             return super().flush_cache_wrapped(recv_req)
         self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
@@ -624,7 +509,9 @@ class Scheduler(engine.Scheduler):
             self.send_to_tokenizer.send_output(answer, recv_req)
 
     def _flushes_alone(self) -> bool:
-        return self.disaggregation_mode == engine.DisaggregationMode.NULL or self.attn_tp_size == 1
+        if self.disaggregation_mode == engine.DisaggregationMode.NULL and not isinstance(self.tree_cache, PegaFlowTree):
+            return True
+        return self.attn_tp_size == 1
 
     def _end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do."""
@@ -689,10 +576,6 @@ class Scheduler(engine.Scheduler):
         """Adds that it does not sleep while requests wait for PegaFlow, or an update for a rank that is not idle."""
         if not (isinstance(self.tree_cache, PegaFlowTree) and self.tree_cache.busy) and not self.postponed_updates:
             super().maybe_sleep_on_idle()
-
-    def _get_storage_backend_type(self) -> str:
-        """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
-        return "pegaflow" if isinstance(self.tree_cache, PegaFlowTree) else super()._get_storage_backend_type()
 
     def _leave_pegaflow(self) -> None:
         """Stop using the server: what it holds is of other weights than this worker has now."""

@@ -31,7 +31,7 @@ __all__ = ["SchedulerUpdateWeightsMixin"]
 class Postponed:
     """What waits until no request is left: what does it, and for which message.
 
-    memory: whether it takes the memory away, also from requests that have not begun.
+    memory: whether it takes the memory away, also from requests that have not begun and pages in quarantine.
     """
 
     update: Callable[[Any], Any]
@@ -122,7 +122,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def _ranks_are_idle(self, one: Postponed) -> bool:
         with self._not_begun_set_aside(one):
-            idle = torch.tensor([int(self._can_flush())])
+            idle = torch.tensor([int(self._can_flush() and not (one.memory and self._has_quarantine()))])
         if self.tp_size > 1:
             # With DP attention, of all DP ranks.
             dist.all_reduce(idle, op=dist.ReduceOp.MIN, group=self.tp_cpu_group)

@@ -33,6 +33,9 @@ LOADING_PART = 1 / 2
 SAVES_AGREED, MOST_OPEN = 64, 512
 # Pages that one question names at most: gRPC servers take 4 MiB unless told otherwise.
 MOST_ASKED = 100_000
+# Tokens of prompts, about, that one step compares with the tree for requests that wait; and what a request counts for
+# that has none there. The others have their turn in the next steps.
+COMPARED, COMPARED_LEAST = 1 << 16, 1 << 10
 # Steps in which loads may join those under way. Then all of these end first, and a request that there is no room for
 # beside loads has a step without any.
 ROUND_STEPS = 16
@@ -80,6 +83,8 @@ class Prefetch:
     asked_for: bool = False
     left: bool = False
     given_up: bool = False
+    # The step in which its prompt was last compared with the tree.
+    looked_in: int = 0
 
 
 def _timed(method: Callable) -> Callable:
@@ -271,13 +276,13 @@ class PegaFlowTree(RadixCache):
             node.saving, node.saved = None, self._steps if saved else None
         self.dec_lock_ref(saving.nodes[0])
 
-    def _compare(self, found: Prefetch, pages: int, missing: int) -> None:
+    def _compare(self, found: Prefetch, path: list[TreeNode], pages: int, missing: int) -> None:
         """Learn from an answer what of the tree the server has, and have saved what it lacks: it may have dropped pages
         to make room, or have been started anew.
 
-        pages: that all ranks have found. missing: of the ranks that were answered, the first page that one lacks.
+        path: the nodes that hold its tokens. pages: that all ranks have found. missing: of the ranks that were
+        answered, the first page that one lacks.
         """
-        _, path = self._held(found.tokens, found.extra_key)
         asked, end = len(found.lookup.hashes), 0
         for node in path:
             end += len(node.page_hashes)
@@ -294,7 +299,9 @@ class PegaFlowTree(RadixCache):
     @_timed
     def prefetch(self, rid: str, token_ids: Sequence[int], extra_key: str | None, priority: int = 0) -> None:
         """Ask the server for ``token_ids``, whole pages. The request ``rid`` waits for what the tree lacks of them."""
-        if not self.attached or self.disable or rid in self._by_rid or len(self._open) >= MOST_OPEN:
+        if not self.attached or self.disable or self.session.stopped:
+            return
+        if rid in self._by_rid or len(self._open) >= MOST_OPEN:
             return
         tokens = list(token_ids[: len(token_ids) // self.page_size * self.page_size])
         if not tokens:
@@ -320,11 +327,13 @@ class PegaFlowTree(RadixCache):
         held, node = 0, self.root_node
         path: list[TreeNode] = []
         while held < len(tokens):
-            key = RadixKey(tokens[held:], extra_key)
-            child = node.children.get(self.get_child_key_fn(key))
+            child = node.children.get(self.get_child_key_fn(RadixKey(tokens[held : held + self.page_size], extra_key)))
             if child is None:
                 break
-            length = self.key_match_fn(child.key, key) // self.page_size * self.page_size
+            length, ours = len(child.key), tokens[held : held + len(child.key)]
+            if child.key.token_ids != ours:
+                # Page by page, which takes longer.
+                length = self.key_match_fn(child.key, RadixKey(ours, extra_key)) // self.page_size * self.page_size
             if not length:
                 break
             node = child
@@ -384,10 +393,16 @@ class PegaFlowTree(RadixCache):
             if fact:
                 self._unfence(one)
         room = functools.cache(lambda: Room(self, self.live()))
-        for i, found in enumerate(watched):
-            self._decide(found, known[i], missing[i], bool(asked[i]), room)
+        spent = 0
+        each_found = zip(watched, known, missing, asked, strict=True)
+        for found, fact, lacks, is_asked in sorted(each_found, key=lambda one: one[0].looked_in):
+            if found.stage is Stage.LOADING:
+                self._follow_load(found, fact)
+            elif not self._is_settled(found, fact, lacks, bool(is_asked)) and spent < COMPARED:
+                spent += self._decide(found, fact, lacks, bool(is_asked), room)
         for found in self._open:
-            found.asked_for = False
+            # Who has not had a turn has still been come to.
+            found.asked_for &= found.stage is Stage.FOUND and found.looked_in != self._steps
         self._start_saves(room)
         self._round = self._round + 1 if self._loading_tokens else 0
         return self._free() > free
@@ -404,7 +419,8 @@ class PegaFlowTree(RadixCache):
         late = now > found.deadline
         if found.stage is Stage.ASKED:
             if found.lookup.hits is None and late:
-                self.session.late()
+                if not found.lookup.fetching:
+                    self.session.late()
                 return 0
             return -1 if found.lookup.hits is None else found.lookup.hits
         if found.stage is Stage.LOADING:
@@ -423,29 +439,42 @@ class PegaFlowTree(RadixCache):
         told = found.stage is Stage.ASKED and lookup.hits is not None and not lookup.failed
         return lookup.hits if told and lookup.hits is not None else NEVER
 
-    def _decide(self, found: Prefetch, fact: int, missing: int, asked: bool, room: Callable[[], Room]) -> None:
-        if found.stage is Stage.LOADING:
-            if fact == self._LATE:
-                self._give_up(found)
-            elif fact in (self._FAILED, self._LOADED):
-                self._end_load(found, fact == self._LOADED)
-            return
+    def _follow_load(self, found: Prefetch, fact: int) -> None:
+        if fact == self._LATE:
+            self._give_up(found)
+        elif fact in (self._FAILED, self._LOADED):
+            self._end_load(found, fact == self._LOADED)
+
+    def _is_settled(self, found: Prefetch, fact: int, missing: int, asked: bool) -> bool:
+        """Whether nothing is to be looked up for it: no answer yet, or no use of one. Costs the same for any prompt."""
         if found.stage is Stage.ASKED:
             if fact < 0:
-                return
-            self._compare(found, fact, missing)
-            found.stage, found.pages, found.deadline, fact = Stage.FOUND, fact, math.inf, True
-        if asked and found.deadline == math.inf:
-            # From now on it waits for nothing but room.
-            found.deadline = time.monotonic() + TIMEOUT_S
+                return True
+            given_up = fact == 0 and missing >= NEVER
+        else:
+            if asked and found.deadline == math.inf:
+                # From now on it waits for nothing but room.
+                found.deadline = time.monotonic() + TIMEOUT_S
+            given_up = found.left or not fact
+        if given_up or self.session.stopped:
+            self._close(found)
+            return True
+        return False
+
+    def _decide(self, found: Prefetch, fact: int, missing: int, asked: bool, room: Callable[[], Room]) -> int:
+        """Learn from an answer, and begin a load if there is room; what that has cost, in tokens compared."""
+        found.looked_in = self._steps
         held, path = self._held(found.tokens, found.extra_key)
+        if found.stage is Stage.ASKED:
+            self._compare(found, path, fact, missing)
+            found.stage, found.pages, found.deadline = Stage.FOUND, fact, math.inf
         node = path[-1] if path else self.root_node
         tokens = found.pages * self.page_size - held
-        hopeless = tokens <= 0 or tokens > self.token_to_kv_pool_allocator.size
-        if hopeless or found.left or not fact or self.session.stopped:
+        if tokens <= 0 or tokens > self.token_to_kv_pool_allocator.size or found.left:
             self._close(found)
         elif self._is_its_turn(tokens, asked) and room().take(node, tokens):
             self._start_load(found, held, node, tokens)
+        return held + COMPARED_LEAST
 
     def _is_its_turn(self, tokens: int, asked: bool) -> bool:
         """Whether so much may be loaded now: else what was loaded earlier would go before it is used.

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,11 +104,12 @@ class Lookup:
     """A question how many of ``hashes``, from the first on, the server holds; None until it is answered.
 
     What it holds is leased to this process until the lease is loaded or dropped. failed: there was no answer, which
-    counts as none held.
+    counts as none held. fetching: the server has said that it fetches them from a slower tier.
     """
 
     hashes: list[bytes]
     failed: bool = False
+    fetching: bool = False
     hits: int | None = None
     lease: bytes = b""
     leased: int = 0
@@ -170,6 +172,8 @@ class PegaFlowSession:
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._questions = 0
+        # What the server was asked and fetches from a slower tier, and by which name.
+        self._fetching: deque[tuple[Lookup, str]] = deque()
         self._registrations = 0
         self._last_probe = 0.0
         self._told = ""
@@ -370,7 +374,8 @@ class PegaFlowSession:
     def _run_calls(self) -> None:
         while True:
             try:
-                call = self._calls.get(timeout=POLL_S if self._loading or self._ended else PROBE_S)
+                waits = self._loading or self._ended or self._fetching
+                call = self._calls.get(timeout=POLL_S if waits else PROBE_S)
             except queue.Empty:
                 pass
             else:
@@ -390,6 +395,8 @@ class PegaFlowSession:
 
     def _look_around(self) -> None:
         self._look_at_loads()
+        if self._fetching:
+            self._put(*self._fetching.popleft())
         since = time.monotonic() - self._last_probe
         if since >= (BUSY_PROBE_S if self._loading else PROBE_S) and not self._probe():
             self._fail_loads()
@@ -401,16 +408,20 @@ class PegaFlowSession:
             logger.debug("PegaFlow at %s: %s", self.url, error)
 
     def _ask(self, lookup: Lookup) -> None:
+        self._questions += 1
+        self._put(lookup, f"{self.instance_id}-{self._questions}")
+
+    def _put(self, lookup: Lookup, question: str) -> None:
+        """Ask; once more later while the server fetches what was asked for, which holds up nobody else."""
         hits, lease, failed = 0, b"", True
         try:
-            self._questions += 1
-            while not lookup.dropped and self.up:
-                reply = self._query(lookup.hashes, f"{self.instance_id}-{self._questions}")
-                if reply is not None:
-                    (hits, lease), failed = reply, False
-                    break
-                time.sleep(POLL_S)
-                self._look_at_loads()
+            if not lookup.dropped and self.up:
+                reply = self._query(lookup.hashes, question)
+                if reply is None:
+                    lookup.fetching = True
+                    self._fetching.append((lookup, question))
+                    return
+                (hits, lease), failed = reply, False
         except Exception as error:
             self._renew(error)
         self.counters.asked += len(lookup.hashes)
@@ -430,7 +441,12 @@ class PegaFlowSession:
         """Pages held, and their lease; None while the server fetches them from a slower tier."""
         reply = self._client.query_prefetch(self.instance_id, hashes, question)
         hits = getattr(reply, "num_hit_blocks", None)
-        return None if hits is None else (hits, reply.lease)
+        if hits is None:
+            return None
+        if not 0 <= hits <= len(hashes):
+            # The tree would take it at its word.
+            raise ValueError(f"it says that it has {hits} of {len(hashes)} pages")
+        return hits, reply.lease
 
     def _release(self, lease: bytes) -> None:
         try:

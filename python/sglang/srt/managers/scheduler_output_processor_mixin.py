@@ -1,0 +1,85 @@
+"""What a prefill or decode worker says of its requests.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from http import HTTPStatus
+
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.managers import scheduler_output_processor_mixin as engine
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
+
+__all__ = ["SchedulerOutputProcessorMixin"]
+
+
+class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
+    """Says what decode held of a prompt, and why a request has failed."""
+
+    def _get_cached_tokens_details(self, req) -> dict | None:
+        """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
+
+        ``decode_prefix`` and ``transferred`` are tokens and add up to the prompt; the bytes are those of all TP ranks.
+        """
+        details = super()._get_cached_tokens_details(req)
+        if req.decode_prefix_len is None or req.transfer_prefix_len is None:
+            return details
+        prefix_len, prompt_len = req.transfer_prefix_len, len(req.origin_input_ids)
+        page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
+        return {
+            # Without a hit of prefill, the engine takes ``cached_tokens`` for one.
+            **(details if details and req.prefill_cached_tokens else {"device": 0, "host": 0}),
+            "decode_prefix": prefix_len,
+            "transferred": prompt_len - prefix_len,
+            "transferred_bytes": pages(prompt_len - prefix_len, page_size) * page_bytes,
+            "saved_bytes": prefix_len // page_size * page_bytes,
+        }
+
+    @cached_property
+    def _page_bytes(self) -> int:
+        """Bytes of one page of KV over all layers and TP ranks."""
+        return sum(self.disagg_decode_prealloc_queue.kv_manager.kv_args.kv_item_lens) * self.attn_tp_size
+
+    def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
+        """Adds that each optional part of a message has an entry for all its requests, or for none.
+
+        The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
+        among all: it ends, or tells one client what another has asked for.
+
+        And that on prefill the failure of a request that decode has refused is the client's error, as it is on decode.
+        """
+        for req in reqs if len(self.refused_rooms) else ():
+            reason = self.refused_rooms.reason(req.bootstrap_room)
+            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
+                req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
+            super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
+            return
+        alike: dict[tuple, list] = {}
+        for req in reqs:
+            parts = bool(req.return_hidden_states), bool(req.return_routed_experts), *sorted(req.customized_info or ())
+            alike.setdefault(parts, []).append(req)
+        for group in alike.values():
+            super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
+
+    def _fail_running(self, reqs, reasons: Mapping[int, str]) -> None:
+        """Have requests of a batch fail with the batch's result. reasons: by their place."""
+        for place, req in enumerate(reqs):
+            if place not in reasons or req.finished():
+                continue
+            # What was sampled for it is no token of its grammar.
+            req.grammar = None
+            sender = getattr(req, "disagg_kv_sender", None)
+            if isinstance(sender, CommonKVSender):
+                sender.fail(reasons[place])
+            else:
+                req.to_finish = FINISH_ABORT(reasons[place], HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+    def _get_storage_backend_type(self) -> str:
+        """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
+        return "pegaflow" if isinstance(self.tree_cache, PegaFlowTree) else super()._get_storage_backend_type()
