@@ -155,11 +155,12 @@ class TokenizerManager(engine.TokenizerManager):
             refused = not known and not isinstance(e, HTTPException)
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
+            if refused:
+                # First, or the peer would hear only of the others' end.
+                self._tell_peer(obj, _reason(e), states)
             for rid, state in states.items() if end_others else ():
                 if state.sent and self.rid_to_state.get(rid) is state:
                     self.abort_request(rid)
-            if refused:
-                self._tell_peer(obj, _reason(e), states)
             raise
         finally:
             if self.own_states.get(id(obj)) is states:
@@ -326,13 +327,20 @@ class TokenizerManager(engine.TokenizerManager):
             self.rid_to_state[rid].sent = True
 
     async def _wait_one_response(self, obj, state, request=None):
-        """Adds that the engine's warm-up for samples gives way when decode announces that they have rooms."""
+        """Adds that the engine's warm-up for samples gives way when decode announces that they have rooms.
+
+        And that what decode has refused is the client's error, also where the scheduler had not heard of it in time.
+        """
         answers = super()._wait_one_response(obj, state, request)
         word = getattr(obj, "word", None)
-        if word is not None and not word.too_late:
-            yield await self._answer_to_warmup(answers, obj, word)
-        async for out in answers:
-            yield out
+        try:
+            if word is not None and not word.too_late:
+                yield await self._answer_to_warmup(answers, obj, word)
+            async for out in answers:
+                yield out
+        except HTTPException:
+            self._check_room(getattr(obj, "bootstrap_room", None))
+            raise
 
     async def _answer_to_warmup(self, answers, obj, word: samples.Word):
         answer = asyncio.ensure_future(answers.__anext__())
