@@ -1000,6 +1000,94 @@ def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str) -> Non
     world.assert_books_closed()
 
 
+def test_a_word_that_could_not_be_said_is_said_later(world: World, monkeypatch) -> None:
+    """All has been written, and then prefill has no descriptor left for a socket to decode."""
+    (prefill,), (decode,) = world.prefill, world.decode
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    connect = MooncakeKVManager._connect
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(MooncakeKVManager, "_connect", fail)
+    request.send()
+    until(lambda: not prefill.manager.queued, "the last chunk is done")
+    monkeypatch.setattr(MooncakeKVManager, "_connect", connect)
+    on_prefill, on_decode = request.fail()
+    assert "Too many open files" in on_prefill and "Too many open files" in on_decode
+    wait_quiet(request)
+    world.assert_books_closed()
+
+
+def test_a_failure_that_could_not_be_told_is_told_when_decode_gives_up(world: World, monkeypatch) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    taken = []
+
+    def refuse(peer: Peer, frames: list[bytes]) -> None:
+        taken.append(frames)
+        raise OSError("Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setitem(MooncakeKVManager._tell.__globals__, "post", refuse)
+        request.senders[0].fail("out of luck")
+        request.wait_senders(KVPoll.Failed)
+    assert taken and request.receivers[0].poll() == KVPoll.WaitingForInput
+    give_up(request)
+    wait_quiet(request)
+    world.assert_books_closed()
+
+
+def test_a_worker_without_the_flag_hears_of_success_whoever_was_there_before(world: World) -> None:
+    """Its predecessor at this address, which had the flag, had a request of the same room."""
+    world.request(1, 24, 4).bootstrap().send().finish()
+    until(lambda: not world.prefill[0].manager.queued, "the last chunk is done")
+    again = world.request(1, 24, None).bootstrap().send()
+    again.finish()
+    again.assert_landed()
+    world.assert_books_closed()
+
+
+def test_nothing_queued_is_written_for_what_decode_must_have_given_up(world: World) -> None:
+    """This worker stood still, and its transfer thread goes on before its scheduler has looked."""
+    (prefill,), (decode,) = world.prefill, world.decode
+    ahead, request = world.request(2, 8, 0, aux=1), world.request(1, 24, 4).bootstrap(fenced=True)
+    ahead.base = 56
+    ahead.bootstrap()
+    prefill.library.gate.clear()
+    prefill.library.writing.clear()
+    ahead.send()
+    assert prefill.library.writing.wait(5)
+    request.send(3)
+    request.senders[0]._due_at = time.monotonic()
+    prefill.library.gate.set()
+    until(lambda: not prefill.manager.queued, "the queue is empty")
+    assert not any(pool[request.decode_pages].any() for pool in decode.kv)
+    on_prefill, on_decode = request.fail()
+    assert "for which it waits" in on_prefill and "for which it waits" in on_decode
+    wait_quiet(request)
+    ahead.finish()
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"WATERMARK"],
+        [b"WATERMARK", b"1", b"x", b"session"],
+        [b"WATERMARK", b"1", b"2", b"\xff"],
+        [b"STAGING_RSP", b"1", b"0", b"0", b"0", b"session"],
+        [b"STAGING_RSP", b"1", b"0", b"", b"0", b"0", b"session"],
+    ],
+)
+def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch, frames: list[bytes]) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+    push(world.prefill[0]).send_multipart(frames)
+    request = world.request(1, 24, 4).bootstrap().send()
+    request.finish()
+    request.assert_landed()
+    world.close()
+
+
 def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     request = world.request(1, 10, 4).bootstrap()
     decode = push(world.decode[0])

@@ -29,7 +29,18 @@ from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake.last_words import LastWords
 from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
-from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
+from sglang.srt.disaggregation.mooncake.wire import (
+    ENGINE_STAGING,
+    GRANT,
+    STAGE,
+    STAGED,
+    Inbox,
+    Peer,
+    check_engine_staging,
+    head,
+    listeners,
+    post,
+)
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -132,8 +143,9 @@ class MooncakeKVManager(StagingKVManager):
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
         """Take requests for one room's KV; whether the engine may take this message (staging, a registration)."""
         kind = frames[0]
-        if kind in (b"WATERMARK", b"STAGING_RSP"):
+        if kind in ENGINE_STAGING:
             self._check_staging(kind)
+            check_engine_staging(frames)
             return True
         if kind == b"None":
             registration = engine.KVArgsRegisterInfo.from_zmq(frames)
@@ -165,8 +177,8 @@ class MooncakeKVManager(StagingKVManager):
         if info.names_prefix:
             self.rooms.hear(info.endpoint, info.dst_port)
         infos = self.transfer_infos.get(room, {})
-        if session not in infos and info.names_prefix and not info.is_dummy:
-            self.last_words.begin(room, Peer(info.endpoint, info.dst_port))
+        if session not in infos and not info.is_dummy:
+            self.last_words.begin(room, Peer(info.endpoint, info.dst_port), info.names_prefix)
         if session not in self.decode_kv_args_table:
             raise ValueError(f"session {session!r} has not registered its memory")
         ended = self.rooms.failure(room)
@@ -198,7 +210,7 @@ class MooncakeKVManager(StagingKVManager):
         reason = self.refuse(room, reason)
         if len(frames) > 8:
             peer = Peer.read(frames[1:3])
-            self.last_words.begin(room, peer)
+            self.last_words.begin(room, peer, True)
             self._tell_when_quiet(room, {peer}, reason)
 
     def _on_cancel(self, room: int, peer: Peer) -> None:
@@ -207,10 +219,8 @@ class MooncakeKVManager(StagingKVManager):
         A request that is here answers when its writes are done; one that has not come yet is refused when it comes.
         """
         if self.rooms.has_ended(room):
-            reason = self.rooms.failure(room)
-            if reason is not None:
-                self._tell_when_quiet(room, {peer}, reason)
-            # Else it has been told of its success.
+            # Nothing, where it has been told of its success.
+            self._tell_when_quiet(room, {peer}, self.rooms.failure(room) or GIVEN_UP)
         elif room in self.rooms.live:
             self.cancels.setdefault(room, set()).add(peer)
             self.rooms.give_up(room)
@@ -273,13 +283,18 @@ class MooncakeKVManager(StagingKVManager):
         ):
             return
         claim = self.claims.get(room) if status == KVPoll.Success else None
-        if claim is None:
-            super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
-        else:
-            frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
-            # The socket of the engine's message: what has gone over it before must come before.
-            address = NetworkAddress(remote, dst_port)
-            self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+        try:
+            if claim is None:
+                super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
+            else:
+                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
+                # The socket of the engine's message: what has gone over it before must come before.
+                address = NetworkAddress(remote, dst_port)
+                self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+        except Exception:
+            # The request fails for that, and decode is told so.
+            self.last_words.unsaid(room, peer)
+            raise
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
         """Adds that a state that could not be written fails the room; the engine goes on to report a success.
@@ -306,9 +321,7 @@ class MooncakeKVManager(StagingKVManager):
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
-        watched = WatchedQueue(
-            queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer), self._on_chunk_done
-        )
+        watched = WatchedQueue(queue, executor, lambda chunk: self._prepare(chunk, staging_buffer), self._on_chunk_done)
         self.watched_queues.append(watched)
         self.writers.add(threading.get_ident())
         while True:
@@ -319,6 +332,16 @@ class MooncakeKVManager(StagingKVManager):
                 logger.exception("Transfer of room %s failed", watched.room)
                 if watched.room in self.request_status:
                     self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
+
+    def _prepare(self, chunk, staging_buffer) -> bool | None:
+        """See `WatchedQueue`. Not of a request that decode must have given up while this worker stood still."""
+        sender = self.queued_for.get(chunk.room)
+        late = sender and sender._overdue()
+        if late:
+            # The scheduler has perhaps not seen it yet, and decode may have given its pages away.
+            self.fail_room(chunk.room, late)
+            return None
+        return self._write_granted(chunk, staging_buffer)
 
     def _on_chunk_done(self, room: int) -> None:
         with self.rooms.lock:
@@ -403,6 +426,7 @@ class MooncakeKVManager(StagingKVManager):
             try:
                 post(peer, frames)
             except Exception as e:
+                self.last_words.unsaid(room, peer)
                 logger.warning(
                     "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
                 )

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Prefill's messages about one piece of a delta that goes through decode's staging buffer, and decode's answer.
 STAGE, STAGED, GRANT = b"stage", b"staged", b"grant"
+# The engine's about its own use of that buffer, to prefill, and how many numbers follow; then comes decode's session.
+ENGINE_STAGING = {b"WATERMARK": 2, b"STAGING_RSP": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,18 @@ class Inbox:
                     return frames
             except Exception as e:
                 logger.error("Ignored a message: %s", e)
+
+
+def check_engine_staging(frames: list[bytes]) -> None:
+    """Raise ValueError for a message about staging buffers to prefill that would end the engine's thread."""
+    kind, *rest = frames
+    numbers = ENGINE_STAGING[kind]
+    if len(rest) < numbers + (kind == b"STAGING_RSP"):
+        raise ValueError(f"{kind!r} has only {len(frames)} frames")
+    for number in rest[:numbers]:
+        # An offset may be negative: there is no memory.
+        int(number.decode("ascii"))
+    b"".join(rest[numbers:]).decode("ascii")
 
 
 def head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
