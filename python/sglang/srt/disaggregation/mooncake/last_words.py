@@ -5,10 +5,14 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 
-from sglang.srt.disaggregation.mooncake.wire import Peer
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.mooncake.wire import Peer, post
+
+logger = logging.getLogger(__name__)
 
 # Rooms of which it is known; a second word, if there is one, follows the first.
 REMEMBERED = 4096
@@ -56,3 +60,15 @@ class LastWords:
         with self._lock:
             if peer in self._told.get(room, {}):
                 self._told[room][peer] = False
+
+    def say(self, room: int, rank: int, peers: Iterable[Peer], reason: str) -> None:
+        """Send decode ranks the engine's failure message of prefill's ``rank`` and, as a fourth frame, the reason."""
+        frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
+        for peer in peers:
+            try:
+                post(peer, frames)
+            except Exception as e:
+                self.unsaid(room, peer)
+                logger.warning(
+                    "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
+                )

@@ -67,7 +67,10 @@ class Inbox:
 def check_engine_staging(frames: list[bytes]) -> None:
     """Raise ValueError for a message about staging buffers to prefill that would end the engine's thread."""
     kind, *rest = frames
-    numbers = ENGINE_STAGING[kind]
+    numbers = ENGINE_STAGING.get(kind)
+    if numbers is None:
+        # To decode.
+        return
     if len(rest) < numbers + (kind == b"STAGING_RSP"):
         raise ValueError(f"{kind!r} has only {len(frames)} frames")
     for number in rest[:numbers]:
