@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.mooncake import conn
+from sglang.srt.disaggregation.mooncake import conn, wire
 from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
@@ -279,7 +279,7 @@ class World:
             if manager.staging is not None:
                 assert not manager.staging.rooms and not manager.staging.waiting and not manager.staging.copying
                 assert manager.staging.space.free == [(0, manager.staging.space.size)]
-            assert not any(manager.addr_to_rooms_tracker.values()) and not manager.quiet_ranks
+            assert not any(manager.addr_to_rooms_tracker.values()) and not manager.awaited_rooms
 
 
 class Request:
@@ -608,7 +608,7 @@ def test_a_request_that_ends_while_its_transfer_thread_looks_after_it_has_not_fa
     class Statuses(dict):
         def __contains__(self, room: object) -> bool:
             found = dict.__contains__(self, room)
-            if threading.get_ident() in manager.writers and self.get(room) == KVPoll.Success:
+            if threading.get_ident() in manager.queued.writers and self.get(room) == KVPoll.Success:
                 looking.set()
                 assert ended.wait(5)
             return found
@@ -687,8 +687,8 @@ def test_pages_that_have_arrived_are_verified(monkeypatch, prefill_tp: int, deco
     for receiver in bad.receivers:
         receiver._end()
     for rank in world.prefill:
-        until(lambda rank=rank: not rank.manager.claims, "no digest stays behind")
-    assert not any(rank.manager.told_claims for rank in world.decode)
+        until(lambda rank=rank: not rank.manager.queued.claims, "no digest stays behind")
+    assert not any(rank.manager.awaited_rooms.told for rank in world.decode)
     world.assert_books_closed()
     world.close()
 
@@ -701,7 +701,8 @@ def test_a_full_hit_has_nothing_to_verify(world: World) -> None:
     request = verified(world).request(1, 8, 8)
     request.bootstrap().send()
     request.finish()
-    assert not any(rank.manager.claims or rank.manager.told_claims for rank in (*world.prefill, *world.decode))
+    assert not any(rank.manager.queued.claims for rank in world.prefill)
+    assert not any(rank.manager.awaited_rooms.told for rank in world.decode)
 
 
 def test_a_prefill_without_digests_is_used_unverified(world: World) -> None:
@@ -998,6 +999,94 @@ def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str) -> Non
     again.bootstrap().send().finish()
     again.assert_landed()
     world.assert_books_closed()
+
+
+def test_a_word_that_could_not_be_said_is_said_later(world: World, monkeypatch) -> None:
+    """All has been written, and then prefill has no descriptor left for a socket to decode."""
+    (prefill,) = world.prefill
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    connect = MooncakeKVManager._connect
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(MooncakeKVManager, "_connect", fail)
+    request.send()
+    until(lambda: not prefill.manager.queued, "the last chunk is done")
+    monkeypatch.setattr(MooncakeKVManager, "_connect", connect)
+    on_prefill, on_decode = request.fail()
+    assert "Too many open files" in on_prefill and "Too many open files" in on_decode
+    wait_quiet(request)
+    world.assert_books_closed()
+
+
+def test_a_failure_that_could_not_be_told_is_told_when_decode_gives_up(world: World, monkeypatch) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    taken = []
+
+    def refuse(peer: Peer, frames: list[bytes]) -> None:
+        taken.append(frames)
+        raise OSError("Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(wire, "post", refuse)
+        request.senders[0].fail("out of luck")
+        request.wait_senders(KVPoll.Failed)
+    assert taken and request.receivers[0].poll() == KVPoll.WaitingForInput
+    give_up(request)
+    wait_quiet(request)
+    world.assert_books_closed()
+
+
+def test_a_worker_without_the_flag_hears_of_success_whoever_was_there_before(world: World) -> None:
+    """Its predecessor at this address, which had the flag, had a request of the same room."""
+    world.request(1, 24, 4).bootstrap().send().finish()
+    until(lambda: not world.prefill[0].manager.queued, "the last chunk is done")
+    again = world.request(1, 24, None).bootstrap().send()
+    again.finish()
+    again.assert_landed()
+    world.assert_books_closed()
+
+
+def test_nothing_queued_is_written_for_what_decode_must_have_given_up(world: World) -> None:
+    """This worker stood still, and its transfer thread goes on before its scheduler has looked."""
+    (prefill,), (decode,) = world.prefill, world.decode
+    ahead, request = world.request(2, 8, 0, aux=1), world.request(1, 24, 4).bootstrap(fenced=True)
+    ahead.base = 56
+    ahead.bootstrap()
+    prefill.library.gate.clear()
+    prefill.library.writing.clear()
+    ahead.send()
+    assert prefill.library.writing.wait(5)
+    request.send(3)
+    request.senders[0]._due_at = time.monotonic()
+    prefill.library.gate.set()
+    until(lambda: not prefill.manager.queued, "the queue is empty")
+    assert not any(pool[request.decode_pages].any() for pool in decode.kv)
+    on_prefill, on_decode = request.fail()
+    assert "for which it waits" in on_prefill and "for which it waits" in on_decode
+    wait_quiet(request)
+    ahead.finish()
+    world.assert_books_closed()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"WATERMARK"],
+        [b"WATERMARK", b"1", b"x", b"session"],
+        [b"WATERMARK", b"1", b"2", b"\xff"],
+        [b"STAGING_RSP", b"1", b"0", b"0", b"0", b"session"],
+        [b"STAGING_RSP", b"1", b"0", b"", b"0", b"0", b"session"],
+    ],
+)
+def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch, frames: list[bytes]) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+    push(world.prefill[0]).send_multipart(frames)
+    request = world.request(1, 24, 4).bootstrap().send()
+    request.finish()
+    request.assert_landed()
+    world.close()
 
 
 def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -1310,7 +1399,7 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     give_up(request)
     request.wait_senders(KVPoll.Failed)
     wait_quiet(request)
-    manager.awaited_rooms, manager.request_status[1] = Awaited({1}), KVPoll.Failed
+    manager.awaited_rooms.asked, manager.request_status[1] = Awaited({1}), KVPoll.Failed
     push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
     assert read.wait(5)
     receiver._end()
@@ -1494,7 +1583,7 @@ def test_ranks_that_share_heads_send_slices(monkeypatch) -> None:
 
 
 def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setitem(MooncakeKVSender._check_staging.__globals__, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(mooncake_staging, "PATIENCE_S", 0.1)
     world = staged(monkeypatch, 1, 2, pieces=1)
     request = world.request(1, 40, 4).bootstrap()
     for rank in world.decode:
@@ -1511,7 +1600,7 @@ def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
 
 
 def test_a_decode_that_grants_nothing_is_not_waited_for_for_ever(monkeypatch) -> None:
-    monkeypatch.setitem(MooncakeKVSender._check_staging.__globals__, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(mooncake_staging, "PATIENCE_S", 0.1)
     world = staged(monkeypatch, 2, 1, pieces=1)
     world.decode[0].manager.staging.space.take(world.decode[0].manager.staging.space.size)
     request = world.request(1, 40, 4).bootstrap().send()

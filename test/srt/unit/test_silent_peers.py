@@ -250,14 +250,15 @@ def test_a_request_that_one_prefill_rank_does_not_take_is_ended_by_all(monkeypat
     assert not receiver._untold
 
 
-def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any) -> None:
+def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any, monkeypatch) -> None:
     request = world.request(1, 24, 8).start_prefill().start_decode()
     (receiver,) = request.receivers
     receiver.fenced = True
-    # Lost with the connection.
-    receiver._send_to = lambda peer, frames: None
-    request.ask()
-    del receiver._send_to
+    with monkeypatch.context() as cut:
+        # Lost with the connection.
+        cut.setattr(receiver, "_send_to", lambda peer, frames: None)
+        request.ask()
+    assert receiver.asked
     receiver.fail("lost")
     receiver.cancel()
     request.wait_senders(KVPoll.Failed)

@@ -27,10 +27,16 @@ class LastWords(Generic[Peer]):
         self._told: dict[int, dict[Peer, bool]] = {}
         self._lock = threading.Lock()
 
-    def begin(self, room: int, peer: Peer) -> None:
-        """``peer`` asks for ``room``, and waits for a word from here on."""
+    def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
+        """``peer`` asks for ``room``, and waits for a word from here on. Without the flag it is left to the engine."""
         with self._lock:
-            self._told[room] = {**self._told.pop(room, {}), peer: False}
+            told = self._told.pop(room, {})
+            # Another worker may have had that address.
+            told.pop(peer, None)
+            if has_flag:
+                told[peer] = False
+            if told:
+                self._told[room] = told
             while len(self._told) > REMEMBERED:
                 del self._told[next(iter(self._told))]
 
@@ -46,3 +52,9 @@ class LastWords(Generic[Peer]):
             untold = {peer for peer in peers if not told.get(peer, False)}
             told.update((peer, True) for peer in untold if peer in told)
         return untold
+
+    def unsaid(self, room: int, peer: Peer) -> None:
+        """``peer`` was to be told and could not be."""
+        with self._lock:
+            if peer in self._told.get(room, {}):
+                self._told[room][peer] = False

@@ -5,7 +5,6 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -22,14 +21,16 @@ from sglang.srt.disaggregation.decode_prefix import (
     DIGEST,
     GIVEN_UP,
     QUEUED,
-    check_prefix_frames,
     count_runs,
     wire_int,
 )
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake.staging import PATIENCE_S, StagingKVManager
+from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms, End
+from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
+from sglang.srt.disaggregation.mooncake.staging import StagingKVManager
+from sglang.srt.disaggregation.mooncake.transfer_info import TransferInfo
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
-from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, post
+from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, say_failed
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -43,56 +44,10 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass
-class TransferInfo(engine.TransferInfo):
-    """Decode's request for KV, with the prefix it holds.
-
-    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
-    where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
-    wants_digest: of the pages sent.
-    """
-
-    decode_prefix_len: int | None = None
-    wants_digest: bool = False
-    grants: dict[int, int] = dataclasses.field(default_factory=dict)
-    written: set[int] = dataclasses.field(default_factory=set)
-
-    @property
-    def names_prefix(self) -> bool:
-        """Whether decode runs with the flag and this message says what it holds."""
-        return self.decode_prefix_len is not None
-
-    @classmethod
-    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends.
-
-        Raises ValueError for a message that cannot be right.
-        """
-        info = super().from_zmq(msg)
-        if len(msg) > 8:
-            check_prefix_frames(msg)
-            info.wants_digest = len(msg) == 11
-            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
-            # The engine tells a dummy by what is missing; a full hit has no pages either, but it has metadata to come.
-            if info.is_dummy != (msg[9] == b"1"):
-                raise ValueError("its dummy mark and its metadata index contradict each other")
-        return info
-
-
 class MooncakeKVManager(StagingKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
-    room_books = (
-        *StagingKVManager.room_books,
-        "cancels",
-        "queued",
-        "queued_for",
-        "claims",
-        "told_claims",
-        "awaited_rooms",
-        "quiet_ranks",
-        "failed_ranks",
-    )
+    room_books = (*StagingKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
         """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
@@ -106,20 +61,9 @@ class MooncakeKVManager(StagingKVManager):
         self.cancels: dict[int, set[Peer]] = {}
         # Prefill: and which of them have been.
         self.last_words: LastWords[Peer] = LastWords()
-        # Prefill: chunks that are queued or being written, by room, whose they are, and the threads that write them.
-        self.queued: dict[int, int] = defaultdict(int)
-        self.queued_for: dict[int, MooncakeKVSender] = {}
-        self.writers: set[int] = set()
-        # Digests of pages. Prefill: of what has been queued, by room; decode: as told, by room and prefill rank.
-        self.claims: dict[int, str] = {}
-        self.told_claims: dict[int, dict[int, str]] = {}
-        # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
-        self.staging_told = False
-        # Decode: rooms for which prefill has been asked, and may say something.
-        self.awaited_rooms: set[int] = set()
-        # Prefill ranks that write no more, by room; and those that said no more than that they failed.
-        self.quiet_ranks: dict[int, set[int]] = {}
-        self.failed_ranks: dict[int, set[int]] = {}
+        # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
+        self.queued = QueuedChunks()
+        self.awaited_rooms = AwaitedRooms()
         super().__init__(*args, **kwargs)
 
     # ---- prefill: messages of decode workers ----
@@ -133,8 +77,7 @@ class MooncakeKVManager(StagingKVManager):
         """Take requests for one room's KV; whether the engine may take this message (staging, a registration)."""
         kind = frames[0]
         if kind in (b"WATERMARK", b"STAGING_RSP"):
-            self._check_staging(kind)
-            return True
+            return self._takes_engine_staging(frames)
         if kind == b"None":
             registration = engine.KVArgsRegisterInfo.from_zmq(frames)
             if not registration.mooncake_session_id.rpartition(":")[2].isdecimal():
@@ -165,8 +108,8 @@ class MooncakeKVManager(StagingKVManager):
         if info.names_prefix:
             self.rooms.hear(info.endpoint, info.dst_port)
         infos = self.transfer_infos.get(room, {})
-        if session not in infos and info.names_prefix and not info.is_dummy:
-            self.last_words.begin(room, Peer(info.endpoint, info.dst_port))
+        if session not in infos and not info.is_dummy:
+            self.last_words.begin(room, Peer(info.endpoint, info.dst_port), info.names_prefix)
         if session not in self.decode_kv_args_table:
             raise ValueError(f"session {session!r} has not registered its memory")
         ended = self.rooms.failure(room)
@@ -189,16 +132,12 @@ class MooncakeKVManager(StagingKVManager):
         if len(self.transfer_infos[room]) == info.required_dst_info_num:
             self.update_status(room, KVPoll.WaitingForInput)
 
-    def _check_staging(self, kind: bytes) -> None:
-        if not self.enable_staging or self.has_radix:
-            raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
-
     def _refuse(self, room: int, frames: list[bytes], reason: str) -> None:
         """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
         reason = self.refuse(room, reason)
         if len(frames) > 8:
             peer = Peer.read(frames[1:3])
-            self.last_words.begin(room, peer)
+            self.last_words.begin(room, peer, True)
             self._tell_when_quiet(room, {peer}, reason)
 
     def _on_cancel(self, room: int, peer: Peer) -> None:
@@ -207,10 +146,8 @@ class MooncakeKVManager(StagingKVManager):
         A request that is here answers when its writes are done; one that has not come yet is refused when it comes.
         """
         if self.rooms.has_ended(room):
-            reason = self.rooms.failure(room)
-            if reason is not None:
-                self._tell_when_quiet(room, {peer}, reason)
-            # Else it has been told of its success.
+            # Nothing, where it has been told of its success.
+            self._tell_when_quiet(room, {peer}, self.rooms.failure(room) or GIVEN_UP)
         elif room in self.rooms.live:
             self.cancels.setdefault(room, set()).add(peer)
             self.rooms.give_up(room)
@@ -246,10 +183,7 @@ class MooncakeKVManager(StagingKVManager):
             # The engine queues nothing of a room that has failed; another thread may be about to say so.
             with self.rooms.lock:
                 if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                    self.queued[bootstrap_room] += 1
-                    self.queued_for[bootstrap_room] = self.rooms.live[bootstrap_room]
-                    if claim is not None and is_last:
-                        self.claims[bootstrap_room] = claim
+                    self.queued.add(bootstrap_room, self.rooms.live[bootstrap_room], claim if is_last else None)
                 super().add_transfer_request(
                     bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
                 )
@@ -272,14 +206,19 @@ class MooncakeKVManager(StagingKVManager):
             status != KVPoll.Success or not self.last_words.take(room, {peer})
         ):
             return
-        claim = self.claims.get(room) if status == KVPoll.Success else None
-        if claim is None:
-            super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
-        else:
-            frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
-            # The socket of the engine's message: what has gone over it before must come before.
-            address = NetworkAddress(remote, dst_port)
-            self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+        claim = self.queued.claims.get(room) if status == KVPoll.Success else None
+        try:
+            if claim is None:
+                super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
+            else:
+                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
+                # The socket of the engine's message: what has gone over it before must come before.
+                address = NetworkAddress(remote, dst_port)
+                self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+        except Exception:
+            # The request fails for that, and decode is told so.
+            self.last_words.unsaid(room, peer)
+            raise
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
         """Adds that a state that could not be written fails the room; the engine goes on to report a success.
@@ -306,11 +245,9 @@ class MooncakeKVManager(StagingKVManager):
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
-        watched = WatchedQueue(
-            queue, executor, lambda chunk: self._write_granted(chunk, staging_buffer), self._on_chunk_done
-        )
+        watched = WatchedQueue(queue, executor, lambda chunk: self._prepare(chunk, staging_buffer), self._on_chunk_done)
         self.watched_queues.append(watched)
-        self.writers.add(threading.get_ident())
+        self.queued.writers.add(threading.get_ident())
         while True:
             try:
                 super().transfer_worker(watched, watched, staging_buffer)
@@ -320,13 +257,19 @@ class MooncakeKVManager(StagingKVManager):
                 if watched.room in self.request_status:
                     self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
 
+    def _prepare(self, chunk, staging_buffer) -> bool | None:
+        """See `WatchedQueue`. Not of a request that decode must have given up while this worker stood still."""
+        sender = self.queued.sender(chunk.room)
+        late = sender and sender._overdue()
+        if late:
+            # The scheduler has perhaps not seen it yet, and decode may have given its pages away.
+            self.fail_room(chunk.room, late)
+            return None
+        return self._write_granted(chunk, staging_buffer)
+
     def _on_chunk_done(self, room: int) -> None:
         with self.rooms.lock:
-            self.queued[room] -= 1
-            if self.queued[room] <= 0:
-                del self.queued[room]
-                self.queued_for.pop(room, None)
-                self.claims.pop(room, None)
+            self.queued.done(room)
 
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written to decode at this moment."""
@@ -334,31 +277,24 @@ class MooncakeKVManager(StagingKVManager):
 
     # ---- prefill: failures ----
 
-    def _is_late(self, room: int) -> bool:
-        """Whether this thread writes for a request that has ended; another one of its room may be here."""
-        if threading.get_ident() not in self.writers:
-            return False
-        sender = self.queued_for.get(room)
-        return sender is None or self.rooms.live.get(room) is not sender
-
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Adds, on prefill, that the end of a write says nothing where its request has failed elsewhere meanwhile.
 
         Nobody would read it but the next request of the room, which would take it for its own.
         """
         with self.rooms.lock:
-            if not self._is_late(bootstrap_room):
+            if not self.queued.is_late(bootstrap_room, self.rooms.live.get(bootstrap_room)):
                 super().update_status(bootstrap_room, status)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """Adds, on prefill, that nobody is told why a write failed whose request has ended."""
         with self.rooms.lock:
-            if not self._is_late(bootstrap_room):
+            if not self.queued.is_late(bootstrap_room, self.rooms.live.get(bootstrap_room)):
                 super().record_failure(bootstrap_room, failure_reason)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Adds that a transfer thread may ask about a request that ends just then, with nothing left to do for it."""
-        if threading.get_ident() in self.writers:
+        if threading.get_ident() in self.queued.writers:
             return self.request_status.get(bootstrap_room, KVPoll.Success)
         return super().check_status(bootstrap_room)
 
@@ -391,21 +327,10 @@ class MooncakeKVManager(StagingKVManager):
         peers = self.last_words.take(room, peers)
 
         def tell() -> None:
-            self._tell(room, peers, reason)
+            say_failed(self.last_words, room, self._rank, peers, reason)
 
         if not any(watched.defer(room, tell) for watched in self.watched_queues):
             tell()
-
-    def _tell(self, room: int, peers: Iterable[Peer], reason: str) -> None:
-        """Send decode ranks the engine's failure message and, as a fourth frame, the reason."""
-        frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % self._rank, reason.encode("ascii", "replace")]
-        for peer in peers:
-            try:
-                post(peer, frames)
-            except Exception as e:
-                logger.warning(
-                    "Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e
-                )
 
     # ---- decode: prefill workers that are gone, and their messages ----
 
@@ -428,18 +353,8 @@ class MooncakeKVManager(StagingKVManager):
     def _check_on_decode(self, frames: list[bytes]) -> bool:
         """Take metadata and the end of transfers; whether the engine may take this message (staging)."""
         kind = frames[0]
-        if kind == b"STAGING_REQ" and (self.has_radix or not self.enable_staging):
-            # One per chunk of every request; such a prefill then sends without.
-            if not self.staging_told:
-                logger.warning(
-                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not, or not "
-                    "with prefills without sglang-pd-radix: its KV comes without them."
-                )
-            self.staging_told = True
-            return False
         if kind in (b"CHUNK_READY", b"STAGING_REQ"):
-            self._check_staging(kind)
-            return True
+            return self._takes_engine_staging(frames)
         is_aux = kind == self.AUX_DATA_HEADER
         room = wire_int(frames[1] if is_aux else kind, "room")
         if room not in self.awaited_rooms:
@@ -452,33 +367,24 @@ class MooncakeKVManager(StagingKVManager):
                 logger.exception("Room %s: a piece of its KV is lost", room)
                 self.fail_room(room, f"prefill's KV cannot be used: {e}")
             return False
-        if not is_aux and len(frames) not in (3, 4):
-            raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
-        if not is_aux and self.enable_staging and not self.has_radix:
-            return len(frames) == 3
+        end = None if is_aux else End.read(room, frames)
+        if end is not None and self.enable_staging and not self.has_radix:
+            return end.said is None
         with self.rooms.lock:
             # The scheduler may just have closed its books.
             if room in self.awaited_rooms:
-                self._handle_aux_data(frames) if is_aux else self._on_end(room, frames)
+                self._handle_aux_data(frames) if end is None else self._on_end(room, end)
         return False
 
-    def _on_end(self, room: int, frames: list[bytes]) -> None:
+    def _on_end(self, room: int, end: End) -> None:
         """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
-        status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
-        if status not in (KVPoll.Success, KVPoll.Failed):
-            raise ValueError(f"room {room} cannot end with status {status}")
-        if status == KVPoll.Success or len(frames) == 4:
-            self.quiet_ranks.setdefault(room, set()).add(rank)
-        else:
-            self.failed_ranks.setdefault(room, set()).add(rank)
-        if status == KVPoll.Failed:
-            reason = frames[3].decode("ascii", "replace") if len(frames) == 4 else "its transfer failed, see its log"
+        self.awaited_rooms.hear(room, end)
+        if not end.succeeded:
+            reason = "its transfer failed, see its log" if end.said is None else end.said
             self.fail_room(room, f"prefill reported: {reason}")
             return
-        if len(frames) == 4:
-            self.told_claims.setdefault(room, {})[rank] = frames[3].decode("ascii", "replace")
         responses = self.prefill_response_tracker[room]
-        responses.add(rank)
+        responses.add(end.rank)
         done = len(responses) == self.required_prefill_response_num_table.get(room)
         # What has failed here stays so; the engine takes the higher of both.
         if done and self.request_status.get(room) != KVPoll.Failed:
@@ -534,7 +440,9 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             if status == KVPoll.WaitingForInput and not self._failed():
                 self.accept_decode_prefix()
             if self.kv_mgr.enable_staging and not self._failed():
-                self._check_staging()
+                reason = self.kv_mgr.why_ungranted(self.bootstrap_room, self._infos.values(), self.made_at)
+                if reason is not None:
+                    self.fail(reason)
         if self._failed():
             # Once it has been reported, a chunk that is taken from the queue only to be dropped does not take it back.
             if not self._closed and self.kv_mgr.is_writing(self.bootstrap_room):
@@ -542,20 +450,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self._close_failed("no reason was recorded")
             return KVPoll.Failed
         return status
-
-    def _check_staging(self) -> None:
-        """Fail a request that will get no staging memory of decode any more."""
-        room, now = self.bootstrap_room, time.monotonic()
-        since = [at for watched in self.kv_mgr.watched_queues if (at := watched.since.get(room)) is not None]
-        if not since or now - min(since) < PATIENCE_S:
-            return
-        if now - min(since) > self.kv_mgr.bootstrap_timeout:
-            self.fail(f"decode has granted no staging memory for {now - min(since):.0f} s")
-        elif any(
-            self.kv_mgr.liveness.are_gone([(info.endpoint, info.dst_port)], self.made_at)
-            for info in self._infos.values()
-        ):
-            self.fail("decode, which was to grant staging memory, is gone")
 
     def _close_failed(self, default: str) -> None:
         """Tell decode, and close the books but for the reason."""
@@ -646,7 +540,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def claims(self) -> Iterable[str]:
         """Replaces the base class's: they came with the messages of success."""
-        return self.kv_mgr.told_claims.get(self.bootstrap_room, {}).values()
+        return self.kv_mgr.awaited_rooms.claims(self.bootstrap_room)
 
     @property
     def _offers_staging(self) -> bool:
@@ -679,10 +573,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
-        manager.awaited_rooms.discard(room)
-        manager.quiet_ranks.pop(room, None)
-        manager.failed_ranks.pop(room, None)
-        manager.told_claims.pop(room, None)
+        manager.awaited_rooms.forget(room)
         if manager.staging is not None:
             manager.staging.drop(room)
 
@@ -695,11 +586,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         return (staging is None or staging.close(self.bootstrap_room)) and super().writers_done()
 
     def _is_quiet(self) -> bool:
-        quiet = self.kv_mgr.quiet_ranks.get(self.bootstrap_room, set())
-        if not self.peer_takes_prefix:
-            # More than this it will not say.
-            quiet = quiet | self.kv_mgr.failed_ranks.get(self.bootstrap_room, set())
-        return len(quiet) >= self.required_prefill_response_num
+        # Of a failure the engine says no more.
+        quiet = self.kv_mgr.awaited_rooms.num_quiet(self.bootstrap_room, says_so=self.peer_takes_prefix)
+        return quiet >= self.required_prefill_response_num
 
 
 class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):

@@ -8,6 +8,7 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_b
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
 from sglang.srt.disaggregation.decode_prefix import wire_int
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Peer, head, post
+from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Peer, check_engine_staging, head, post
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
@@ -38,7 +39,26 @@ class StagingKVManager(engine.MooncakeKVManager):
         # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
+        # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
+        self.staging_told = False
         super().__init__(*args, **kwargs)
+
+    def _takes_engine_staging(self, frames: list[bytes]) -> bool:
+        """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
+        kind = frames[0]
+        if kind == b"STAGING_REQ" and (self.has_radix or not self.enable_staging):
+            # One per chunk of every request; such a prefill then sends without.
+            if not self.staging_told:
+                logger.warning(
+                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not, or not "
+                    "with prefills without sglang-pd-radix: its KV comes without them."
+                )
+            self.staging_told = True
+            return False
+        if not self.enable_staging or self.has_radix:
+            raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
+        check_engine_staging(frames)
+        return True
 
     # ---- prefill ----
 
@@ -174,6 +194,18 @@ class StagingKVManager(engine.MooncakeKVManager):
             executor,
         )
         return sent, False
+
+    def why_ungranted(self, room: int, infos: Iterable[TransferInfo], since: float) -> str | None:
+        """Why ``room``, whose request came ``since`` then, will get no staging memory of decode any more, if so."""
+        waits = [at for watched in self.watched_queues if (at := watched.since.get(room)) is not None]
+        waited = time.monotonic() - min(waits) if waits else 0.0
+        if waited < PATIENCE_S:
+            return None
+        if waited > self.bootstrap_timeout:
+            return f"decode has granted no staging memory for {waited:.0f} s"
+        if any(self.liveness.are_gone([(info.endpoint, info.dst_port)], since) for info in infos):
+            return "decode, which was to grant staging memory, is gone"
+        return None
 
     def _prefetch_staging_reqs(self, room: int) -> None:
         """Leaves out decode workers with a radix cache, which are asked piece by piece."""

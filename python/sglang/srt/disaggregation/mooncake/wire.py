@@ -13,18 +13,22 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import zmq
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.decode_prefix import wire_int
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.last_words import LastWords
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferInfo
 
 logger = logging.getLogger(__name__)
 
 # Prefill's messages about one piece of a delta that goes through decode's staging buffer, and decode's answer.
 STAGE, STAGED, GRANT = b"stage", b"staged", b"grant"
+# The engine's about its own use of that buffer, to prefill, and how many numbers follow; then comes decode's session.
+ENGINE_STAGING = {b"WATERMARK": 2, b"STAGING_RSP": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,21 @@ class Inbox:
                 logger.error("Ignored a message: %s", e)
 
 
+def check_engine_staging(frames: list[bytes]) -> None:
+    """Raise ValueError for a message about staging buffers to prefill that would end the engine's thread."""
+    kind, *rest = frames
+    numbers = ENGINE_STAGING.get(kind)
+    if numbers is None:
+        # To decode.
+        return
+    if len(rest) < numbers + (kind == b"STAGING_RSP"):
+        raise ValueError(f"{kind!r} has only {len(frames)} frames")
+    for number in rest[:numbers]:
+        # An offset may be negative: there is no memory.
+        int(number.decode("ascii"))
+    b"".join(rest[numbers:]).decode("ascii")
+
+
 def head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
     """The frames with which each of decode's messages about a request begins: the room, and who it is."""
     return [b"%d" % room, manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, session.encode("ascii")]
@@ -85,3 +104,14 @@ def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
     count for that of the rank that writes.
     """
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
+
+
+def say_failed(words: LastWords[Peer], room: int, rank: int, peers: Iterable[Peer], reason: str) -> None:
+    """Send decode ranks the engine's failure message of prefill's ``rank`` and, as a fourth frame, the reason."""
+    frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
+    for peer in peers:
+        try:
+            post(peer, frames)
+        except Exception as e:
+            words.unsaid(room, peer)
+            logger.warning("Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e)

@@ -387,7 +387,7 @@ class NixlKVManager(engine.NixlKVManager):
             except Exception as e:
                 logger.warning("Could not tell decode agent %s that room %s failed: %s", name, room, e)
                 # It may be told when it asks again, by giving the request up.
-                self.last_words.begin(room, name)
+                self.last_words.unsaid(room, name)
 
     def update_transfer_status(self) -> None:
         """Replaces the engine's reading of notifications: a bad one, or one of a room that has ended, harms none."""

@@ -1,0 +1,80 @@
+"""What a decode rank over Mooncake waits for, and what the ranks of prefill have said of it.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_prefix import wire_int
+
+
+@dataclass(frozen=True)
+class End:
+    """The word of a prefill rank that the transfer of a room is over.
+
+    said: why it failed, or the claim about what was sent. A failure without that does not mean that the rank writes no
+    more: so the engine says it.
+    """
+
+    succeeded: bool
+    rank: int
+    said: str | None
+
+    @classmethod
+    def read(cls, room: int, frames: list[bytes]) -> End:
+        """From a message. Raises ValueError for what is none."""
+        if len(frames) not in (3, 4):
+            raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
+        status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
+        if status not in (KVPoll.Success, KVPoll.Failed):
+            raise ValueError(f"room {room} cannot end with status {status}")
+        return cls(status == KVPoll.Success, rank, frames[3].decode("ascii", "replace") if len(frames) == 4 else None)
+
+
+class AwaitedRooms:
+    """Rooms for which prefill has been asked, and may say something. To be changed under the lock of `Rooms`."""
+
+    def __init__(self) -> None:
+        self.asked: set[int] = set()
+        # By room: prefill ranks that write no more, and those that said no more than that they failed; and the claims
+        # about digests, by prefill rank.
+        self.quiet: dict[int, set[int]] = {}
+        self.failed: dict[int, set[int]] = {}
+        self.told: dict[int, dict[int, str]] = {}
+
+    def __contains__(self, room: object) -> bool:
+        return room in self.asked
+
+    def __len__(self) -> int:
+        """How many rooms are mentioned."""
+        return len(self.asked | self.quiet.keys() | self.failed.keys() | self.told.keys())
+
+    def add(self, room: int) -> None:
+        """Prefill is asked for it."""
+        self.asked.add(room)
+
+    def hear(self, room: int, end: End) -> None:
+        """Note what a prefill rank has said."""
+        quiet = end.succeeded or end.said is not None
+        (self.quiet if quiet else self.failed).setdefault(room, set()).add(end.rank)
+        if end.succeeded and end.said is not None:
+            self.told.setdefault(room, {})[end.rank] = end.said
+
+    def claims(self, room: int) -> Iterable[str]:
+        """What prefill ranks have told of digests."""
+        return self.told.get(room, {}).values()
+
+    def num_quiet(self, room: int, says_so: bool) -> int:
+        """How many prefill ranks write no more. says_so: whether this prefill says of a failure that this is so."""
+        quiet = self.quiet.get(room, set())
+        return len(quiet if says_so else quiet | self.failed.get(room, set()))
+
+    def forget(self, room: int) -> None:
+        """Its request has ended, and nobody writes for it."""
+        self.asked.discard(room)
+        for book in (self.quiet, self.failed, self.told):
+            book.pop(room, None)

@@ -1,0 +1,56 @@
+"""What a prefill rank over Mooncake has queued for its transfer threads.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+
+class QueuedChunks:
+    """Chunks that are queued or being written, by room: how many, and whose. To be changed under the lock of `Rooms`.
+
+    claims: digests of what has been queued, by room. writers: the threads that write them.
+    """
+
+    def __init__(self) -> None:
+        self.claims: dict[int, str] = {}
+        self.writers: set[int] = set()
+        self._number: Counter[int] = Counter()
+        self._senders: dict[int, Any] = {}
+
+    def __contains__(self, room: object) -> bool:
+        return room in self._number
+
+    def __len__(self) -> int:
+        """Of how many rooms something is queued."""
+        return len(self._number.keys() | self._senders.keys() | self.claims.keys())
+
+    def add(self, room: int, sender: Any, claim: str | None) -> None:
+        """One more chunk, of the request of ``sender``; claim: what to tell of the digest when all is written."""
+        self._number[room] += 1
+        self._senders[room] = sender
+        if claim is not None:
+            self.claims[room] = claim
+
+    def done(self, room: int) -> None:
+        """One chunk has been written, or will not be."""
+        self._number[room] -= 1
+        if self._number[room] <= 0:
+            del self._number[room]
+            self._senders.pop(room, None)
+            self.claims.pop(room, None)
+
+    def sender(self, room: int) -> Any:
+        """Whose they are; None where nothing is queued."""
+        return self._senders.get(room)
+
+    def is_late(self, room: int, live: Any) -> bool:
+        """Whether this thread writes for a request that has ended; another one of its room may be here: ``live``."""
+        if threading.get_ident() not in self.writers:
+            return False
+        sender = self._senders.get(room)
+        return sender is None or live is not sender

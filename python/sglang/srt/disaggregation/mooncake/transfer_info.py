@@ -1,0 +1,47 @@
+"""Decode's request for KV over Mooncake, with the prefix it holds. `conn.py` puts it in the place of the engine's.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sglang.srt.disaggregation.decode_prefix import check_prefix_frames, wire_int
+from sglang.srt.disaggregation.mooncake import conn as engine
+
+
+@dataclasses.dataclass
+class TransferInfo(engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds.
+
+    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
+    where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
+    wants_digest: of the pages sent.
+    """
+
+    decode_prefix_len: int | None = None
+    wants_digest: bool = False
+    grants: dict[int, int] = dataclasses.field(default_factory=dict)
+    written: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def names_prefix(self) -> bool:
+        """Whether decode runs with the flag and this message says what it holds."""
+        return self.decode_prefix_len is not None
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
+        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends.
+
+        Raises ValueError for a message that cannot be right.
+        """
+        info = super().from_zmq(msg)
+        if len(msg) > 8:
+            check_prefix_frames(msg)
+            info.wants_digest = len(msg) == 11
+            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
+            # The engine tells a dummy by what is missing; a full hit has no pages either, but it has metadata to come.
+            if info.is_dummy != (msg[9] == b"1"):
+                raise ValueError("its dummy mark and its metadata index contradict each other")
+        return info
