@@ -165,6 +165,7 @@ class World(DecodeWorker):
         )
         decode_req = DecodeRequest(req, Receiver(self, req, peer_takes_prefix and not warmup, prefill))
         self.queue.queue.append(decode_req)
+        self.queue.rooms[n] = decode_req
         return decode_req
 
     def handshake(self, decode_req: DecodeRequest) -> None:
