@@ -119,6 +119,9 @@ def test_an_answer_is_waited_for_by_a_thread_alone_and_asked_once_for_all(monkey
     going_on, looks = threading.Event(), []
 
     def look(endpoints: Iterable) -> set:
+        if not {("a", 1), ("b", 1), ("c", 1)} & set(endpoints):
+            # Workers of other tests look after their peers as well.
+            return set()
         looks.append(sorted(endpoints))
         assert going_on.wait(LONG_S)
         return {("b", 1), ("c", 1)} & set(endpoints)
