@@ -306,7 +306,5 @@ def _router(answer: dict[str, Any]) -> Check:
     # The first is what `pd-radix up` starts.
     told = ", ".join(f"{name} {version}" for name, version in installed.items())
     if "smg" in trouble:
-        return Check(
-            "router", "warn", f"{told}; {trouble['smg']}", "pip install smg: it finds what decode workers hold"
-        )
+        return Check("router", "warn", f"{told}; {trouble['smg']}", "pip install smg: it knows what decode holds")
     return Check("router", "ok", told)

@@ -69,7 +69,7 @@ def test_healthy_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             "router",
             {
                 "installed": {},
-                "trouble": {"smg": "ModuleNotFoundError: smg", "sglang-router": "ModuleNotFoundError: x"},
+                "trouble": {"smg": "ModuleNotFoundError: x", "sglang-router": "killed"},
             },
             "router",
             "fail",
