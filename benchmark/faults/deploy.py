@@ -142,7 +142,7 @@ class Fire:
             time.sleep(0.2)
             if process.returncode() is not None and process.name not in self._killed:
                 self._reported.add(process.name)
-                self.problems.append(f"{process.name} ended by itself: {self.cluster._obituary(process)}")
+                self.problems.append(f"{process.name} ended by itself: {process.obituary()}")
         return not self._reported
 
     def _carry_out(self, done: Done) -> None:

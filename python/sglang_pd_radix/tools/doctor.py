@@ -43,9 +43,14 @@ answer = {
 }
 """,
     "router": """
-import importlib.metadata
-import sglang_router.sglang_router_rs
-answer = {"version": importlib.metadata.version("sglang-router")}
+import importlib, importlib.metadata
+answer = {"installed": {}, "trouble": {}}
+for name, module in (("smg", "smg.smg_rs"), ("sglang-router", "sglang_router.sglang_router_rs")):
+    try:
+        importlib.import_module(module)
+        answer["installed"][name] = importlib.metadata.version(name)
+    except ImportError as error:
+        answer["trouble"][name] = f"{type(error).__name__}: {error}"
 """,
     "cuda": """
 import ctypes
@@ -294,5 +299,12 @@ def _pegaflow() -> Check:
 
 def _router(answer: dict[str, Any]) -> Check:
     if "error" in answer:
-        return Check("router", "fail", answer["error"], "pip install sglang-router")
-    return Check("router", "ok", f"sglang-router {answer['version']}")
+        return Check("router", "fail", answer["error"], "pip install smg")
+    installed, trouble = answer["installed"], answer["trouble"]
+    if not installed:
+        return Check("router", "fail", "; ".join(trouble.values()), "pip install smg")
+    # The first is what `pd-radix up` starts.
+    told = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if "smg" in trouble:
+        return Check("router", "warn", f"{told}; {trouble['smg']}", "pip install smg: it knows what decode holds")
+    return Check("router", "ok", told)

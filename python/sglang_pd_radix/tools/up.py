@@ -19,7 +19,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
-from .cluster import HOST, RADIX_FLAG, Cluster, Progress, has_option
+from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, Progress, has_option, named_gateway
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
@@ -55,10 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode workers (default: 1)")
     parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
     parser.add_argument(
+        "--router",
+        choices=tuple(GATEWAYS),
+        help="the gateway that routes requests (default: smg where it is installed)",
+    )
+    parser.add_argument(
         "--policy",
         choices=_POLICIES,
-        help="how the router chooses workers (default: its own for prefill; of several decode workers the same one for "
-        "all requests with the same header X-SMG-Routing-Key)",
+        help="how the router chooses workers (default: its own for prefill; of several decode workers smg takes the "
+        "one that holds most of the prompt, sglang-router the same one for all requests with the same header "
+        "X-SMG-Routing-Key)",
     )
     parser.add_argument(
         "--radix",
@@ -192,6 +198,7 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
         router_args=split_options(args.router_args, "--router-args"),
         backend=args.backend,
         policy=args.policy,
+        gateway=named_gateway(args.router),
         host=args.host,
         port=args.port,
         log_dir=args.log_dir,

@@ -626,7 +626,7 @@ def test_both_sides_share_the_prefill_worker_and_only_one_has_the_flag(tmp_path)
     options = deploy.engine_options(["--page-size", "8"], 8, made_model=True)
     assert "--enable-metrics" in options and options.count("--page-size") == 1
     made = deploy.Deployment("m", deploy.Shape(500, 20, 2), options, "nixl", tmp_path)
-    planned = {process.name: process for process in made.cluster._plan()}
+    planned = {process.name: process for process in made.cluster.plan()}
     assert sorted(planned) == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0", "router-off", "router-on"]
     flagged = {name for name, p in planned.items() if "--disaggregation-decode-enable-radix-cache" in p.command}
     assert flagged == {"decode-2", "decode-3"}
@@ -648,7 +648,7 @@ def test_a_side_has_options_and_environment_of_its_own(tmp_path):
     assert sides[1].options == ("--x", "a b")
     assert sides[2].options == ("--y", "--z=C=4") and dict(sides[2].env) == {"A": "1", "B": "2=3"}
     made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path, sides=sides)
-    planned = {process.name: process for process in made.cluster._plan()}
+    planned = {process.name: process for process in made.cluster.plan()}
     flag = "--disaggregation-decode-enable-radix-cache"
     assert [flag in planned[f"decode-{i}"].command for i in range(4)] == [False, True, True, True]
     assert ["--y" in planned[f"decode-{i}"].command for i in range(4)] == [False, False, True, False]

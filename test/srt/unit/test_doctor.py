@@ -22,7 +22,7 @@ GOOD = {
     "loader": {"active": True, "reason": "", "patch_root": "/somewhere"},
     "nixl": {"plugins": ["POSIX", "UCX"], "backend": "UCX"},
     "mooncake": {"installed": False, "trouble": ("not installed", "pip install mooncake-transfer-engine")},
-    "router": {"version": "1.0"},
+    "router": {"installed": {"smg": "1.13.0", "sglang-router": "1.0"}, "trouble": {}},
     "cuda": {"driver": "12.8", "devices": ["NVIDIA H200", "NVIDIA H200"]},
 }
 
@@ -64,7 +64,24 @@ def test_healthy_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         ("loader", {"active": False, "reason": "not imported"}, "loader", "fail", "reinstall sglang-pd-radix"),
         ("nixl", {"error": "ModuleNotFoundError: nixl"}, "nixl", "fail", "pip install nixl"),
         ("nixl", {"plugins": ["POSIX"], "backend": "UCX"}, "nixl", "fail", "NIXL_PLUGIN_DIR"),
-        ("router", {"error": "ModuleNotFoundError: sglang_router"}, "router", "fail", "pip install sglang-router"),
+        ("router", {"error": "killed by SIGILL"}, "router", "fail", "pip install smg"),
+        (
+            "router",
+            {
+                "installed": {},
+                "trouble": {"smg": "ModuleNotFoundError: x", "sglang-router": "killed"},
+            },
+            "router",
+            "fail",
+            "pip install smg",
+        ),
+        (
+            "router",
+            {"installed": {"sglang-router": "0.3.2"}, "trouble": {"smg": "ModuleNotFoundError: smg"}},
+            "router",
+            "warn",
+            "pip install smg",
+        ),
         ("mooncake", {"installed": True, "trouble": ("it lacks x", "install x")}, "mooncake", "warn", "install x"),
         ("mooncake", {"error": "its process ended"}, "mooncake", "warn", "nixl"),
         ("cuda", {"driver": "12.8", "devices": []}, "device", "warn", "CUDA_VISIBLE_DEVICES"),
@@ -143,7 +160,7 @@ def test_real_probes_answer_here() -> None:
     assert "error" not in answers["loader"] and answers["loader"]["active"], answers["loader"]
     assert "UCX" in answers["nixl"]["plugins"]
     assert set(answers["cuda"]) == {"driver", "devices"}
-    assert answers["router"]["version"]
+    assert answers["router"]["installed"]["smg"] and answers["router"]["installed"]["sglang-router"]
 
 
 def test_loader_probe_sees_an_installation_that_was_not_started(tmp_path: Path) -> None:

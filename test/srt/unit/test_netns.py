@@ -128,7 +128,7 @@ def test_a_cluster_puts_each_role_on_its_host(tmp_path, monkeypatch):
     hosts = {"prefill": Host("pd-radix-1-2-0-prefill", "10.9.8.1"), "decode": Host("pd-radix-1-2-0-decode", "10.9.8.2")}
     monkeypatch.setattr(netns.cpu_host, "active", lambda: True)
     made = Cluster("m", env={"UCX_TLS": "all", "SGLANG_HOST_IP": "7.7.7.7"}, hosts=hosts, log_dir=tmp_path)
-    prefill, decode, router = made._plan()
+    prefill, decode, router = made.plan()
     for process, host in ((prefill, hosts["prefill"]), (decode, hosts["decode"])):
         assert process.url.startswith(f"http://{host.address}:")
         assert process.command[1:4] == ["netns", "exec", host.namespace]
@@ -140,7 +140,7 @@ def test_a_cluster_puts_each_role_on_its_host(tmp_path, monkeypatch):
 
 
 def test_without_hosts_a_cluster_is_as_it_was(tmp_path):
-    for process in Cluster("m", env={"UCX_TLS": "all"}, log_dir=tmp_path)._plan():
+    for process in Cluster("m", env={"UCX_TLS": "all"}, log_dir=tmp_path).plan():
         assert process.command[0] == sys.executable and process.url.startswith("http://127.0.0.1:")
         assert process.env["UCX_TLS"] == "all"
         assert {name: process.env.get(name) for name in ("SGLANG_HOST_IP", "UCX_NET_DEVICES", "no_proxy")} == {
@@ -152,7 +152,7 @@ def test_a_benchmark_over_a_link_has_both_sides_on_one_host(tmp_path):
     hosts = TwoHosts()
     hosts.prefill, hosts.decode = Host("pd-radix-1-2-0-prefill", "10.9.8.1"), Host("pd-radix-1-2-0-decode", "10.9.8.2")
     made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path, hosts=hosts)
-    places = {p.name: p.url.split("/")[2].split(":")[0] for p in made.cluster._plan()}
+    places = {p.name: p.url.split("/")[2].split(":")[0] for p in made.cluster.plan()}
     assert places == {
         "prefill-0": "10.9.8.1",
         "decode-0": "10.9.8.2",

@@ -1,6 +1,7 @@
 """`pd-radix up` and `Cluster` with stand-ins for the servers: real processes, real signals, no engine."""
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -16,9 +17,11 @@ import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
-from sglang_pd_radix.tools import up
+from sglang_pd_radix.tools import process_group, up
 from sglang_pd_radix.tools.cluster import (
-    BY_ROUTING_KEY,
+    GATEWAYS,
+    SGLANG_ROUTER,
+    SMG,
     Cluster,
     cpu_options,
     describe_exit,
@@ -148,9 +151,9 @@ def test_option_groups_are_split_as_a_shell_would():
     )  # fmt: skip
     cluster = up.cluster_from(args)
     assert (args.prefill, args.decode) == (2, 1)
-    assert cluster._prefill_args == [["--a", "b c", "--d=1"]] * 2
-    assert cluster._decode_args == [[cluster_module.RADIX_FLAG, "--one-flag"]]
-    assert cluster._common == ["--x", "1", "--page-size", "16", "--decode-args"]
+    assert cluster.spec.args_of["prefill"] == [["--a", "b c", "--d=1"]] * 2
+    assert cluster.spec.args_of["decode"] == [[cluster_module.RADIX_FLAG, "--one-flag"]]
+    assert cluster.spec.common_args == ["--x", "1", "--page-size", "16", "--decode-args"]
 
 
 def test_radix_flag_is_added_once_and_only_if_wanted():
@@ -255,7 +258,7 @@ def test_ports_are_free_different_and_outside_the_ephemeral_range():
 def ports_of(cluster: Cluster) -> list[int]:
     """All on which its servers will listen, with what an engine with DP attention counts from its own."""
     ports: list[int] = []
-    for process in cluster._plan():
+    for process in cluster.plan():
         offsets = cluster_module.DP_ATTENTION_OFFSETS if "--enable-dp-attention" in process.command else (0,)
         ports += [int(option_value(process.command, "--port")) + offset for offset in offsets]
         for option in ("--nccl-port", "--disaggregation-bootstrap-port", "--prometheus-port"):
@@ -274,7 +277,7 @@ class OneByOne(random.Random):
 @pytest.mark.parametrize("dp_attention", [False, True])
 def test_no_two_servers_get_the_same_port(monkeypatch, dp_attention):
     """Also none that is the user's own choice, or that an engine with DP attention takes beside the one it is given."""
-    monkeypatch.setattr(cluster_module.random, "Random", OneByOne)
+    monkeypatch.setattr(cluster_module.ports.random, "Random", OneByOne)
     first = 10000
     options = ["--enable-dp-attention", "--dp-size", "2"] if dp_attention else []
     router = ["--prometheus-port", str(first + 3)]
@@ -282,7 +285,7 @@ def test_no_two_servers_get_the_same_port(monkeypatch, dp_attention):
     single = Cluster("m", aggregated=True, aggregated_args=[*options, f"--nccl-port={first + 2}"], port=first + 5)
     for cluster in (pair, single):
         ports = ports_of(cluster)
-        assert cluster._port in ports and len(set(ports)) == len(ports)
+        assert cluster.spec.port in ports and len(set(ports)) == len(ports)
 
 
 def test_what_is_counted_from_a_port_is_free_too():
@@ -394,7 +397,7 @@ def test_a_pegaflow_server_comes_before_the_workers_and_goes_with_them(fake, tmp
         assert json.loads(http(server.url + "/instances")[1]) == {"instances": []}
     assert server.returncode() is not None
     with pytest.raises(PdRadixError, match="--addr is set by"):
-        Cluster("m", pegaflow=["--addr", "0.0.0.0:1"])._plan()
+        Cluster("m", pegaflow=["--addr", "0.0.0.0:1"]).plan()
 
 
 @pytest.mark.parametrize("version, message", [(None, "not installed"), ("0.24.6", "0.24.6 is installed, not 0.25.1")])
@@ -412,20 +415,41 @@ def test_aggregated_is_one_engine_without_router(fake, tmp_path):
         assert [p.role for p in cluster.processes] == ["engine"]
 
 
-def test_several_decode_workers_are_chosen_by_the_routing_key(fake, tmp_path):
+@pytest.mark.parametrize("gateway", GATEWAYS.values(), ids=str)
+def test_several_decode_workers_are_chosen_as_suits_the_gateway(fake, tmp_path, gateway):
     routers = {
         "one": ([0], []),
         "two": ([0, 1], []),
         "chosen": ([0, 1], ["--decode-policy", "random"]),
     }
-    with Cluster("m", decode=2, commands=fake, log_dir=tmp_path, routers=routers) as cluster:
+    with Cluster("m", decode=2, commands=fake, gateway=gateway, log_dir=tmp_path, routers=routers) as cluster:
         args = {name: json.loads(http(url + "/generate", {})[1])["args"] for name, url in cluster.router_urls.items()}
-    assert {name: BY_ROUTING_KEY[0] in of and BY_ROUTING_KEY[1] in of for name, of in args.items()} == {
-        "one": False,
-        "two": True,
-        "chosen": False,
+    own = option_value(gateway.several_decode, "--decode-policy")
+    assert own == {SMG: "cache_aware", SGLANG_ROUTER: "manual"}[gateway]
+    assert {name: option_value(of, "--decode-policy") for name, of in args.items()} == {
+        "one": None,
+        "two": own,
+        "chosen": "random",
     }
-    assert args["chosen"][-2:] == ["--decode-policy", "random"]
+
+
+def test_the_gateway_is_smg_where_it_is_installed(monkeypatch, tmp_path):
+    def routed_by(**chosen):
+        router = next(p for p in Cluster("m", log_dir=tmp_path, **chosen).plan() if p.role == "router")
+        return router.command[1:4]
+
+    router, smg = ["-m", "sglang_router.launch_router"], ["-m", "smg", "launch"]
+    for missing, expected in (("sglang_router", smg), ("smg", router)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, gone=missing: None if name == gone else name)
+        assert routed_by()[: len(expected)] == expected
+        assert routed_by(gateway=SGLANG_ROUTER)[:2] == router
+
+
+def test_a_gateway_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PdRadixError, match="--router smg: it is not installed; pip install smg"):
+        up.cluster_from(parse("--model-path", "m/x", "--router", "smg"))
 
 
 def test_each_router_has_its_own_decode_workers(fake, tmp_path):
@@ -443,7 +467,7 @@ def test_each_router_has_its_own_decode_workers(fake, tmp_path):
 
 def test_paused_servers_do_nothing_until_they_are_resumed_and_end_with_the_rest(fake, tmp_path):
     def states(process):
-        group = cluster_module.process_group.members(process.pid)
+        group = process_group.members(process.pid)
         return {(Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] for pid in group}
 
     with Cluster("m", decode=2, commands=fake, log_dir=tmp_path) as cluster:
@@ -465,12 +489,12 @@ def test_a_killed_server_can_be_started_again(fake, tmp_path):
         cluster.pause(["decode-0"])
         cluster.kill("decode-0")
         assert cluster.dead() is gone and gone.returncode() == -signal.SIGKILL
-        assert not cluster_module.process_group.members(gone.pid) and http(gone.url + "/health")[0] == 0
+        assert not process_group.members(gone.pid) and http(gone.url + "/health")[0] == 0
         assert http(other.url + "/health")[0] == 200
         first = gone.pid
         cluster.restart("decode-0")
         assert cluster.alive() and gone.pid != first and http(gone.url + "/health")[0] == 200
-    assert not cluster_module.process_group.members(gone.pid)
+    assert not process_group.members(gone.pid)
 
 
 def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, monkeypatch):

@@ -1,0 +1,65 @@
+"""A prefill/decode deployment on this machine as one object: start it, use it, and be sure that it is gone.
+
+    with Cluster("model", decode_args=["--disaggregation-decode-enable-radix-cache"]) as cluster:
+        requests.post(cluster.router_url + "/generate", json=...)
+
+Every server runs in a session of its own, so a Ctrl-C in the terminal reaches only the owner, which then ends each
+whole process group. A watchdog process holds the other end of a pipe: should the owner be killed outright, the pipe
+closes and the watchdog ends what is left.
+
+`spec` says what a deployment is to be, `plan` makes processes of it (with `options`, `ports`, `devices`, `gateway`),
+`process` runs and ends them, `startup` waits until they serve (with `logs` and `local_http`), `deployment` has it all.
+"""
+
+from .deployment import STOP_GRACE_S, Cluster
+from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
+from .gateway import GATEWAYS, SGLANG_ROUTER, SMG, Gateway, installed_gateway, named_gateway
+from .local_http import http, local_session
+from .logs import current_phase, describe_exit, failure_reason, log_tail
+from .options import (
+    ATTENTION_OPTIONS,
+    HOST,
+    OWNED_OPTIONS,
+    RADIX_FLAG,
+    has_option,
+    option_value,
+    per_worker,
+    ports_named,
+)
+from .ports import DP_ATTENTION_OFFSETS, free_ports
+from .process import Process, Progress
+from .spec import Spec
+
+__all__ = [
+    "ATTENTION_OPTIONS",
+    "DP_ATTENTION_OFFSETS",
+    "GATEWAYS",
+    "HOST",
+    "OWNED_OPTIONS",
+    "RADIX_FLAG",
+    "SGLANG_ROUTER",
+    "SMG",
+    "STOP_GRACE_S",
+    "Cluster",
+    "Gateway",
+    "Process",
+    "Progress",
+    "Spec",
+    "cpu_env",
+    "cpu_options",
+    "current_phase",
+    "describe_exit",
+    "failure_reason",
+    "free_ports",
+    "gpu_count",
+    "gpu_placement",
+    "has_option",
+    "http",
+    "installed_gateway",
+    "local_session",
+    "log_tail",
+    "named_gateway",
+    "option_value",
+    "per_worker",
+    "ports_named",
+]

@@ -1,0 +1,211 @@
+"""The deployment itself: started, used, paused, killed in part, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .. import process_group
+from .local_http import http
+from .plan import lay_out
+from .process import Family, Process, Progress, check_alive, first_dead
+from .spec import Spec
+from .startup import Startup
+
+# Long enough for the engine to drain and leave by itself, short enough for somebody who waits after Ctrl-C.
+STOP_GRACE_S = 5.0
+
+
+class Cluster:
+    """A deployment of this machine. What it is made of is told as to `Spec` (None: its default).
+
+    Nothing is started before `start`. ``log_dir`` is by default a new temporary directory. A start takes at most
+    ``timeout_s`` seconds. ``on_progress`` is told of every step. ``on_wait`` is called every 0.1 s while waiting, and
+    start-up ends with what it raises.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        log_dir: str | os.PathLike[str] | None = None,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
+        **spec: Any,
+    ) -> None:
+        self.spec = Spec(model_path, **{name: value for name, value in spec.items() if value is not None})
+        self._log_dir = Path(log_dir) if log_dir else None
+        self._timeout_s, self._on_progress, self._on_wait = timeout_s, on_progress, on_wait
+        self._family = Family()
+        self._stopping = threading.Event()
+        self.processes: list[Process] = []
+
+    # -- what it looks like
+
+    @property
+    def model_path(self) -> str:
+        return str(self.spec.model_path)
+
+    @property
+    def backend(self) -> str:
+        """The KV transfer backend."""
+        return self.spec.backend
+
+    @property
+    def aggregated(self) -> bool:
+        """Whether it is one ordinary engine."""
+        return self.spec.aggregated
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the logs are; they stay when the cluster is gone."""
+        if self._log_dir is None:
+            self._log_dir = Path(tempfile.mkdtemp(prefix="pd-radix-"))
+        return self._log_dir
+
+    def _role(self, role: str) -> list[Process]:
+        return [process for process in self.processes if process.role == role]
+
+    @property
+    def router_url(self) -> str:
+        """Where requests go: the router, or the engine itself if aggregated."""
+        return self._role("engine" if self.aggregated else "router")[0].url
+
+    @property
+    def router_urls(self) -> dict[str, str]:
+        """Address of every router, by its name in ``routers`` ("router" for the single one)."""
+        return {process.name.removeprefix("router-"): process.url for process in self._role("router")}
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        return [process.url for process in self._role("prefill")]
+
+    @property
+    def decode_urls(self) -> list[str]:
+        return [process.url for process in self._role("decode")]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything a script needs to use this cluster, ready for JSON."""
+        return {
+            "model": self.model_path,
+            "backend": None if self.aggregated else self.backend,
+            "owner_pid": os.getpid(),
+            "router_url": self.router_url,
+            "prefill_urls": self.prefill_urls,
+            "decode_urls": self.decode_urls,
+            "log_dir": str(self.log_dir),
+            "processes": [process.describe() for process in self.processes],
+        }
+
+    # -- life
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def plan(self) -> list[Process]:
+        """Every process as it would be started now."""
+        return lay_out(self.spec, self.log_dir)
+
+    def start(self) -> None:
+        """Start everything and return once a request has gone through. On any failure nothing is left running.
+
+        Raises PdRadixError: a process died (with the reason and the end of its log) or the time is up.
+        """
+        if self.processes:
+            raise PdRadixError("this cluster was started before: make a new one")
+        self.processes = self.plan()
+        startup = self._startup(self.processes)
+        try:
+            for wave in sorted({process.wave for process in self.processes}):
+                together = [process for process in self.processes if process.wave == wave]
+                for process in together:
+                    self._family.start(process)
+                    startup.report(process, "starting")
+                startup.wait_ready(together)
+            startup.report(None, "sending a request through")
+            for url in self.router_urls.values() or [self.router_url]:
+                startup.wait_served(url)
+            # That request is to leave nothing in a cache.
+            for worker in self.processes:
+                if worker.role not in ("router", "pegaflow"):
+                    http(worker.url + "/flush_cache", {}, timeout=10)
+            startup.report(None, "serving")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _startup(self, watched: Sequence[Process]) -> Startup:
+        return Startup(watched, self._timeout_s, self.log_dir, self._stopping, self._on_progress, self._on_wait)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End every process and wait until all are gone. May be called twice, and after a failed start."""
+        self._stopping.set()
+        self.resume()  # a paused process does not hear that it shall end
+        self._family.stop(self.processes, grace_s)
+
+    def pause(self, names: Collection[str]) -> None:
+        """Stop the processes of these servers where they are (SIGSTOP): they keep their memory and use no CPU.
+
+        An idle engine polls its queues without a break, which on a small machine slows down whoever is at work.
+        """
+        self._signal(names, signal.SIGSTOP)
+
+    def resume(self, names: Collection[str] | None = None) -> None:
+        """Let paused servers go on; all of them by default."""
+        self._signal(names, signal.SIGCONT)
+
+    def _signal(self, names: Collection[str] | None, signum: signal.Signals) -> None:
+        for process in self.processes:
+            if process.popen and process.returncode() is None and (names is None or process.name in names):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+
+    def _named(self, name: str) -> Process:
+        return next(process for process in self.processes if process.name == name)
+
+    def kill(self, name: str) -> None:
+        """End one server's processes at once (SIGKILL), as a crash or a lost machine would."""
+        process = self._named(name)
+        process_group.kill(process.pid, tracker_s=0.0)
+        assert process.popen
+        process.popen.wait(timeout=10)
+        process_group.wait_gone(process.pid, 10)
+
+    def restart(self, name: str) -> None:
+        """Start a server that has ended again, with the same command and ports, and wait until it is ready.
+
+        Others may end meanwhile. Raises PdRadixError: this one did, or the time is up.
+        """
+        process = self._named(name)
+        process.ready_s = None
+        startup = self._startup([process])
+        self._family.start(process)
+        startup.wait_ready([process])
+
+    def dead(self) -> Process | None:
+        """The first process that has ended, if any has."""
+        return first_dead(self.processes)
+
+    def alive(self) -> bool:
+        """True while every process of the started cluster runs."""
+        return bool(self.processes) and all(p.popen is not None for p in self.processes) and self.dead() is None
+
+    def check(self) -> None:
+        """Raise PdRadixError, with the reason and the end of its log, if a process has ended."""
+        check_alive(self.processes)

@@ -1,0 +1,111 @@
+"""Where engines run: which GPUs each takes, or what several on one CPU host need to leave each other room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.supplied import cpu_host
+
+from .options import ATTENTION_OPTIONS, has_option, option_value
+
+# Per worker on a CPU host. Left alone, the engine takes most of the memory for the KV of each worker, and sizes its
+# tables for thousands of requests, which costs seconds of filling them with zeros.
+CPU_POOL_TOKENS = 32768
+CPU_RUNNING_REQUESTS = 64
+# Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
+_SHARED_GPU_MEMORY = 0.85
+# What others take while a worker starts counts against its part; of so large a part it may.
+_NEARLY_ALL = 0.8
+
+
+def gpu_count() -> int:
+    """GPUs that a worker started here would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def cpu_options(args: Sequence[str]) -> list[str]:
+    """What an engine on a CPU host needs beyond the user's ``args``."""
+    options: list[str] = []
+    if not has_option(args, "--device"):
+        options += ["--device", "cpu"]
+    # Compiled as a whole, a model cannot have that one, and drafts have another.
+    if not has_option(args, *ATTENTION_OPTIONS, "--enable-torch-compile", "--speculative-algorithm"):
+        options += ["--attention-backend", cpu_host.attention.NAME]
+    if not has_option(args, "--dtype"):
+        options += ["--dtype", "float32"]
+    if not has_option(args, "--max-total-tokens", "--mem-fraction-static"):
+        options += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
+    if not has_option(args, "--max-running-requests"):
+        options += ["--max-running-requests", str(CPU_RUNNING_REQUESTS)]
+    return options
+
+
+def cpu_env(workers: int, backend: str) -> dict[str, str]:
+    """Environment for ``workers`` engines that share this CPU host."""
+    cores = len(os.sched_getaffinity(0))
+    # More spinning OpenMP threads than cores stall each other: ten times slower on two cores.
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // max(1, workers)))}
+    if backend == "mooncake":
+        wanted["MC_FORCE_TCP"] = "1"
+    return wanted
+
+
+def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[list[str], int]]:
+    """Extra options and the wave of each worker on a host with ``gpus`` GPUs, from each worker's own arguments.
+
+    Workers take the next GPUs in turn. Where they have to share one, each gets an equal part of its memory. The engine
+    measures its part by what is free when it starts, so workers that share start one after the other, unless the sizes
+    of their pools are told and each may take nearly all.
+    """
+    sizes = [_gpus_needed(args) for args in arguments]
+    if gpus == 0:
+        return [([], 0) for _ in arguments]
+    if max(sizes) > gpus:
+        raise PdRadixError(f"a worker needs {max(sizes)} GPUs and this machine has {gpus}: lower --tp")
+    shared = sum(sizes) > gpus
+    first, cursor = [], 0
+    for size in sizes:
+        if cursor + size > gpus:
+            cursor = 0
+        first.append(cursor)
+        cursor += size
+    used = [set(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
+    together = all(_may_take(args) >= _NEARLY_ALL and has_option(args, "--max-total-tokens") for args in arguments)
+    waves: list[int] = []
+    for i, devices in enumerate(used):
+        before = [] if together else [waves[j] for j in range(i) if used[j] & devices]
+        waves.append(1 + max(before, default=-1))
+    placement = []
+    for args, start, wave, devices in zip(arguments, first, waves, used, strict=True):
+        extra = [] if has_option(args, "--base-gpu-id") else ["--base-gpu-id", str(start)]
+        if shared and not has_option(args, "--mem-fraction-static"):
+            sharers = max(sum(gpu in other for other in used) for gpu in devices)
+            part = _SHARED_GPU_MEMORY / sharers
+            extra += ["--mem-fraction-static", f"{part / (1 - wave * part):.3f}"]
+        placement.append((extra, wave))
+    return placement
+
+
+def _may_take(args: Sequence[str]) -> float:
+    try:
+        return float(option_value(args, "--mem-fraction-static") or 0)
+    except ValueError as error:
+        raise PdRadixError(f"--mem-fraction-static takes a number: {error}") from None
+
+
+def _gpus_needed(args: Sequence[str]) -> int:
+    try:
+        ranks = int(option_value(args, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
+        return ranks * int(option_value(args, "--pp", "--pp-size", "--pipeline-parallel-size") or 1)
+    except ValueError as error:
+        raise PdRadixError(f"--tp and --pp take a number: {error}") from None

@@ -1,0 +1,76 @@
+"""Command-line options of the processes of a deployment: what is given, for whom, and what nobody may give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from sglang_pd_radix.errors import PdRadixError
+
+HOST = "127.0.0.1"
+RADIX_FLAG = "--disaggregation-decode-enable-radix-cache"
+#: The options that choose an attention backend.
+ATTENTION_OPTIONS = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+
+#: Options of one role: one list for all its workers, or one list per worker.
+RoleArgs = Sequence[str] | Sequence[Sequence[str]]
+RoleEnv = Mapping[str, str] | Sequence[Mapping[str, str]]
+
+# Options that the cluster sets itself, because the parts have to agree on them.
+OWNED_OPTIONS = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--disaggregation-mode",
+    "--disaggregation-bootstrap-port",
+    "--disaggregation-transfer-backend",
+)
+
+
+def ports_named(args: Sequence[str]) -> set[int]:
+    """Every number in ``args`` that may be a port."""
+    return {int(number) for arg in args for number in re.findall(r"(?<!\d)\d{4,5}(?!\d)", arg)}
+
+
+def has_option(args: Sequence[str], *names: str) -> bool:
+    """True if one of the options ``names`` is among ``args``, as ``--name value`` or ``--name=value``."""
+    return any(arg.split("=", 1)[0] in names for arg in args)
+
+
+def option_value(args: Sequence[str], *names: str) -> str | None:
+    """The last value of option ``names`` in ``args``; None if it is not there."""
+    found = None
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name in names:
+            found = value if equals else (args[i + 1] if i + 1 < len(args) else None)
+    return found
+
+
+def per_worker(args: RoleArgs, count: int, what: str) -> list[list[str]]:
+    """One argument list per worker, from one list for all or a list of lists. Raises PdRadixError on a wrong count."""
+    if not args or all(isinstance(arg, str) for arg in args):
+        return [[str(arg) for arg in args] for _ in range(count)]
+    if len(args) != count or any(isinstance(arg, str) for arg in args):
+        raise PdRadixError(f"{what}: give one list of options for all, or {count} lists, one per worker")
+    return [list(arg) for arg in args]
+
+
+def per_worker_env(env: RoleEnv, count: int, what: str) -> list[dict[str, str]]:
+    if isinstance(env, Mapping):
+        return [dict(env) for _ in range(count)]
+    if env and len(env) != count:
+        raise PdRadixError(f"{what}: give one mapping for all, or {count}, one per worker")
+    return [dict(entry) for entry in env] or [{} for _ in range(count)]
+
+
+def refuse_owned(args: Sequence[str], owned: Sequence[str] = OWNED_OPTIONS, where: str = "engine options") -> None:
+    for option in owned:
+        if has_option(args, option):
+            raise PdRadixError(f"{option} is set by the cluster itself: remove it from the {where}")
+
+
+def connectable(host: str) -> str:
+    """An address at which a server that listens on ``host`` can be reached from here."""
+    return HOST if host in ("0.0.0.0", "") else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host

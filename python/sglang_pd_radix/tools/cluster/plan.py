@@ -1,0 +1,136 @@
+"""From what a deployment is to be to its processes: ports, devices, commands. Nothing runs yet."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from sglang_pd_radix.supplied import cpu_host
+
+from . import gateway
+from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
+from .options import HOST, connectable, has_option, ports_named
+from .ports import DP_ATTENTION_OFFSETS, free_ports
+from .process import Process
+from .spec import Spec
+
+# Of every worker. The router keeps an idle connection for 50 s and the engine for 5 (sgl-project/sglang#20851): what is
+# asked over one in the moment in which the engine gives it up comes to nothing.
+ENGINE_ENV = {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
+
+
+def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
+    """Every process of the deployment, the workers before the routers."""
+    ports = _ports(spec)
+    inherited = {**os.environ, **spec.env}
+    processes = []
+    served: list[str] = []
+    if spec.pegaflow is not None:
+        server, endpoint = _pegaflow_server(spec, spec.pegaflow, inherited, log_dir, ports)
+        processes.append(server)
+        served = ["--enable-pegaflow", "--pegaflow-endpoint", endpoint]
+    workers = list(_workers(spec, inherited, log_dir, ports, served))
+    processes += workers
+    for number, (name, (indices, more)) in enumerate(spec.named_routers.items()):
+        chosen = {f"decode-{index}" for index in indices}
+        behind = [worker for worker in workers if worker.role == "prefill" or worker.name in chosen]
+        port = spec.port if spec.port and number == 0 else next(ports)
+        processes.append(_router(spec, name, behind, more, inherited, log_dir, (port, next(ports))))
+    return processes
+
+
+def _ports(spec: Spec) -> Iterator[int]:
+    """Ports beside those that the caller has named: enough for everything."""
+    engines = spec.engines()
+    given = [*spec.common_args, *itertools.chain(*(args for role in spec.args_of.values() for args in role))]
+    offsets = DP_ATTENTION_OFFSETS if has_option(given, "--enable-dp-attention") else (0,)
+    routers = [arg for _, more in spec.routers.values() for arg in more]
+    taken = ports_named([*given, *spec.router_args, *routers, *(spec.pegaflow or ())])
+    if spec.port:
+        taken |= {spec.port + offset for offset in offsets}
+    # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router and
+    # for PegaFlow.
+    prefills = sum(role == "prefill" for role, _, _ in engines)
+    count = 2 * len(engines) + prefills + 2 * len(spec.named_routers) + 2
+    return iter(free_ports(count, taken=taken, offsets=offsets))
+
+
+def _workers(
+    spec: Spec, inherited: Mapping[str, str], log_dir: Path, ports: Iterator[int], served: Sequence[str]
+) -> Iterator[Process]:
+    """The engines. served: options of all for a server that they share, before their own."""
+    engines = spec.engines(served)
+    arguments = [args for _, _, args in engines]
+    cpu = cpu_host.active()
+    placement = [(cpu_options(args), 0) for args in arguments] if cpu else gpu_placement(arguments, gpu_count())
+    defaults = ENGINE_ENV | (cpu_env(len(engines), spec.backend) if cpu else {})
+    defaults = {name: value for name, value in defaults.items() if name not in inherited}
+    for (role, index, args), (extra, wave) in zip(engines, placement, strict=True):
+        if role == "engine":
+            port = spec.port or next(ports)
+        else:
+            port = next(ports)
+            extra = [*extra, "--disaggregation-mode", role, "--disaggregation-transfer-backend", spec.backend]
+        # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens. DP
+        # ranks that are engines by themselves would all be given the one that is named here.
+        if has_option(args, "--enable-dp-attention") or not has_option(args, "--dp-size", "--data-parallel-size"):
+            extra = [*extra, "--nccl-port", str(next(ports))]
+        bootstrap = next(ports) if role == "prefill" else None
+        if bootstrap is not None:
+            extra = [*extra, "--disaggregation-bootstrap-port", str(bootstrap)]
+        env = {**inherited, **defaults, **spec.env_of[role][index]}
+        process = _engine(spec, role, index, port, [*extra, *args], env, log_dir)
+        process.bootstrap_port, process.wave = bootstrap, wave
+        yield process
+
+
+def _engine(
+    spec: Spec, role: str, index: int, port: int, args: Sequence[str], env: dict[str, str], log_dir: Path
+) -> Process:
+    place = spec.hosts.get(role)
+    address = place.address if place else spec.host if role == "engine" else HOST
+    command = [spec.executable, *spec.commands.get(role, ("-m", "sglang.launch_server"))]
+    command += ["--model-path", str(spec.model_path), "--port", str(port), "--host", address, *args]
+    if place:
+        command, env = place.command(*command), {**env, **place.environment(env)}
+    name = role if role == "engine" else f"{role}-{index}"
+    return Process(role, name, f"http://{connectable(address)}:{port}", log_dir / f"{name}.log", command, env)
+
+
+def _pegaflow_server(
+    spec: Spec, options: Sequence[str], inherited: Mapping[str, str], log_dir: Path, ports: Iterator[int]
+) -> tuple[Process, str]:
+    """A PegaFlow server, which the workers look for when they start, and where it listens: on loopback only."""
+    port, http_port = next(ports), next(ports)
+    command = [spec.executable, *spec.commands.get("pegaflow", ("-m", "pegaflow._server"))]
+    endpoint = f"{HOST}:{port}"
+    command += ["--addr", endpoint, "--http-addr", f"{HOST}:{http_port}", *options]
+    url, log = f"http://{HOST}:{http_port}", log_dir / "pegaflow.log"
+    return Process("pegaflow", "pegaflow", url, log, command, dict(inherited), wave=-1), endpoint
+
+
+def _router(
+    spec: Spec,
+    name: str,
+    workers: Sequence[Process],
+    more: Sequence[str],
+    inherited: Mapping[str, str],
+    log_dir: Path,
+    ports: tuple[int, int],
+) -> Process:
+    """ports: its own, and that of its metrics."""
+    prefill = [(worker.url, worker.bootstrap_port or 0) for worker in workers if worker.role == "prefill"]
+    decode = [worker.url for worker in workers if worker.role == "decode"]
+    command = [spec.executable, *spec.commands.get("router", spec.gateway.module)]
+    command += ["--host", spec.host, "--port", str(ports[0])]
+    given = [*spec.router_args, *more]
+    command += gateway.options(spec.gateway, prefill, decode, spec.policy, given, ports[1])
+    env = dict(inherited)
+    for host in spec.hosts.values():
+        env |= host.unproxied(env)
+    url = f"http://{connectable(spec.host)}:{ports[0]}"
+    # The router asks less and less often for workers that do not answer, so it is quicker to start it after them.
+    wave = 1 + max(worker.wave for worker in workers)
+    return Process("router", name, url, log_dir / f"{name}.log", command, env, wave=wave)

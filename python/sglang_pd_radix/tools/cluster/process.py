@@ -1,0 +1,146 @@
+"""The servers of a deployment as processes of this machine, and what ends all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .. import process_group
+from .logs import obituary
+
+
+@dataclass
+class Process:
+    """One server: what it is, where it answers and where it writes.
+
+    It starts when all processes of lower ``wave`` are ready. ``ready_s`` is None until it answers its health check.
+    """
+
+    role: str
+    name: str
+    url: str
+    log_path: Path
+    command: list[str]
+    env: dict[str, str]
+    bootstrap_port: int | None = None
+    wave: int = 0
+    pid: int = 0
+    ready_s: float | None = None
+    phase: str = "waiting"
+    popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal, None while it runs (or has not been started)."""
+        return self.popen.poll() if self.popen else None
+
+    def describe(self) -> dict[str, Any]:
+        """The entry of this process in the JSON file of ``pd-radix up``."""
+        entry: dict[str, Any] = {"role": self.role, "name": self.name, "url": self.url, "pid": self.pid}
+        if self.bootstrap_port is not None:
+            entry["bootstrap_port"] = self.bootstrap_port
+        return {**entry, "log": str(self.log_path), "command": self.command}
+
+    def obituary(self) -> str:
+        """Why it has ended, in words, and the end of its log. It has."""
+        code = self.returncode()
+        assert code is not None
+        return obituary(self.name, code, self.log_path)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``process`` (None: the whole cluster) entered ``phase``, ``elapsed_s`` seconds after the start."""
+
+    process: Process | None
+    phase: str
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        return f"[{self.elapsed_s:5.1f} s] {self.process.name if self.process else 'cluster'}: {self.phase}"
+
+
+def first_dead(processes: Sequence[Process]) -> Process | None:
+    """The first that has ended, if any has."""
+    return next((process for process in processes if process.returncode() is not None), None)
+
+
+def check_alive(processes: Sequence[Process]) -> None:
+    """Raise PdRadixError, with the reason and the end of its log, if one has ended."""
+    process = first_dead(processes)
+    if process is not None:
+        raise PdRadixError(process.obituary())
+
+
+class Family:
+    """The process groups of one cluster, and the watchdog that outlives a killed owner."""
+
+    def __init__(self) -> None:
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def start(self, process: Process) -> None:
+        if self._watchdog is None:
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-S", process_group.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        process.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with process.log_path.open("wb") as log:
+            process.popen = subprocess.Popen(
+                process.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=process.env,
+                start_new_session=True,
+            )
+        process.pid = process.popen.pid
+        self._tell("+", process.pid)
+
+    def _tell(self, sign: str, pid: int) -> None:
+        if self._watchdog and self._watchdog.stdin:
+            with contextlib.suppress(OSError):
+                self._watchdog.stdin.write(f"{sign} {pid}\n".encode())
+                self._watchdog.stdin.flush()
+
+    def stop(self, processes: Sequence[Process], grace_s: float) -> None:
+        """End every process of every group: ask, wait up to ``grace_s`` seconds for all together, then kill."""
+        started = [p for p in processes if p.popen]
+        for process in started:
+            assert process.popen
+            if process.popen.poll() is None:
+                # Only the leader is asked: it knows in which order to end its own workers.
+                with contextlib.suppress(ProcessLookupError):
+                    process.popen.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        running = list(started)
+        while running:
+            late = time.monotonic() >= deadline
+            for process in running[:]:
+                # What a leader that has ended left behind has nobody to work for.
+                if late or process.returncode() is not None:
+                    process_group.kill(process.pid)
+                    running.remove(process)
+            time.sleep(0.02)
+        deadline = time.monotonic() + 10
+        for process in started:
+            assert process.popen
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(timeout=max(0.1, deadline - time.monotonic()))
+            process_group.wait_gone(process.pid, deadline - time.monotonic())
+            self._tell("-", process.pid)
+        if self._watchdog and self._watchdog.stdin:
+            self._watchdog.stdin.close()
+            self._watchdog.wait(timeout=10)
+            self._watchdog = None

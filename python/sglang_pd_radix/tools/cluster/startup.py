@@ -1,0 +1,114 @@
+"""Wait until servers are ready and a request goes through, and say meanwhile how far they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .local_http import http
+from .logs import current_phase
+from .process import Process, Progress, check_alive
+
+
+class Startup:
+    """The wait of one start, at most ``timeout_s`` seconds from now.
+
+    ``on_progress`` is told of every step. ``on_wait`` is called every 0.1 s, and what it raises ends the wait.
+    ``ended`` is set by whoever gives the servers up. ``watched`` are the processes of which none may end meanwhile.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[Process],
+        timeout_s: float,
+        log_dir: Path,
+        ended: threading.Event,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        self._watched, self._timeout_s, self._log_dir, self._ended = watched, timeout_s, log_dir, ended
+        self._on_progress, self._on_wait = on_progress, on_wait
+        self._began = time.monotonic()
+
+    def report(self, process: Process | None, phase: str) -> None:
+        """Tell of a phase that is new; of a process, or of the whole."""
+        if process is not None:
+            if process.phase == phase:
+                return
+            process.phase = phase
+        if self._on_progress:
+            self._on_progress(Progress(process, phase, time.monotonic() - self._began))
+
+    def wait_ready(self, processes: Sequence[Process]) -> None:
+        """Wait until each is healthy. Asking happens in threads: an answer takes a second or more."""
+        for process in processes:
+            if process.ready_s is None:
+                threading.Thread(target=self._ask_until_ready, args=(process,), daemon=True).start()
+        while any(process.ready_s is None for process in processes):
+            self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None), processes)
+            self._report_ready(processes)
+            time.sleep(0.1)
+        self._report_ready(processes)
+
+    def wait_served(self, url: str) -> None:
+        """Send short requests there until one has gone all the way through."""
+        body = {"text": "ready", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}}
+        answers: list[tuple[int, bytes]] = []
+
+        def ask() -> None:
+            answers.append(http(url + "/generate", body, max(1.0, self._left())))
+
+        def trouble() -> str:
+            if not answers:
+                return "a request through the router got no answer"
+            status, content = answers[-1]
+            return f"requests through the router fail with HTTP {status}: {content.decode(errors='replace')[:300]}"
+
+        while not answers or answers[-1][0] != 200:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            while thread.is_alive():
+                self._watch(trouble)
+                thread.join(0.1)
+            self._watch(trouble)
+            if answers[-1][0] in (400, 401, 403, 404, 422):
+                raise PdRadixError(f"{trouble()}. Logs are in {self._log_dir}")
+            if answers[-1][0] != 200:
+                time.sleep(0.2)
+
+    def _left(self) -> float:
+        return self._began + self._timeout_s - time.monotonic()
+
+    def _report_ready(self, processes: Sequence[Process]) -> None:
+        for process in processes:
+            if process.ready_s is not None:
+                self.report(process, f"ready after {process.ready_s:.1f} s")
+
+    def _watch(self, doing: Callable[[], str], starting: Sequence[Process] = ()) -> None:
+        """Fail at once on a death or when the time is up, and report phases."""
+        if self._on_wait:
+            self._on_wait()
+        check_alive(self._watched)
+        if self._left() <= 0:
+            raise PdRadixError(
+                f"not ready after {self._timeout_s:g} s: {doing()}. Logs are in {self._log_dir}; "
+                "give more time with --timeout if they show progress"
+            )
+        for process in starting:
+            if process.ready_s is None and process.role != "router":
+                phase = current_phase(process.log_path)
+                if phase:
+                    self.report(process, phase)
+
+    def _ask_until_ready(self, process: Process) -> None:
+        # The router answers /health long before it has a worker; /readiness says that it has one of each kind.
+        path = "/readiness" if process.role == "router" else "/health"
+        while not self._ended.is_set() and process.returncode() is None:
+            if http(process.url + path, timeout=25)[0] == 200:
+                process.ready_s = time.monotonic() - self._began
+                return
+            time.sleep(0.2)
