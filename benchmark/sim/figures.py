@@ -36,6 +36,11 @@ class Record:
         return self.first - self.arrived
 
     @property
+    def latency(self) -> float:
+        assert self.done is not None
+        return self.done - self.arrived
+
+    @property
     def itl(self) -> float:
         """Mean seconds between its tokens."""
         assert self.first is not None and self.done is not None
@@ -97,6 +102,12 @@ class Least:
         self._held.update([*prompt, *answer[:-1]][self.page - 1 :: self.page])
 
 
+def steady(series: Sequence[tuple[float, int, int, int, int]]) -> float:
+    """The median of what runs in the middle half of the time: neither cold nor coming to its end."""
+    end = series[-1][0] if series else 0.0
+    return percentile([running for at, running, *_ in series if end / 4 <= at <= 3 * end / 4], 50)
+
+
 def summary(records: Sequence[Record], least_pages: int, began: float, gauges: Sequence[Gauges]) -> dict[str, Any]:
     """The figures of the measured requests. least_pages: pages that had to be sent for them.
 
@@ -119,12 +130,14 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "ttft_p99": percentile(ttfts, 99),
         "ttft_mean": sum(ttfts) / len(ttfts),
         "ttft_max": max(ttfts),
+        "latency_p50": percentile([r.latency for r in done], 50),
         "itl_mean": sum(itls) / len(itls) if itls else 0.0,
         "pages_sent": sent,
         "pages_least": least_pages,
         "sent_over_least": sent / least_pages,
         "hit": sum(r.prefix_len for r in done) / sum(r.request.length for r in done),
         "peak_running": max(g.peak_running for g in gauges),
+        "steady_running": steady(gauges[0].series),
         "mean_running": sum(g.running_time for g in gauges) / looked,
         "mean_moving": sum(g.moving_time for g in gauges) / looked,
         "peak_held": max(g.peak_held for g in gauges),

@@ -57,10 +57,8 @@ class Times:
 def published() -> Times:
     """sgl-project/sglang#19746: Qwen3-32B, FP8 KV, page 64, TP 2, three prefill workers and one decode worker, NIXL.
 
-    Known of that run: requests/s 1.21 -> 1.59, TTFT p50 73.2 -> 9.0 s, mean ITL 65.6 -> 130.6 ms, requests on decode
-    37 -> 104 to 126. Of its repetition in the same thread (1.24 -> 1.61 requests/s): 355 tokens per answer on average.
-
-    Fitted, and to what:
+    What was published is in ``published.py``, with the constant that was fitted to each outcome, and those that were
+    held out; where each constant comes from is in ``constants.py``. How the fitted ones were found:
 
     * The pool (in ``workload.py``): 37 requests of 54.5K tokens and the reserve of 512 fit in it without the cache.
     * ``step`` and ``step_token``: mean ITL, off and on. By Little's law 1.21 x 355 x 0.0656 = 28 requests run with the
@@ -69,16 +67,17 @@ def published() -> Times:
       simulation, where more run than the mean for most of the time, has the measured ITL with 1.1 ms and 33 ms. How the
       1.1 ms divide between the request and its tokens, one length of prompt cannot tell: nearly all of it is counted as
       reading KV.
-    * ``token`` and ``attention``: TTFT p50 with the cache on. Their proportion is that of the model's operations:
+    * ``token`` and ``attention``, the operations: TTFT p50 with the cache on. Their proportion is that of the model's:
       64 x 10^9 for a token and 4 x 64 layers x 64 heads x 128 = 2.1 x 10^6 for each token before it; both follow from
       630 x 10^12 operations a second on the two GPUs of a prefill worker.
     * ``bandwidth``: requests/s with the cache off. 37 - 28 = 9 requests are on their way from admission to decode, at
       1.21 a second more than 7 s each, of which prefill's computation takes less than half.
 
-    Not fitted, and so predictions: requests/s with the cache on, on / off, and TTFT p50 with the cache off.
+    They were fitted with one draw of which request has which prefix (seed 0). With others the simulated TTFT with the
+    cache on is several times as long: prefill is so busy that it depends on how evenly three workers are asked; see
+    docs/benchmarks.md.
 
-    Assumed: the prefill router sends a prefix to the worker that has it (the run's front end, Dynamo, does); what takes
-    milliseconds (handshake, messages); one chunk of 32,768 tokens (the run's option).
+    Assumed: the prefill router sends a prefix to the worker that has it (the run's front end, Dynamo, does).
     """
     flops = 630e12
     return Times(
