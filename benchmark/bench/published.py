@@ -287,17 +287,13 @@ def _ratio(value: float) -> str:
 
 def docs(records: Records) -> str:
     """The section of docs/benchmarks.md on the runs behind README's table."""
-    parts = []
-    rows = {(row.record, row.key): "" for row in ROWS}
-    entries = []
-    for name, key in rows:
+    parts, entries = [], []
+    for name, key in dict.fromkeys((row.record, row.key) for row in ROWS):
         entry, setting = _entry(records, name, key), records[name]["setting"]
         entries.append(entry)
         parts.append(f"**{name}** ({setting['date']}, {setting['machine']}; {entry['title']})")
         parts.append(f"    {setting['command']}")
-        for row in ROWS:
-            if (row.record, row.key) == (name, key):
-                parts.append(runs_table(entry, row.side))
+        parts += [runs_table(entry, side) for side in entry["variants"][1:]]
         if "source" in records[name]:
             parts.append(records[name]["source"])
         else:
