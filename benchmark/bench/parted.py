@@ -72,12 +72,15 @@ def look(
     texts = [text for parting, _ in chosen for text in parting.texts]
     ids = load.encode(texts)
     by_name = {variant.name: variant for variant in deployment.variants}
-    for n, (_, note) in enumerate(chosen):
+    lengths = [request.answer for requests in workload.rounds for request in requests]
+    for n, (parting, note) in enumerate(chosen):
         one, other = ids[2 * n], ids[2 * n + 1]
-        note["token"] = len(os.path.commonprefix([one, other])) + 1
-        if note["token"] <= min(len(one), len(other)):
-            note["tokens"] = [one[note["token"] - 1], other[note["token"] - 1]]
-            note["asked_again"] = {}
+        if len(one) == len(other) == lengths[parting.number - 1]:
+            place = len(os.path.commonprefix([one, other]))
+            del note["why"]
+            note |= {"token": place + 1, "tokens": [one[place], other[place]], "asked_again": {}}
+        else:  # with a tokenizer that has several ways to write it
+            note["why"] = "which tokens it has cannot be read off its text"
     for name, variant in by_name.items():  # one side after the other: each has to be woken
         of_it = [n for n, (p, note) in enumerate(chosen) if "tokens" in note and name in (p.first[0], p.seen[0][0])]
         if of_it:
@@ -96,6 +99,7 @@ def _noted(parting: Parting) -> dict[str, Any]:
         "prompt_tokens": len(parting.prompt),
         "first": list(parting.first),
         "seen": [list(run) for run in parting.seen],
+        "why": f"only the first {MOST_LOOKED_AT} are asked for again",
     }
 
 
@@ -146,7 +150,7 @@ def told(note: dict[str, Any]) -> str:
     runs = ", ".join(f"{name} run {n}" for name, n in note["seen"])
     text = f"request {note['request']} ({note['prompt_tokens']} tokens): the answer of {runs}"
     if "token" not in note:
-        return f"{text} is another than that of {variant} run {number}; it was not looked at"
+        return f"{text} is another than that of {variant} run {number}; {note['why']}"
     text += f" parts from that of {variant} run {number} at token {note['token']}"
     return f"{text}; asked again alone: " + "; ".join(
         f"{name}: {_of_side(answer)}" for name, answer in note.get("asked_again", {}).items()

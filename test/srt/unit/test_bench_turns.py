@@ -24,8 +24,8 @@ workload = bench.package("workload")
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
 
 
-def a_workload(requests=3):
-    sizes = dataclasses.replace(workload.Distinct(), requests=requests, prompt=4, answer=3)
+def a_workload(requests=3, answer=3):
+    sizes = dataclasses.replace(workload.Distinct(), requests=requests, prompt=4, answer=answer)
     return sizes.make("e", workload.Tokens(range(400, 1900), 0))
 
 
@@ -173,10 +173,10 @@ class Again:
         return self._status, json.dumps({"meta_info": meta}).encode()
 
 
-def look(again):
+def look(again, answer=4):
     partings = [parted.Parting(7, [1, 2, 3], ("off", 1), (("on", 2),), ("abcd", "abxd"))]
     said = []
-    (note,) = parted.look(again, again, a_workload(), partings, said.append)
+    (note,) = parted.look(again, again, a_workload(7, answer), partings, said.append)
     return note, said
 
 
@@ -213,6 +213,12 @@ def test_what_rounding_does_not_explain_fails(monkeypatch, on, tokens, says):
     assert says in problem and "request 7" in problem
 
 
+def test_a_text_that_does_not_say_its_tokens_is_not_asked_for(monkeypatch):
+    again = Again(monkeypatch, {})
+    note, (said,) = look(again, answer=5)
+    assert not again.asked and not parted.explained(note) and "cannot be read off its text" in said
+
+
 def test_a_worker_that_does_not_answer_again_is_named(monkeypatch):
     with pytest.raises(PdRadixError, match="request 7, asked again on off, got HTTP 500"):
         look(Again(monkeypatch, {"off": {}, "on": {}}, status=500))
@@ -222,10 +228,11 @@ def test_only_some_are_looked_at_and_the_others_are_told(monkeypatch):
     again = Again(monkeypatch, dict.fromkeys(("off", "on"), {ord("b"): -1.0, ord("x"): -1.0}))
     one = a_run("off", 1, ["ab"] * (parted.MOST_LOOKED_AT + 2))
     other = a_run("on", 1, ["ax"] * (parted.MOST_LOOKED_AT + 2))
-    notes = parted.look(again, again, a_workload(), parted.find([one, other]), lambda text: None)
+    many = a_workload(parted.MOST_LOOKED_AT + 2, 2)
+    notes = parted.look(again, again, many, parted.find([one, other]), lambda text: None)
     assert len(notes) == parted.MOST_LOOKED_AT + 2 and len(again.asked) == 2 * parted.MOST_LOOKED_AT
     assert [parted.explained(note) for note in notes] == [True] * parted.MOST_LOOKED_AT + [False] * 2
-    assert "it was not looked at" in parted.told(notes[-1]) and len(parted.problems(notes)) == 2
+    assert "only the first 20 are asked for again" in parted.told(notes[-1]) and len(parted.problems(notes)) == 2
 
 
 @pytest.mark.parametrize("exact, apart, problems", [(True, 1e-6, 0), (True, 0.1, 1), (False, 0.1, 0)])
