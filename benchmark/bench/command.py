@@ -25,10 +25,11 @@ from sglang_pd_radix.tools.cluster import option_value
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.up import check_may_switch, check_model
 
-from . import link, report
+from . import link, parted, published, report
 from .chart import check_libraries
 from .deploy import OFF, Deployment, Shape, Side, engine_options
-from .measure import LoadGenerator, Run, run_once
+from .measure import LoadGenerator
+from .turns import measure_all
 from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
@@ -48,7 +49,6 @@ QUICK: dict[str, dict[str, Any]] = {
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
 PAGE_SIZE = 16
-WARM_UP_REQUESTS = 16
 # The made model. On a CPU what attention takes grows with the KV of all requests. With the shape that `pd-radix
 # make-model` has by default it is nearly all of a decode step (0.35 s for 30 requests on two cores with the engine's
 # loop over them): a batch of any size makes as many tokens per second, so room for more requests gains nothing. This
@@ -71,7 +71,9 @@ Workloads:
   sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
 
 Engine options for all workers follow after --.
-Exit code: 0 all answers are the same with the cache off and on and the KV pools are sound, 1 otherwise.
+The sides take turns, in every other run the other way round. Answers that are not the same are asked for again.
+Exit code: 0 the KV pools are sound and answers are the same with the cache off and on, 1 otherwise. In float32 they may
+part where two tokens are as likely, to 1e-4 nats; in other types rounding parts them, and they are only counted.
 """
 
 
@@ -240,7 +242,7 @@ def _all(
             load.wait_ready()
             info = deployment.info(deployment.variants[0])
             document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
-            document["setting"] |= {"page_size": page_size, "model": args.model or "pd-radix make-model"}
+            document["setting"] |= {"page_size": page_size, "model": _name_of(args.model)}
             show.done(
                 f"1 prefill and {len(sides) * shape.decode} decode workers serve after "
                 f"{time.monotonic() - began:.0f} s (pool of each decode worker: {shape.pool} tokens)"
@@ -254,15 +256,12 @@ def _all(
                         f"{shape.pool}: --set {key}.pool="
                     )
                 for place in _places(deployment, workload, tokens, rates, show):
-                    measured = _measure(deployment, load, workload, runs, page_size, args.sample_every, show, place)
+                    exact = document["setting"]["dtype"].endswith("float32")
+                    measured = measure_all(
+                        deployment, load, workload, runs, page_size, args.sample_every, show, place, exact
+                    )
                     measured["shape"] = vars(shape)
                     measured["sides"] = {side.name: {"options": side.options, "env": dict(side.env)} for side in sides}
-                    if document["setting"]["dtype"].endswith("float32") and any(
-                        r["different_answers"] for r in measured["runs"]
-                    ):
-                        measured["problems"].insert(
-                            0, f"answers are not all identical: {report.identity(measured)} are"
-                        )
                     document["workloads"].append(measured)
 
 
@@ -293,76 +292,6 @@ def _places(
         }
 
 
-def _measure(
-    deployment: Deployment,
-    load: LoadGenerator,
-    workload: Workload,
-    runs: int,
-    page_size: int,
-    every_s: float,
-    show: _Show,
-    place: dict[str, Any],
-) -> dict[str, Any]:
-    """All runs of one workload, variants in turn. ``place``: what `_places` says of it."""
-    found: list[Run] = []
-    names = [variant.name for variant in deployment.variants]
-    show.begin(f"({workload.key}) {place.get('title', workload.title)}", runs * len(names) * workload.requests)
-    for variant in deployment.variants:
-        # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
-        show.step(f"({workload.key}) {variant.name}", 0, "warming up")
-        run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size, every_s)
-    for number in range(1, runs + 1):
-        for variant in deployment.variants:
-            label = f"({workload.key}) run {number} of {runs}, {variant.name}"
-            already = len(found) * workload.requests
-
-            def progress(done: int, of: int, label: str = label, already: int = already) -> None:
-                show.step(label, already + done, f"{done}/{of}")
-
-            show.step(label, already, "warming up")
-            result = run_once(deployment, load, workload, variant, number, page_size, every_s, progress)
-            found.append(result)
-            f = result.figures
-            show.done(
-                f"{label}: {f['requests_per_s']:.2f} req/s, TTFT p50 {1e3 * f['ttft_p50_s']:.0f} ms, "
-                f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms, {f['sent_bytes'] / 2**20:.1f} MiB sent, "
-                f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused on decode"
-                + (f", {f['link_bytes'] / 2**20:.1f} MiB over the link" if "link_bytes" in f else "")
-            )
-    show.end()
-    different = report.compare_answers([r.texts for r in found])
-    sides = {variant.name: variant.radix for variant in deployment.variants}
-    entry: dict[str, Any] = {
-        "key": workload.key,
-        "title": workload.title,
-        "sizes": workload.sizes,
-        "requests": workload.requests,
-        "chat": workload.chat,
-        "notes": list(workload.notes),
-        "page_size": page_size,
-        "variants": names,
-        "problems": sorted({f"{r.variant}, run {r.number}: {p}" for r in found for p in r.problems}),
-        "runs": [
-            {
-                "variant": r.variant,
-                "radix": sides[r.variant],
-                "number": r.number,
-                "figures": r.figures,
-                "rounds": r.rounds,
-                "series": r.series,
-                "ttft_s": [round(t, 5) for t in r.ttft_s],
-                "itl_quantiles_s": [round(t, 6) for t in r.itl_quantiles_s],
-                "answers_sha256": r.digest,
-                "different_answers": count,
-            }
-            for r, count in zip(found, different, strict=True)
-        ],
-        **place,
-    }
-    report.finish(entry)
-    return entry
-
-
 def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, started: float) -> list[Path]:
     def version(*names: str) -> str:
         for name in names:
@@ -387,7 +316,15 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
         "python": platform.python_version(),
         "seconds": round(time.monotonic() - started, 1),
     }
-    return report.write(document, args.out)
+    files = report.write(document, args.out)
+    return [*files, published.write(document, args.out)]
+
+
+def _name_of(model: str | None) -> str:
+    """What a report calls the model: of a path, only its last part."""
+    if model is None:
+        return "pd-radix make-model"
+    return Path(model).name if Path(model).is_dir() else model
 
 
 def _shown(arguments: Sequence[str]) -> Iterator[str]:
@@ -423,7 +360,13 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     show(report.describe(document), *report.headline(document))
     for entry in filter(report.in_rounds, document["workloads"]):
         show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
+    by_order, said = report.order_of_sides(document["workloads"])
+    if by_order:
+        show("Which side was measured first", *by_order)
+        console.print(Text(said), soft_wrap=True)
     for entry in document["workloads"]:
+        for note in entry["differences"]:
+            console.print(Text(f"({entry['key']}) {parted.told(note)}"), soft_wrap=True)
         for problem in entry["problems"]:
             console.print(Text(f"FAILED: ({entry['key']}) {problem}", style="bold red"), soft_wrap=True)
     for path in files:

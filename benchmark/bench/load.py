@@ -5,8 +5,8 @@ latency and inter-token times are handed back as it measured them; and a trace i
 ``use_trace_timestamps``, which its command line has for its own trace format only.
 
 One JSON object per line. In: ``{"url", "model", "concurrency", "seed", "requests": [{"ids", "answer", "arrival_s"}]}``.
-Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...], "duration_s": ...}`` or ``{"error": "..."}``. What
-bench_serving prints goes to stderr.
+Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...], "duration_s": ...}`` or ``{"error": "..."}``. For
+``{"texts": [...]}``, ``{"ids": [...]}``: the token ids of each. What bench_serving prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -70,6 +71,9 @@ def main(model: str) -> int:
     tell({"ready": True, "vocabulary": len(tokenizer)})
     for line in sys.stdin:
         job = json.loads(line)
+        if "texts" in job:
+            tell({"ids": [tokenizer.encode(text, add_special_tokens=False) for text in job["texts"]]})
+            continue
         requests = job["requests"]
         outputs[:] = [None] * len(requests)
         places.clear()
@@ -81,23 +85,24 @@ def main(model: str) -> int:
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
             tell({"error": f"{type(error).__name__}: {error}"})
             continue
-        told = []
-        for output in outputs:
-            text = output.generated_text
-            told.append(
-                {
-                    "text": text,
-                    "ids": tokenizer.encode(text, add_special_tokens=False) if job.get("encode") else None,
-                    "tokens": output.output_len,
-                    "start_s": output.start_time,
-                    "ttft_s": output.ttft,
-                    "latency_s": output.latency,
-                    "itl_s": output.itl,
-                    "error": None if output.success else (output.error or "no answer").strip().splitlines()[-1],
-                }
-            )
-        tell({"outputs": told, "duration_s": result["duration"]})
+        encode = tokenizer.encode if job.get("encode") else None
+        tell({"outputs": [_told(output, encode) for output in outputs], "duration_s": result["duration"]})
     return 0
+
+
+def _told(output: Any, encode: Callable[..., list[int]] | None) -> dict[str, Any]:
+    """One answer as bench_serving measured it, with its token ids where they can be had by ``encode``."""
+    text = output.generated_text
+    return {
+        "text": text,
+        "ids": encode(text, add_special_tokens=False) if encode else None,
+        "tokens": output.output_len,
+        "start_s": output.start_time,
+        "ttft_s": output.ttft,
+        "latency_s": output.latency,
+        "itl_s": output.itl,
+        "error": None if output.success else (output.error or "no answer").strip().splitlines()[-1],
+    }
 
 
 def _arguments(job: dict[str, Any], model: str) -> argparse.Namespace:

@@ -89,6 +89,10 @@ class LoadGenerator:
             else:
                 return message
 
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of ``texts``. Raises PdRadixError if it cannot."""
+        return self.run({"texts": list(texts)}, lambda done: None, lambda: None)["ids"]
+
     def close(self) -> None:
         if self._process.poll() is None:
             assert self._process.stdin
@@ -193,7 +197,7 @@ class Asked:
 
 @dataclass
 class Run:
-    """One run. ``figures`` are those of the tables; ``texts`` the answers in order."""
+    """One run. ``figures`` are those of the tables; ``texts`` the answers in order, ``prompts`` (token ids) theirs."""
 
     variant: str
     number: int
@@ -203,6 +207,7 @@ class Run:
     ttft_s: list[float]
     itl_quantiles_s: list[float]
     texts: list[str] = field(repr=False)
+    prompts: list[Sequence[int]] = field(repr=False)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -259,47 +264,57 @@ def run_once(
             ]
             asked += answers
             after = deployment.counters(variant)
-            began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
-            rounds.append(
-                {
-                    "requests": len(answers),
-                    "duration_s": ended - began,
-                    "least_pages": least,
-                    "prompt_pages": pages_of(prompts, page_size),
-                    "asked_tokens": sum(map(len, prompts)),
-                    "ttft_p50_s": percentile([a.ttft_s for a in answers], 50),
-                    **{name: after[name] - before[name] for name in after},
-                }
-            )
+            rounds.append(_round_of(answers, least, page_size, before, after))
             before = after
     finally:
         samples = watch.stop()
     told_apart = rounds_of_stream(asked, list(map(len, workload.rounds))) if workload.stream else rounds
     figures = figures_of(asked, rounds, samples, index, deployment.used_peak(variant))
     figures["least_pages_with_warm_up"] = figures["least_pages"] + warm_pages
-    began = min(a.start_s for a in asked)
-    series = [
-        {
-            "s": round(s.at_s - began, 2),
-            "running": s.running,
-            "waiting": s.waiting,
-            "used_tokens": s.used_tokens,
-            "kept_tokens": s.kept_tokens,
-            "sent_bytes": s.sent_bytes - first["sent_bytes"],
-        }
-        for s in samples
-    ]
     return Run(
         variant.name,
         number,
         figures,
         told_apart,
-        series,
+        _series_of(samples, min(a.start_s for a in asked), first["sent_bytes"]),
         [a.ttft_s for a in asked],
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
+        [a.prompt for a in asked],
         [*deployment.problems(variant), *link_problems(figures)],
     )
+
+
+def _round_of(
+    answers: Sequence[Asked], least_pages: int, page_size: int, before: dict[str, float], after: dict[str, float]
+) -> dict[str, float]:
+    """What the clients saw of one round, and what the workers counted meanwhile."""
+    began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
+    prompts = [a.prompt for a in answers]
+    return {
+        "requests": len(answers),
+        "duration_s": ended - began,
+        "least_pages": least_pages,
+        "prompt_pages": pages_of(prompts, page_size),
+        "asked_tokens": sum(map(len, prompts)),
+        "ttft_p50_s": percentile([a.ttft_s for a in answers], 50),
+        **{name: after[name] - before[name] for name in after},
+    }
+
+
+def _series_of(samples: Sequence[Sample], began_s: float, sent_before: float) -> list[dict[str, float]]:
+    """The samples from the first request on; bytes since the run began."""
+    return [
+        {
+            "s": round(s.at_s - began_s, 2),
+            "running": s.running,
+            "waiting": s.waiting,
+            "used_tokens": s.used_tokens,
+            "kept_tokens": s.kept_tokens,
+            "sent_bytes": s.sent_bytes - sent_before,
+        }
+        for s in samples
+    ]
 
 
 def rounds_of_stream(asked: Sequence[Asked], sizes: Sequence[int]) -> list[dict[str, float]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
+from . import order, parted
 from .chart import Bars, Chart, Line, script
 from .stats import Spread, paired_ratio, percentile
 
@@ -274,6 +275,22 @@ def identity(entry: Document) -> str:
     return f"all {asked}" if not different else f"{asked - different} of {asked}"
 
 
+def order_of_sides(entries: Sequence[Document]) -> tuple[tuple[list[str], list[list[str]]] | None, str]:
+    """On / off by which was measured first: a table, and what it comes to over all workloads; None and "" where no
+    workload has both orders."""
+    first = [(pair.below, pair.above) for pair in (pairs(entry)[0] for entry in entries)]
+    names = {f.key: f.name.partition(",")[0] for f in FIGURES if f.key in order.FIGURES}
+    return order.table(entries, first, names), order.sentence(entries, first, names)
+
+
+def answers(entry: Document) -> list[str]:
+    """What is to be said of a workload's answers: how many are the same, and of each other one where it parts."""
+    return [
+        f"Answers identical in all runs: {identity(entry)}.",
+        *(f"{text[0].upper()}{text[1:]}." for text in map(parted.told, entry.get("differences", ()))),
+    ]
+
+
 def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of a chat's table by turn: medians over the runs."""
     heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "least possible"]
@@ -291,7 +308,7 @@ def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     return heading, rows
 
 
-def _markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -311,26 +328,31 @@ def sizes_line(entry: Document) -> str:
 
 
 _LEGEND = (
-    "Cells: median (least–greatest) over the runs; on / off is taken of neighbouring runs, and worst is the least "
-    "favourable of them (in brackets where a cell has two numbers). The least possible is computed from the workload."
+    "Cells: median (least–greatest) over the runs. On / off is the median of the ratios of neighbouring runs, so it is "
+    "not the ratio of the medians beside it; worst is the least favourable of them (in brackets where a cell has two "
+    "numbers). The least possible is computed from the workload."
 )
+_TURNS = "Runs of all sides took turns, {} of each; the first in odd runs was the last in even ones."
 
 
 def markdown(document: Document) -> str:
     """The report as Markdown."""
     parts = ["# pd-radix bench", describe(document), f"    {document['setting']['command']}"]
     runs = document["setting"]["runs"]
-    parts.append(f"Runs of all sides took turns, {runs} of each. {_LEGEND}")
-    parts.append(_markdown_table(*headline(document)))
+    parts.append(f"{_TURNS.format(runs)} {_LEGEND}")
+    parts.append(markdown_table(*headline(document)))
+    by_order, said = order_of_sides(document["workloads"])
+    if by_order:
+        parts += [markdown_table(*by_order), said]
     for entry in document["workloads"]:
         parts.append(f"## ({entry['key']}) {entry['title']}")
         parts.append(sizes_line(entry))
-        parts.append(_markdown_table(*table(entry)))
+        parts.append(markdown_table(*table(entry)))
         if entry["chat"]:
-            parts.append(_markdown_table(*turns_table(entry)))
+            parts.append(markdown_table(*turns_table(entry)))
         if in_rounds(entry):
-            parts.append(_markdown_table(*rounds_table(entry)))
-        parts.append(f"Answers identical in all runs: {identity(entry)}.")
+            parts.append(markdown_table(*rounds_table(entry)))
+        parts += answers(entry)
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
     return "\n\n".join(parts) + "\n"
@@ -448,10 +470,13 @@ def html(document: Document) -> str:
     parts = [
         f"<p class=dim>{escape(describe(document))}</p>",
         f"<pre>{escape(setting['command'])}</pre>",
-        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. Runs of all sides "
-        f"took turns, {setting['runs']} of each. {_LEGEND}</p>",
+        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. "
+        f"{_TURNS.format(setting['runs'])} {_LEGEND}</p>",
         _html_table(*headline(document)),
     ]
+    by_order, said = order_of_sides(document["workloads"])
+    if by_order:
+        parts += [_html_table(*by_order), f"<p>{escape(said)}</p>"]
     for entry in document["workloads"]:
         parts.append(f"<h2>({escape(entry['key'])}) {escape(entry['title'])}</h2>")
         parts.append(f"<p class=dim>{escape(sizes_line(entry))}</p>")
@@ -461,7 +486,7 @@ def html(document: Document) -> str:
             parts.append(_html_table(*turns_table(entry)))
         if in_rounds(entry):
             parts.append(_html_table(*rounds_table(entry)))
-        parts.append(f"<p>Answers identical in all runs: {identity(entry)}.</p>")
+        parts += [f"<p>{escape(text)}</p>" for text in answers(entry)]
         parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
         parts.append(f"<div class=charts>{''.join(chart.interactive() for chart in charts(entry).values())}</div>")
     return (

@@ -1,0 +1,171 @@
+"""Answers that are not the same in all runs: where they part, and how far apart the two tokens are there.
+
+Two answers to one prompt part where the sums of two batches round differently and two tokens are as likely. Whether it
+was that can be asked afterwards: the same prompt once more, alone, up to the place, for the log-probabilities of both
+tokens. KV that was wrong moves the log-probabilities by far more, and picks a token that is behind when asked alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.cluster import http
+from sglang_pd_radix.tools.rounding import LEAST_LIMIT
+
+from .deploy import Deployment, Variant
+from .measure import LoadGenerator, Run
+from .workload import Workload
+
+# Of so many partings of a workload the tokens are asked for; in bfloat16 hundreds of answers part.
+MOST_LOOKED_AT = 20
+LIKELIEST = 5
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Two answers to request ``number`` (from 1, in the order of the workload): that of run 1 of the first side, and
+    that of all runs ``seen`` (variant, number)."""
+
+    number: int
+    prompt: Sequence[int]
+    first: tuple[str, int]
+    seen: tuple[tuple[str, int], ...]
+    texts: tuple[str, str]
+
+
+def find(runs: Sequence[Run]) -> list[Parting]:
+    """The answers that are not those of the first run, of each request and text once.
+
+    In a chat what follows on such an answer has another prompt, and is left out.
+    """
+    reference = runs[0]
+    found: dict[tuple[int, str], list[tuple[str, int]]] = {}
+    for run in runs[1:]:
+        for i, (one, other) in enumerate(zip(reference.texts, run.texts, strict=True)):
+            if one != other and list(reference.prompts[i]) == list(run.prompts[i]):
+                found.setdefault((i, other), []).append((run.variant, run.number))
+    first = (reference.variant, reference.number)
+    return [
+        Parting(i + 1, reference.prompts[i], first, tuple(seen), (reference.texts[i], text))
+        for (i, text), seen in sorted(found.items())
+    ]
+
+
+def look(
+    deployment: Deployment,
+    load: LoadGenerator,
+    workload: Workload,
+    partings: Sequence[Parting],
+    tell: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Ask for both tokens of each parting, on its side and on the first. Returns what the report has of each.
+
+    Raises PdRadixError if a request fails.
+    """
+    looks = [_noted(parting) for parting in partings]
+    chosen = list(zip(partings, looks, strict=True))[:MOST_LOOKED_AT]
+    texts = [text for parting, _ in chosen for text in parting.texts]
+    ids = load.encode(texts)
+    by_name = {variant.name: variant for variant in deployment.variants}
+    lengths = [request.answer for requests in workload.rounds for request in requests]
+    for n, (parting, note) in enumerate(chosen):
+        one, other = ids[2 * n], ids[2 * n + 1]
+        if len(one) == len(other) == lengths[parting.number - 1]:
+            place = len(os.path.commonprefix([one, other]))
+            del note["why"]
+            note |= {"token": place + 1, "tokens": [one[place], other[place]], "asked_again": {}}
+        else:  # with a tokenizer that has several ways to write it
+            note["why"] = "which tokens it has cannot be read off its text"
+    for name, variant in by_name.items():  # one side after the other: each has to be woken
+        of_it = [n for n, (p, note) in enumerate(chosen) if "tokens" in note and name in (p.first[0], p.seen[0][0])]
+        if of_it:
+            deployment.use(variant)
+        for n in of_it:
+            parting, note = chosen[n]
+            note["asked_again"][name] = _ask(deployment, variant, parting.prompt, ids[2 * n], note)
+    for note in looks:
+        tell(f"({workload.key}) {told(note)}")
+    return looks
+
+
+def _noted(parting: Parting) -> dict[str, Any]:
+    return {
+        "request": parting.number,
+        "prompt_tokens": len(parting.prompt),
+        "first": list(parting.first),
+        "seen": [list(run) for run in parting.seen],
+        "why": f"only the first {MOST_LOOKED_AT} are asked for again",
+    }
+
+
+def _ask(
+    deployment: Deployment, variant: Variant, prompt: Sequence[int], ids: Sequence[int], note: dict[str, Any]
+) -> dict[str, Any]:
+    """Log-probabilities of both tokens where the answers part, alone on ``variant``; null if not of the likeliest."""
+    count = note["token"]
+    body = {
+        "input_ids": list(prompt),
+        # Two at least: prefill makes the first, and one token is no request for decode.
+        "sampling_params": {"temperature": 0, "max_new_tokens": max(2, count), "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": LIKELIEST,
+    }
+    status, content = http(deployment.url(variant) + "/generate", body, timeout=600)
+    if status != 200:
+        deployment.cluster.check()
+        said = content.decode(errors="replace")[:300]
+        raise PdRadixError(f"request {note['request']}, asked again on {variant.name}, got HTTP {status}: {said}")
+    meta = json.loads(content)["meta_info"]
+    tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+    same = len(os.path.commonprefix([tokens[: count - 1], list(ids[: count - 1])]))
+    if same < count - 1:
+        return {"parts_earlier_at": same + 1}
+    likeliest = {token: logprob for logprob, token, *_ in meta["output_top_logprobs"][count - 1]}
+    return {"token": tokens[count - 1], "logprobs": [likeliest.get(token) for token in note["tokens"]]}
+
+
+def apart(note: dict[str, Any]) -> float | None:
+    """How far apart the two tokens are, nats: the greatest of the sides'. None where that is not known."""
+    answers = list(note.get("asked_again", {}).values())
+    pairs = [answer.get("logprobs", [None]) for answer in answers]
+    if not pairs or any(logprob is None for pair in pairs for logprob in pair):
+        return None
+    return max(abs(one - other) for one, other in pairs)
+
+
+def explained(note: dict[str, Any]) -> bool:
+    """Whether rounding in float32 explains it: asked alone, the two tokens are as likely on every side."""
+    distance = apart(note)
+    return distance is not None and distance <= LEAST_LIMIT
+
+
+def told(note: dict[str, Any]) -> str:
+    """One sentence for a reader."""
+    variant, number = note["first"]
+    runs = ", ".join(f"{name} run {n}" for name, n in note["seen"])
+    text = f"request {note['request']} ({note['prompt_tokens']} tokens): the answer of {runs}"
+    if "token" not in note:
+        return f"{text} is another than that of {variant} run {number}; {note['why']}"
+    text += f" parts from that of {variant} run {number} at token {note['token']}"
+    return f"{text}; asked again alone: " + "; ".join(
+        f"{name}: {_of_side(answer)}" for name, answer in note.get("asked_again", {}).items()
+    )
+
+
+def _of_side(answer: dict[str, Any]) -> str:
+    if "parts_earlier_at" in answer:
+        return f"another answer from token {answer['parts_earlier_at']} on"
+    one, other = answer["logprobs"]
+    if one is None or other is None:
+        return f"one of the two tokens is not among the {LIKELIEST} likeliest"
+    return f"the two tokens have {one:.6f} and {other:.6f}, {abs(one - other):.1e} nats apart"
+
+
+def problems(looks: Sequence[dict[str, Any]]) -> list[str]:
+    """What makes the command fail in float32: answers that rounding does not explain."""
+    return [f"answers are not identical: {told(note)}" for note in looks if not explained(note)]

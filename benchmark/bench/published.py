@@ -1,0 +1,314 @@
+"""What the documentation publishes: compact records of runs, and the tables that are made of them and of nothing else.
+
+A record is what is left of a report when what takes room is left out: of each run its figures, the side, and when it
+had its turn. `pd-radix bench` writes one beside its report; those that README cites lie in ``docs/lab/runs``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from . import parted, report
+
+Record = dict[str, Any]
+Records = Mapping[str, Record]
+#: Of a run's figures beside those of the report's tables.
+MORE_FIGURES = ("prompt_tokens", "reused_tokens", "least_bytes", "duration_s")
+DIGITS = 6
+
+
+def compact(document: report.Document) -> Record:
+    """The record of a report."""
+    keys = (*(figure.key for figure in report.FIGURES), *MORE_FIGURES)
+    workloads = []
+    for entry in document["workloads"]:
+        kept = {k: entry[k] for k in ("key", "title", "sizes", "requests", "page_size", "variants", "sides")}
+        runs = [
+            {k: run[k] for k in ("variant", "number", "turn", "different_answers", "answers_sha256")}
+            | {"figures": {k: _short(run["figures"][k]) for k in keys if k in run["figures"]}}
+            for run in entry["runs"]
+        ]
+        workloads.append({**kept, "differences": entry["differences"], "runs": runs})
+    setting = dict(document["setting"])
+    return {"setting": setting | {"command": _without_out(setting["command"])}, "workloads": workloads}
+
+
+def _without_out(command: str) -> str:
+    """The command without where it wrote its report."""
+    words = iter(shlex.split(command))
+    kept = [word for word in words if not word.startswith("--out=") and (word != "--out" or not next(words, ""))]
+    return shlex.join(kept)
+
+
+def write(document: report.Document, out: Path) -> Path:
+    """Write the record of a report beside it. Returns its path."""
+    path = out / "record.json"
+    try:
+        path.write_text(as_text(compact(document)), encoding="utf-8")
+    except OSError as error:
+        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def _short(value: float) -> float | None:
+    """To `DIGITS` significant digits; what is no number is null."""
+    return None if math.isnan(value) else float(f"{value:.{DIGITS}g}")
+
+
+def demo_record(document: Mapping[str, Any], command: str) -> Record:
+    """The record of what ``pd-radix demo --json`` wrote."""
+    kept = ("workload", "least_bytes", "identical")
+    sent = {name: run["totals"]["sent_bytes"] for name, run in document["runs"].items()}
+    setting = {k: v for k, v in document["setting"].items() if k not in ("engine_options", "seconds")}
+    return {"setting": {"command": command, **setting}, **{k: document[k] for k in kept}, "sent_bytes": sent}
+
+
+def as_text(record: Record) -> str:
+    """JSON with a line for each run."""
+    lines: list[str] = []
+
+    def kept(run: Record) -> str:
+        lines.append(json.dumps(run, ensure_ascii=False))
+        return f"run {len(lines) - 1}"
+
+    folded = dict(record)
+    if "workloads" in record:
+        folded["workloads"] = [{**e, "runs": [kept(run) for run in e["runs"]]} for e in record["workloads"]]
+    text = json.dumps(folded, indent=1, ensure_ascii=False)
+    for i, line in enumerate(lines):
+        text = text.replace(f'"run {i}"', line, 1)
+    return text + "\n"
+
+
+def load(directory: Path) -> dict[str, Record]:
+    """All records, by the names of their files. Raises PdRadixError."""
+    found = {}
+    for path in sorted(directory.glob("*.json")):
+        try:
+            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PdRadixError(f"cannot read the record {path}: {error}") from None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ pairs of runs
+
+
+def pairs(entry: Record, side: str) -> list[tuple[Record, Record]]:
+    """The runs of off and of ``side`` that were next to each other, number by number."""
+    runs = {(run["variant"], run["number"]): run for run in entry["runs"]}
+    numbers = sorted({number for _, number in runs})
+    return [(runs["off", n], runs[side, n]) for n in numbers if ("off", n) in runs and (side, n) in runs]
+
+
+def over(pair: tuple[Record, Record], key: str) -> float:
+    """The side's figure over off's; NaN where one of them has none."""
+    below, above = (run["figures"].get(key) for run in pair)
+    return above / below if above is not None and below else math.nan
+
+
+def median_pair(found: Sequence[tuple[Record, Record]]) -> tuple[Record, Record]:
+    """The pair whose gain in requests/s is the median, of an even number the lower one of the middle two.
+
+    Everything that is printed of it is of the same two runs, so that a reader can divide it.
+    """
+    return sorted(found, key=lambda pair: over(pair, "requests_per_s"))[(len(found) - 1) // 2]
+
+
+def worst(found: Sequence[tuple[Record, Record]], figure: report.Figure) -> float:
+    """The least favourable ratio of all pairs."""
+    ratios = [ratio for ratio in (over(pair, figure.key) for pair in found) if not math.isnan(ratio)]
+    return (min if figure.good == "more" else max)(ratios, default=math.nan)
+
+
+# ------------------------------------------------------------------------------------------------------------- README
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of README's table: of which record, workload and side, and what it says of them."""
+
+    record: str
+    key: str
+    side: str
+    text: str
+    how: str = ""
+
+
+_GPU = "[how](docs/benchmarks.md#on-a-gpu-one-h100-2026-11-23)"
+ROWS = (
+    Row("a", "a", "on", "20 shared prefixes, 128 clients, decode short of memory, from a cold start"),
+    Row("g", "g", "on", "new prefixes every round, into a pool full of old ones"),
+    Row("h", "h", "on", "more prefixes than the pool holds"),
+    Row("aw", "aw", "on", "warm: 4 of 20 prefixes at a time, each asked for before"),
+    Row(
+        "four-layers",
+        "a",
+        "on",
+        "the first halved, on a model of four layers (`pd-radix make-model MODEL`): attention is the most of a step",
+    ),
+    Row("four-layers", "a", "shared", "the same, shared prefixes read once as well", "the same command"),
+    Row("h100", "a", "on", "the first on one H100, 0.94 billion parameters, bfloat16", _GPU),
+    Row("h100", "a", "shared", "the same, shared prefixes read once as well", _GPU),
+)
+_FIGURES = {figure.key: figure for figure in report.FIGURES}
+_MARK = "<!-- {}: made by `python benchmark/figures.py` from docs/lab/runs -->"
+_END = "<!-- end of {} -->"
+
+
+def _record(records: Records, name: str) -> Record:
+    if name not in records:
+        raise PdRadixError(f"there is no record {name}.json in docs/lab/runs, of which README's figures are made")
+    return records[name]
+
+
+def _entry(records: Records, name: str, key: str) -> Record:
+    return next(entry for entry in _record(records, name)["workloads"] if entry["key"] == key)
+
+
+def _digits(value: float) -> str:
+    """Three digits, more of a great number."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _change(pair: tuple[Record, Record], key: str, unit: float) -> str:
+    return " → ".join(_digits(run["figures"][key] / unit) for run in pair)
+
+
+def readme_row(records: Records, row: Row) -> list[str]:
+    """The cells of one row. Raises PdRadixError where its record is not there."""
+    found = pairs(_entry(records, row.record, row.key), row.side)
+    pair = median_pair(found)
+
+    def ratio(key: str) -> str:
+        return f"{over(pair, key):.2f} x ({worst(found, _FIGURES[key]):.2f})"
+
+    how = row.how or f"`{records[row.record]['setting']['command']}`"
+    return [
+        row.text,
+        f"{_change(pair, 'requests_per_s', 1)}: **{ratio('requests_per_s')}**",
+        f"{_change(pair, 'ttft_p50_s', 1e-3)}: {ratio('ttft_p50_s')}",
+        f"{_change(pair, 'itl_mean_s', 1e-3)}: {ratio('itl_mean_s')}",
+        _change(pair, "sent_bytes", 2**20),
+        str(len(found)),
+        how,
+    ]
+
+
+HEADING = ("workload", "requests/s", "TTFT p50, ms", "ITL mean, ms", "KV sent, MiB", "pairs", "command")
+
+
+def readme(records: Records) -> str:
+    """README's figures: the demo, the table, and what is to be said of the answers."""
+    table = report.markdown_table(HEADING, [readme_row(records, row) for row in ROWS])
+    return "\n\n".join((_demo(records), table, f"{_READ} {_answers(records)}"))
+
+
+_READ = (
+    "Off → on, and on / off behind it, are of one pair of neighbouring runs: the one whose requests/s have the median "
+    "ratio of all pairs (of an even number the lower of the middle two). In brackets: the worst pair, for each figure."
+)
+
+
+def _demo(records: Records) -> str:
+    demo = _record(records, "demo")
+    chat, sent, least = demo["workload"], demo["sent_bytes"], demo["least_bytes"]
+    same = "all answers are the same" if demo["identical"] else "not all answers are the same"
+    return (
+        f"`{demo['setting']['command']}`, {chat['clients']} chats of {chat['turns']} turns: "
+        f"{sent['off'] / 2**20:.0f} MiB of KV sent with the flag off, {sent['on'] / 2**20:.0f} MiB with it on, "
+        f"{sent['on'] / least:.3f} times the least possible; {same}."
+    )
+
+
+def _answers(records: Records) -> str:
+    """How many answers of the runs in float32 are the same, and what is known of the others."""
+    asked = different = 0
+    looks = []
+    for name in dict.fromkeys(row.record for row in ROWS):
+        if not records[name]["setting"]["dtype"].endswith("float32"):
+            continue
+        for entry in records[name]["workloads"]:
+            asked += entry["requests"] * len(entry["runs"])
+            different += sum(run["different_answers"] for run in entry["runs"])
+            looks += entry["differences"]
+    if not different:
+        return f"All {asked:,} answers of the runs in float32 are the same."
+    text = f"Of {asked:,} answers in float32, {different} are others than those of the first run with the flag off"
+    known = [distance for distance in map(parted.apart, looks) if distance is not None]
+    if len(known) < len(looks) or not all(map(parted.explained, looks)):
+        return f"{text}, and rounding does not explain all of them (docs/benchmarks.md)."
+    return f"{text}; they part where two tokens, asked for again, are at most {max(known):.0e} nats apart."
+
+
+# --------------------------------------------------------------------------------------------------------------- docs
+
+
+_DOC_FIGURES = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s")
+_DOC_SIDES = ("sent_over_least", "peak_over_least", "running_max")
+
+
+def runs_table(entry: Record, side: str) -> str:
+    """All pairs of a side with off, a line each, the median one in bold."""
+    found = pairs(entry, side)
+    middle = median_pair(found)
+    heading = ["pair", "first"]
+    heading += [f"{_FIGURES[k].name}: off, {side}, ratio" for k in _DOC_FIGURES]
+    heading += [f"{_FIGURES[k].name}: off, {side}" for k in _DOC_SIDES]
+    rows = []
+    for off, on in found:
+        row = [str(off["number"]), "off" if off["turn"] < on["turn"] else side]
+        for key in _DOC_FIGURES:
+            figure = _FIGURES[key]
+            row.append(f"{_both(off, on, figure)}, {_ratio(over((off, on), key))}")
+        row += [_both(off, on, _FIGURES[key]) for key in _DOC_SIDES]
+        rows.append([f"**{cell}**" for cell in row] if off is middle[0] else row)
+    return report.markdown_table(heading, rows)
+
+
+def _both(off: Record, on: Record, figure: report.Figure) -> str:
+    values = (run["figures"].get(figure.key) for run in (off, on))
+    return ", ".join("–" if value is None else report.number(value, figure) for value in values)
+
+
+def _ratio(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def docs(records: Records) -> str:
+    """The section of docs/benchmarks.md on the runs behind README's table."""
+    parts, entries = [], []
+    for name, key in dict.fromkeys((row.record, row.key) for row in ROWS):
+        entry, setting = _entry(records, name, key), records[name]["setting"]
+        entries.append(entry)
+        parts.append(f"**{name}** ({setting['date']}, {setting['machine']}; {entry['title']})")
+        parts.append(f"    {setting['command']}")
+        parts += [runs_table(entry, side) for side in entry["variants"][1:]]
+        if "source" in records[name]:
+            parts.append(records[name]["source"])
+        else:
+            parts.append("\n".join(f"* {text}" for text in report.answers(entry)))
+    by_order, said = report.order_of_sides(entries)
+    if by_order:
+        parts += ["**Which side was measured first**", report.markdown_table(*by_order), said]
+    return "\n\n".join(parts)
+
+
+def replaced(text: str, name: str, made: str) -> str:
+    """``text`` with what is between the marks of ``name`` made anew. Raises PdRadixError where it has no such marks."""
+    mark, end = _MARK.format(name), _END.format(name)
+    before, found, rest = text.partition(mark)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise PdRadixError(f"there are no lines {mark} and {end}, between which the figures belong")
+    return f"{before}{mark}\n\n{made}\n\n{end}{after}"

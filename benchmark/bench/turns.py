@@ -1,0 +1,116 @@
+"""All runs of one workload: the sides take turns, and so does which of them goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from . import parted, report
+from .deploy import Deployment, Variant
+from .measure import LoadGenerator, Run, run_once
+from .order import in_order
+from .workload import Workload
+
+WARM_UP_REQUESTS = 16
+
+
+class Show(Protocol):
+    """Where progress is told."""
+
+    def begin(self, title: str, total: int) -> None: ...
+
+    def step(self, label: str, completed: int, state: str) -> None: ...
+
+    def done(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def measure_all(
+    deployment: Deployment,
+    load: LoadGenerator,
+    workload: Workload,
+    runs: int,
+    page_size: int,
+    every_s: float,
+    show: Show,
+    place: dict[str, Any],
+    exact: bool,
+) -> dict[str, Any]:
+    """What the report has of one workload. Every side is warmed up alike, and every run begins with empty caches.
+
+    place: what `command._places` says of the link. exact: in this data type, answers may part where two tokens are as
+    likely to `parted.LEAST_LIMIT` nats, and nowhere else. Raises PdRadixError if a request fails.
+    """
+    found: list[tuple[int, Run]] = []
+    variants = deployment.variants
+    show.begin(f"({workload.key}) {place.get('title', workload.title)}", runs * len(variants) * workload.requests)
+    for variant in variants:
+        # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
+        show.step(f"({workload.key}) {variant.name}", 0, "warming up")
+        run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size, every_s)
+    for number in range(1, runs + 1):
+        for turn, variant in enumerate(in_order(variants, number), 1):
+            label = f"({workload.key}) run {number} of {runs}, {variant.name}"
+            already = len(found) * workload.requests
+
+            def progress(done: int, of: int, label: str = label, already: int = already) -> None:
+                show.step(label, already + done, f"{done}/{of}")
+
+            show.step(label, already, "warming up")
+            result = run_once(deployment, load, workload, variant, number, page_size, every_s, progress)
+            found.append((turn, result))
+            show.done(f"{label}: {_told(result)}")
+    show.end()
+    partings = parted.find([run for _, run in found])
+    looks = parted.look(deployment, load, workload, partings, show.done) if partings else []
+    entry = _entry(workload, variants, page_size, found) | {"differences": looks} | place
+    if exact:
+        entry["problems"][:0] = parted.problems(looks)
+    report.finish(entry)
+    return entry
+
+
+def _told(run: Run) -> str:
+    f = run.figures
+    return (
+        f"{f['requests_per_s']:.2f} req/s, TTFT p50 {1e3 * f['ttft_p50_s']:.0f} ms, "
+        f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms, {f['sent_bytes'] / 2**20:.1f} MiB sent, "
+        f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused on decode"
+        + (f", {f['link_bytes'] / 2**20:.1f} MiB over the link" if "link_bytes" in f else "")
+    )
+
+
+def _entry(
+    workload: Workload, variants: Sequence[Variant], page_size: int, found: Sequence[tuple[int, Run]]
+) -> dict[str, Any]:
+    """``found``: the runs in the order in which they were made, each with its turn (from 1) among its number's."""
+    sides = {variant.name: variant.radix for variant in variants}
+    different = report.compare_answers([run.texts for _, run in found])
+    return {
+        "key": workload.key,
+        "title": workload.title,
+        "sizes": workload.sizes,
+        "requests": workload.requests,
+        "chat": workload.chat,
+        "notes": list(workload.notes),
+        "page_size": page_size,
+        "variants": [variant.name for variant in variants],
+        "problems": sorted({f"{r.variant}, run {r.number}: {p}" for _, r in found for p in r.problems}),
+        "runs": [
+            {
+                "variant": run.variant,
+                "radix": sides[run.variant],
+                "number": run.number,
+                "turn": turn,
+                "figures": run.figures,
+                "rounds": run.rounds,
+                "series": run.series,
+                "ttft_s": [round(t, 5) for t in run.ttft_s],
+                "itl_quantiles_s": [round(t, 6) for t in run.itl_quantiles_s],
+                "answers_sha256": run.digest,
+                "different_answers": count,
+            }
+            for (turn, run), count in zip(found, different, strict=True)
+        ],
+    }

@@ -1,0 +1,72 @@
+"""The published figures, made of the records in ``docs/lab/runs``: README's table and the section behind it.
+
+    python benchmark/figures.py                       # make them anew
+    python benchmark/figures.py --take a=DIR demo=FILE
+
+``--take NAME=DIR`` first takes the record and the charts of a report of ``pd-radix bench`` (its ``--out``), or what
+``pd-radix demo --json`` wrote, as record NAME. ``test/srt/unit/test_published.py`` checks that nothing else is
+published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import bench
+
+published = bench.package("published")
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = ROOT / "docs" / "lab" / "runs"
+#: The files with figures, the name between whose marks they are, and what makes them.
+FILES = {
+    ROOT / "README.md": ("figures", published.readme),
+    ROOT / "docs" / "benchmarks.md": ("runs", published.docs),
+}
+
+
+def take(given: str) -> None:
+    """Take the record ``NAME=PATH``, and of a report the charts that the documentation shows. Raises PdRadixError."""
+    name, equals, place = given.partition("=")
+    path = Path(place)
+    if not name or not equals:
+        raise PdRadixError(f"--take {given}: write NAME=DIR of a report, or demo=FILE")
+    source = path / "record.json" if path.is_dir() else path
+    try:
+        record = json.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PdRadixError(f"--take {given}: cannot read {source}: {error}") from None
+    if "runs" in record:
+        record = published.demo_record(record, "make demo")
+    RUNS.mkdir(parents=True, exist_ok=True)
+    (RUNS / f"{name}.json").write_text(published.as_text(record), encoding="utf-8")
+    for chart in sorted(path.glob("charts/*.svg")):
+        shown = ROOT / "docs" / "report" / chart.name
+        if name == chart.name.partition("-")[0] and shown.exists():
+            shutil.copyfile(chart, shown)
+
+
+def main() -> int:
+    """Take records and write the files. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--take", nargs="+", default=[], metavar="NAME=PATH", help="records to take first")
+    args = parser.parse_args()
+    try:
+        for given in args.take:
+            take(given)
+        records = published.load(RUNS)
+        for path, (name, make) in FILES.items():
+            path.write_text(published.replaced(path.read_text(encoding="utf-8"), name, make(records)), encoding="utf-8")
+    except PdRadixError as error:
+        print(f"figures: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

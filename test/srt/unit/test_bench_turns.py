@@ -1,0 +1,254 @@
+"""`pd-radix bench`: which side goes first, and what becomes of answers that are not the same. No server is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+from bench_documents import a_document, run_entry
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import bench
+
+deploy = bench.package("deploy")
+measure = bench.package("measure")
+order = bench.package("order")
+parted = bench.package("parted")
+report = bench.package("report")
+turns = bench.package("turns")
+workload = bench.package("workload")
+
+SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
+
+
+def a_workload(requests=3, answer=3):
+    sizes = dataclasses.replace(workload.Distinct(), requests=requests, prompt=4, answer=answer)
+    return sizes.make("e", workload.Tokens(range(400, 1900), 0))
+
+
+def a_run(variant, number, texts, prompts=None):
+    figures = dict.fromkeys([*(f.key for f in report.FIGURES), "reused_tokens", "prompt_tokens"], 1.0)
+    figures |= {"sent_bytes": 100, "prompt_pages": 1, "least_pages": 1}
+    given = prompts or [[n] for n in range(len(texts))]
+    return measure.Run(variant, number, figures, [{}], [], [0.1], [0.1], list(texts), given)
+
+
+class Turns:
+    """`turns.measure_all` with runs that are given: ``answers`` by side and number, else all alike."""
+
+    def __init__(self, monkeypatch, answers=None, sides=("off", "on")):
+        self.asked, self.told = [], answers or {}
+        monkeypatch.setattr(turns, "run_once", self.run_once)
+        made = deploy.variants(deploy.Shape(100, 10), [deploy.OFF, *map(deploy.Side, sides[1:])])
+        self.deployment = SimpleNamespace(variants=made)
+
+    def run_once(self, deployment, load, given, variant, number, page_size, every_s, progress=None):
+        self.asked.append((variant.name, number, given.requests))
+        return a_run(variant.name, number, self.told.get((variant.name, number), ["x", "y", "z"]))
+
+    def measure(self, runs, exact=True):
+        return turns.measure_all(self.deployment, None, a_workload(40), runs, 16, 0.5, SHOW, {}, exact)
+
+
+# ---- the order ----
+
+
+@pytest.mark.parametrize("sides", [("off", "on"), ("off", "on", "other")])
+def test_each_side_goes_first_in_every_other_run(monkeypatch, sides):
+    made = Turns(monkeypatch, sides=sides)
+    entry = made.measure(4)
+    measured = [(name, number) for name, number, _ in made.asked if number]
+    forth, back = list(sides), list(reversed(sides))
+    expected = [(name, n) for n, names in enumerate((forth, back, forth, back), 1) for name in names]
+    assert measured == expected
+    assert [(run["variant"], run["number"]) for run in entry["runs"]] == expected
+    assert [run["turn"] for run in entry["runs"]] == [*range(1, len(sides) + 1)] * 4
+    for one in sides:
+        for other in sides:
+            first = [measured.index((one, n)) < measured.index((other, n)) for n in range(1, 5) if one != other]
+            assert sum(first) in (0, 2) and (one == other or sum(first) == 2)
+
+
+def test_every_side_is_warmed_up_alike(monkeypatch):
+    made = Turns(monkeypatch, sides=("off", "on", "other"))
+    made.measure(1)
+    warm = [(name, asked) for name, number, asked in made.asked if number == 0]
+    assert warm == [(name, turns.WARM_UP_REQUESTS) for name in ("off", "on", "other")]
+    assert made.asked[:3] == [(name, 0, turns.WARM_UP_REQUESTS) for name, _ in warm], "before anything is measured"
+
+
+def entry_with(ratios, key="requests_per_s"):
+    """Runs in turns, in which on over off of ``key`` is as given, pair by pair."""
+    runs = []
+    for number, ratio in enumerate(ratios, 1):
+        for turn, name in enumerate(order.in_order(["off", "on"], number), 1):
+            run = run_entry(name, number, 2.0, 1000)
+            run["turn"], run["figures"][key] = turn, 2.0 * (ratio if name == "on" else 1)
+            runs.append(run)
+    return {"key": "a", "variants": ["off", "on"], "runs": runs}
+
+
+def test_ratios_are_told_apart_by_who_was_first():
+    entry = entry_with([1.0, 2.0, 3.0, 4.0])
+    assert order.ratios(entry, "off", "on", "requests_per_s") == ([1.0, 3.0], [2.0, 4.0])
+    del entry["runs"][-1]  # a run that was cut off
+    assert order.ratios(entry, "off", "on", "requests_per_s") == ([1.0, 3.0], [2.0])
+
+
+def test_an_order_that_counts_is_found_and_one_that_does_not_is_not():
+    plain = [([1.30, 1.34], [1.32, 1.31]), ([1.50, 1.61], [1.60, 1.52]), ([2.0, 2.2], [2.1, 2.1])]
+    found = order.effect(plain)
+    assert found.factor == pytest.approx(1.0, abs=0.01) and found.chance > 0.5 and found.workloads == 3
+    biased = [([1.1 * v for v in first], second) for first, second in plain]
+    found = order.effect(biased)
+    assert found.factor == pytest.approx(1.1, abs=0.01) and found.chance < 0.05
+    assert order.effect([([1.0], [])]) is None
+
+
+def test_the_report_says_what_the_order_did():
+    document = a_document()
+    (by_order, said) = report.order_of_sides(document["workloads"])
+    heading, (row,) = by_order
+    cells = dict(zip(heading, row, strict=True))
+    assert (cells["requests/s: off"], cells["requests/s: on"]) == ("1.50", "2.00")
+    assert "requests/s 0.750 times" in said and said in report.markdown(document) and said in report.html(document)
+    for run in document["workloads"][0]["runs"]:
+        run["turn"] = 1 + (run["variant"] == "on")  # off always first: nothing can be said
+    assert report.order_of_sides(document["workloads"]) == (None, "")
+
+
+# ---- answers that are not the same ----
+
+
+def test_answers_that_differ_are_found_once_for_each_text():
+    texts = [["a b", "c"], ["a b", "c"], ["a x", "c"], ["a x", "d"], ["a y", "c"]]
+    order = (("off", 1), ("on", 1), ("on", 2), ("off", 2), ("on", 3))
+    runs = [a_run(*which, given) for which, given in zip(order, texts, strict=True)]
+    found = parted.find(runs)
+    assert [(p.number, p.seen, p.texts) for p in found] == [
+        (1, (("on", 2), ("off", 2)), ("a b", "a x")),
+        (1, (("on", 3),), ("a b", "a y")),
+        (2, (("off", 2),), ("c", "d")),
+    ]
+    assert found[0].first == ("off", 1) and found[2].prompt == [1]
+
+
+def test_what_follows_in_a_chat_on_an_answer_that_differs_is_left_out():
+    one = a_run("off", 1, ["a", "b"], [[1], [1, 2]])
+    other = a_run("on", 1, ["x", "y"], [[1], [1, 9]])
+    assert [p.number for p in parted.find([one, other])] == [1]
+
+
+class Again:
+    """A deployment and a load generator for `parted.look`; ``logprobs`` says what each side's worker thinks."""
+
+    def __init__(self, monkeypatch, logprobs, tokens=None, status=200):
+        self.used, self.asked, self._logprobs = [], [], logprobs
+        self._tokens, self._status = tokens, status
+        monkeypatch.setattr(parted, "http", self.http)
+        self.variants = deploy.variants(deploy.Shape(100, 10))
+        self.cluster = SimpleNamespace(check=lambda: None)
+
+    def use(self, variant):
+        self.used.append(variant.name)
+
+    def url(self, variant):
+        return variant.name
+
+    def encode(self, texts):
+        return [[ord(c) for c in text] for text in texts]
+
+    def http(self, url, body, timeout):
+        self.asked.append((url, body))
+        side = url.partition("/")[0]
+        count = body["sampling_params"]["max_new_tokens"]
+        tokens = self._tokens or [ord(c) for c in "abxy"]
+        meta = {
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens[:count]],
+            "output_top_logprobs": [[[lp, token, None] for token, lp in self._logprobs[side].items()]] * count,
+        }
+        return self._status, json.dumps({"meta_info": meta}).encode()
+
+
+def look(again, answer=4):
+    partings = [parted.Parting(7, [1, 2, 3], ("off", 1), (("on", 2),), ("abcd", "abxd"))]
+    said = []
+    (note,) = parted.look(again, again, a_workload(7, answer), partings, said.append)
+    return note, said
+
+
+def test_both_tokens_are_asked_for_on_both_sides(monkeypatch):
+    again = Again(
+        monkeypatch,
+        {"off": {ord("c"): -2.5, ord("x"): -2.500004}, "on": {ord("c"): -2.500001, ord("x"): -2.5}},
+    )
+    note, said = look(again)
+    assert (note["request"], note["prompt_tokens"], note["token"]) == (7, 3, 3)
+    assert note["tokens"] == [ord("c"), ord("x")] and note["seen"] == [["on", 2]]
+    assert again.used == ["off", "on"] and [url for url, _ in again.asked] == ["off/generate", "on/generate"]
+    for _, body in again.asked:
+        assert body["input_ids"] == [1, 2, 3] and body["sampling_params"]["max_new_tokens"] == 3
+    assert note["asked_again"]["off"]["logprobs"] == [-2.5, -2.500004]
+    assert parted.apart(note) == pytest.approx(4e-6) and parted.explained(note) and not parted.problems([note])
+    assert said == [f"(e) {parted.told(note)}"]
+    assert "on run 2 parts from that of off run 1 at token 3" in said[0] and "4.0e-06 nats apart" in said[0]
+
+
+@pytest.mark.parametrize(
+    "on, tokens, says",
+    [
+        ({ord("c"): -1.0, ord("x"): -1.01}, None, "1.0e-02 nats apart"),
+        ({ord("c"): -1.0}, None, "one of the two tokens is not among the 5 likeliest"),
+        ({ord("c"): -1.0, ord("x"): -1.0}, [ord("a"), ord("q"), ord("x")], "another answer from token 2 on"),
+    ],
+)
+def test_what_rounding_does_not_explain_fails(monkeypatch, on, tokens, says):
+    again = Again(monkeypatch, {"off": {ord("c"): -1.0, ord("x"): -1.0}, "on": on}, tokens)
+    note, _ = look(again)
+    assert not parted.explained(note)
+    (problem,) = parted.problems([note])
+    assert says in problem and "request 7" in problem
+
+
+def test_a_text_that_does_not_say_its_tokens_is_not_asked_for(monkeypatch):
+    again = Again(monkeypatch, {})
+    note, (said,) = look(again, answer=5)
+    assert not again.asked and not parted.explained(note) and "cannot be read off its text" in said
+
+
+def test_a_worker_that_does_not_answer_again_is_named(monkeypatch):
+    with pytest.raises(PdRadixError, match="request 7, asked again on off, got HTTP 500"):
+        look(Again(monkeypatch, {"off": {}, "on": {}}, status=500))
+
+
+def test_only_some_are_looked_at_and_the_others_are_told(monkeypatch):
+    again = Again(monkeypatch, dict.fromkeys(("off", "on"), {ord("b"): -1.0, ord("x"): -1.0}))
+    one = a_run("off", 1, ["ab"] * (parted.MOST_LOOKED_AT + 2))
+    other = a_run("on", 1, ["ax"] * (parted.MOST_LOOKED_AT + 2))
+    many = a_workload(parted.MOST_LOOKED_AT + 2, 2)
+    notes = parted.look(again, again, many, parted.find([one, other]), lambda text: None)
+    assert len(notes) == parted.MOST_LOOKED_AT + 2 and len(again.asked) == 2 * parted.MOST_LOOKED_AT
+    assert [parted.explained(note) for note in notes] == [True] * parted.MOST_LOOKED_AT + [False] * 2
+    assert "only the first 20 are asked for again" in parted.told(notes[-1]) and len(parted.problems(notes)) == 2
+
+
+@pytest.mark.parametrize("exact, apart, problems", [(True, 1e-6, 0), (True, 0.1, 1), (False, 0.1, 0)])
+def test_the_report_of_a_workload_has_what_was_looked_at(monkeypatch, exact, apart, problems):
+    made = Turns(monkeypatch, {("on", 2): ["x", "b", "z"]})
+    note = {
+        "request": 2,
+        "prompt_tokens": 4,
+        "first": ["off", 1],
+        "seen": [["on", 2]],
+        "token": 1,
+        "asked_again": {"on": {"token": 5, "logprobs": [-1.0, -1.0 - apart]}},
+    }
+    monkeypatch.setattr(parted, "look", lambda *a: [note] if [p.number for p in a[3]] == [2] else math.nan)
+    entry = made.measure(2, exact)
+    assert entry["differences"] == [note] and len(entry["problems"]) == problems
+    assert [run["different_answers"] for run in entry["runs"]] == [0, 0, 1, 0]
+    assert report.answers(entry)[0] == "Answers identical in all runs: 159 of 160."
+    assert "parts from that of off run 1 at token 1" in report.answers(entry)[1]
