@@ -20,7 +20,7 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0) 
     """The log-probability of each token of ``answer`` after ``prompt`` and what comes before it in the answer.
 
     url: of a router, or of an aggregated engine. Prefill computes all of them in one pass, so the KV of decode, which
-    only gets the tokens' KV sent, has no part in them. top: how many of the likeliest tokens of each place to tell, too.
+    is only sent it, has no part in them. top: how many of the likeliest tokens of each place to tell, too.
     Raises PdRadixError: no answer, or one that is not about these tokens.
     """
     if not prompt or not answer:
