@@ -217,7 +217,7 @@ def test_an_answer_of_the_engine_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_each_answer_is_scored_once_and_its_kv_kept(monkeypatch, tmp_path) -> None:
     asked = []
 
-    def score(url, prompt, answer, top):
+    def score(url, prompt, answer, top, prefill_alone):
         asked.append((tuple(prompt), answer))
         return Answer(answer, (-1.0,) * len(answer))
 
@@ -234,7 +234,7 @@ class FakeDeployment:
     """Two sides, and what is done to them."""
 
     def __init__(self) -> None:
-        self.variants, self.done = ("off", "on"), []
+        self.variants, self.done, self.prefill_urls = ("off", "on"), [], ["prefill"]
 
     def url(self, variant):
         return variant
@@ -257,8 +257,8 @@ def test_what_is_judged_is_computed_anew(monkeypatch, tmp_path) -> None:
     one.ask_on([])
     one.ask_on([])
     one._learn([], [])
-    expected = ["off", "asked off", "off", "asked off", "off", "scored off"]
-    assert deployment.done == [*expected, "on", "asked on", "asked on", "off", "scored off"]
+    expected = ["off", "asked off", "off", "asked off", "off", "scored prefill"]
+    assert deployment.done == [*expected, "on", "asked on", "asked on", "off", "scored prefill"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Records of what answers were made from: what a worker writes, how far KV is from KV, and every fault of the self-test.
+"""Records of what answers were made from: what a worker writes, how far KV is from KV, and the self-test's faults.
 
 KV here is random and of the shape of a small model; "prefill" is the same numbers, rounded otherwise.
 """
@@ -95,9 +95,10 @@ def test_latents_are_one_kind_and_other_pools_none() -> None:
 def test_records_of_all_ranks_are_waited_for_and_others_dropped(tmp_path: Path) -> None:
     for rank in (0, 1):
         worker = Worker(tmp_path, pool_of(rank), rank, 2)
+        # Else its file has the name of another process's.
+        worker.recorder._count = 10 * rank
         worker.record(request(10))
-        worker.recorder._count = 10 + rank
-    Worker(tmp_path, pool_of(5)).record(request(12, first=500))
+    worker.record(request(12, first=500))
     wanted = (*range(100, 110), 900, 901, 902)
     found = Records(tmp_path).take_all_of([wanted, (1, 2)], wait_s=0.1)
     assert set(found) == {wanted} and set(found[wanted]) == {0, 1}

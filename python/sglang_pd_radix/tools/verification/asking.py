@@ -83,7 +83,10 @@ def _ask_wave(url: str, wave: Wave, run: Run, records: Records, at_once: int) ->
 
 @dataclass
 class Truth:
-    """What prefill says of answers that were given to it: scores, and KV computed anew, by prompt and answer."""
+    """What prefill says of answers that were given to it: scores, and KV computed anew, by prompt and answer.
+
+    url: of the prefill worker.
+    """
 
     url: str
     records: Records
@@ -99,7 +102,7 @@ class Truth:
                 for prompt, answer in zip(wave.prompts, answers, strict=True):
                     key = tuple(prompt), answer.tokens
                     if key not in self.scores:
-                        self.scores[key] = forced.score(self.url, prompt, answer.tokens, LIKELIEST)
+                        self.scores[key] = forced.score(self.url, prompt, answer.tokens, LIKELIEST, prefill_alone=True)
                         asked.append(key[0] + key[1])
         self.kv |= self.records.take_all_of(asked, whole=False)
 

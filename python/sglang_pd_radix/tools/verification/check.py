@@ -28,7 +28,7 @@ class Check:
 
     def __post_init__(self) -> None:
         self._off, self._on = self.deployment.variants
-        self.truth = Truth(self.deployment.url(self._off), self.prefill_records)
+        self.truth = Truth(self.deployment.prefill_urls[0], self.prefill_records)
 
     @property
     def unreadable(self) -> str | None:
@@ -70,6 +70,6 @@ class Check:
             judge_reuse(verdict, held, reference, run, self.info["page_size"], name)
 
     def _learn(self, waves: list[Wave], runs: list[Run]) -> None:
-        """On the side without the flag, whose caches are emptied, as is prefill's: all is computed anew."""
+        """Prefill's cache is emptied first, so all is computed anew; the side with the flag is left as it is."""
         self.deployment.use(self._off)
         self.truth.learn(waves, runs)
