@@ -22,12 +22,16 @@ MOST_TOLD = 8
 
 @dataclass
 class Verdict:
-    """What was found. ``failures`` make it FAILED; ``unknown`` has why something could not be judged."""
+    """What was found. ``failures`` make it FAILED; ``unknown`` has why something could not be judged.
+
+    parts: how much is wrong by the part that says so: answers, KV, reuse.
+    """
 
     setting: dict[str, Any]
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -140,7 +144,8 @@ class Judge:
             "limit_rms": limits.rms,
         }
         wrong = [(f, limits.beyond(f.deviation)) for f in found]
-        _tell(verdict, [f"{what}, {f.name}: {why}; that is more than rounding" for f, why in wrong if why], what)
+        failures = [f"{what}, {f.name}: {why}; that is more than rounding" for f, why in wrong if why]
+        _tell(verdict, "answers", what, failures)
 
     def _judge_kv(self, verdict: Verdict, found: Sequence[Found], what: str) -> None:
         compared = [d for f in found for d in f.kv]
@@ -161,10 +166,13 @@ class Judge:
             ]
             if f.missing:
                 failures.append(f"{what}, {f.name}: its KV could not be compared, a worker left no record of it")
-        _tell(verdict, failures, what)
+        _tell(verdict, "KV", what, failures)
 
 
-def _tell(verdict: Verdict, failures: list[str], what: str) -> None:
+def _tell(verdict: Verdict, part: str, what: str, failures: list[str]) -> None:
+    if not failures:
+        return
+    verdict.parts[part] = verdict.parts.get(part, 0) + len(failures)
     verdict.failures += failures[:MOST_TOLD]
     if len(failures) > MOST_TOLD:
         verdict.failures.append(f"{what}: {len(failures) - MOST_TOLD} more of this kind")
@@ -195,7 +203,7 @@ def judge_reuse(
                     least = min(least, most // page_size * page_size)
             if tokens < least:
                 failures.append(f"{what}, {wave.name}, prompt {n + 1}: decode held {tokens} tokens, not {least}")
-    _tell(verdict, failures, what)
+    _tell(verdict, "reuse", what, failures)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -64,13 +64,7 @@ def _one(check: Check, kind: str) -> Outcome:
         raise PdRadixError(f"self-test: the fault of {kind} could not be made in {directory}")
     verdict = Verdict({})
     check.judge_on(verdict, waves, {kind: answered})
-    return Outcome(kind, _found_by(verdict))
-
-
-def _found_by(verdict: Verdict) -> tuple[str, ...]:
-    """Which parts of the verdict say that something is wrong."""
-    parts = {"answers": "that is more than rounding", "KV": "of its size", "reuse": "decode held"}
-    return tuple(name for name, text in parts.items() if any(text in failure for failure in verdict.failures))
+    return Outcome(kind, tuple(verdict.parts))
 
 
 def judge(verdict: Verdict, outcomes: list[Outcome]) -> None:
