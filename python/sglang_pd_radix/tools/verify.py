@@ -45,7 +45,7 @@ Engine options for all workers follow after --. Three workers run: on one GPU ea
   pd-radix verify --model Qwen/Qwen3-0.6B -- --page-size 64 --mem-fraction-static 0.25
 
 --self-test asks whether the verdict can be believed: faults are made in decode's KV on purpose, one at a time, and each
-must be found.
+must be found. It asks fewer prompts, and leaves the benchmark out.
 
 Exit code: 0 the verdict is PASSED (and every fault was found), 1 it is not.
 """
@@ -118,7 +118,8 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
         verdict.setting |= _setting(args, info)
         load.wait_ready()
         bigrams = bool(info.get("speculative_algorithm"))
-        check = Check(deployment, Script(load.words, info["page_size"], args.seed, bigrams), info, *written)
+        script = Script(load.words, info["page_size"], args.seed, bigrams, small=args.self_test)
+        check = Check(deployment, script, info, *written)
         _judge_answers(check, verdict)
         if args.self_test:
             self_test.judge(verdict, self_test.run(check, _say))
@@ -185,9 +186,9 @@ def _judge_answers(check: Check, verdict: Verdict) -> None:
     runs = {}
     for name, what in (("cold cache", "nothing"), ("warm cache", "everything")):
         _say(f"flag on, {what} in the caches")
-        runs[name] = check.ask_on(check.waves)
+        runs[name] = check.ask_on()
     verdict.failures += check.deployment.problems(on)
-    check.judge_on(verdict, check.waves, runs)
+    check.judge_on(verdict, runs)
 
 
 def _measure(verdict: Verdict, deployment: Any, load: Any, workload: Any, info: dict[str, Any]) -> None:

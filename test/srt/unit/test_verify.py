@@ -43,6 +43,11 @@ def test_the_script_asks_what_a_cache_can_get_wrong(page: int, bigrams: bool) ->
     assert len({tuple(p) for p in found["a herd"].prompts}) == 8
 
 
+def test_a_small_script_is_the_beginning_of_the_whole() -> None:
+    small = Script(range(100, 900), 16, 3, small=True)
+    assert small.waves() == waves()[:4] and small.questions() == []
+
+
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
 def test_the_pool_holds_all_that_is_asked_again(page: int) -> None:
     script = Script(range(100, 900), page, 3)
@@ -254,9 +259,9 @@ def test_what_is_judged_is_computed_anew(monkeypatch, tmp_path) -> None:
     one = check.Check(deployment, script, {"dtype": "float32"}, *(Records(tmp_path / n) for n in "abc"))
     one.measure_noise()
     one.empty_on()
-    one.ask_on([])
-    one.ask_on([])
-    one._learn([], [])
+    one.ask_on()
+    one.ask_on()
+    one._learn([])
     expected = ["off", "asked off", "off", "asked off", "off", "scored prefill"]
     assert deployment.done == [*expected, "on", "asked on", "asked on", "off", "scored prefill"]
 

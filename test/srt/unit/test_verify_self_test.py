@@ -19,7 +19,7 @@ class FakeCheck:
 
     def __init__(self, directory: Path, seen: set[str], tp_size: int = 2, carries_out: bool = True) -> None:
         self.on_records, self.info = Records(directory), {"tp_size": tp_size}
-        self.waves = Script(range(100, 900), 16, 0).waves()
+        self.waves = Script(range(100, 900), 16, 0, small=True).waves()
         self.seen, self.carries_out = seen, carries_out
         self.log: list[str] = []
 
@@ -27,18 +27,18 @@ class FakeCheck:
         assert not (self.on_records.directory / faults.ORDER).exists(), "an order may only be there when it is meant"
         self.log.append("dirty")
 
-    def ask_on(self, waves):
+    def ask_on(self):
         order = json.loads((self.on_records.directory / faults.ORDER).read_text())
-        prompts = [prompt for wave in waves for prompt in wave.prompts]
+        prompts = [prompt for wave in self.waves for prompt in wave.prompts]
         assert prompts.count(order["prompt"]) == 2, "it is asked, and once more with what is in the cache"
         assert len(order["prompt"]) >= 16 * (order["page"] + 2), "two whole pages can be exchanged"
-        assert any(order["prompt"] == p[: len(order["prompt"])] for wave in waves[2:3] for p in wave.prompts)
+        assert any(order["prompt"] == p[: len(order["prompt"])] for wave in self.waves[2:3] for p in wave.prompts)
         if self.carries_out:
             (self.on_records.directory / f"{faults.DONE}-1").touch()
         self.log.append(order["kind"])
         return order["kind"]
 
-    def judge_on(self, verdict, waves, runs) -> None:
+    def judge_on(self, verdict, runs) -> None:
         (kind,) = runs.values()
         if kind in self.seen:
             verdict.parts["KV"] = 1

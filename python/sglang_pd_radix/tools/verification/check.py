@@ -42,7 +42,7 @@ class Check:
         self.waves, self.reference = ask_alone(url, self.script, self.off_records)
         self.deployment.use(self._off)
         together = ask_together(url, self.waves, self.off_records)
-        self._learn(self.waves, [self.reference, together])
+        self._learn([self.reference, together])
         noise = [found for run in (self.reference, together) for found in findings(self.waves, run, self.truth)]
         self.noise = Judge.of(noise, str(self.info["dtype"]), has_kv=self.unreadable is None)
 
@@ -56,20 +56,19 @@ class Check:
         ask_together(self.deployment.url(self._on), [Wave("another", [self.script.some(tokens)], [0])], self.on_records)
         self.empty_on()
 
-    def ask_on(self, waves: list[Wave]) -> Run:
+    def ask_on(self) -> Run:
         """Ask the side with the flag, with what is in its caches."""
-        return ask_together(self.deployment.url(self._on), waves, self.on_records)
+        return ask_together(self.deployment.url(self._on), self.waves, self.on_records)
 
-    def judge_on(self, verdict: Verdict, waves: list[Wave], runs: dict[str, Run]) -> None:
+    def judge_on(self, verdict: Verdict, runs: dict[str, Run]) -> None:
         """Judge runs of the side with the flag, by name; of the later ones, all prompts have been asked before."""
-        self._learn(waves, list(runs.values()))
+        self._learn(list(runs.values()))
         for number, (name, run) in enumerate(runs.items()):
-            held = self.script.warm(waves) if number else waves
-            reference = Run(*([getattr(self.reference, f)[: len(waves)] for f in ("answers", "held", "kv")]))
-            self.noise.judge(verdict, findings(waves, run, self.truth), name, same_answers(reference, run))
-            judge_reuse(verdict, held, reference, run, self.info["page_size"], name)
+            held = self.script.warm(self.waves) if number else self.waves
+            self.noise.judge(verdict, findings(self.waves, run, self.truth), name, same_answers(self.reference, run))
+            judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name)
 
-    def _learn(self, waves: list[Wave], runs: list[Run]) -> None:
+    def _learn(self, runs: list[Run]) -> None:
         """Prefill's cache is emptied first, so all is computed anew; the side with the flag is left as it is."""
         self.deployment.use(self._off)
-        self.truth.learn(waves, runs)
+        self.truth.learn(self.waves, runs)

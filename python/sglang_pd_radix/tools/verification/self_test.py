@@ -15,8 +15,6 @@ from .judging import Verdict
 # wrong for a while has to show in the answer alone.
 TARGET, SHORT_TARGET = 3, 1
 PAGE = 1
-# The waves in which the spoilt KV is read: new, the same again, longer, cut off.
-WAVES = 4
 # Tokens of a prompt that is asked before each: of another prompt's KV, and what its pages had before.
 ANOTHER = 2000
 
@@ -51,19 +49,18 @@ def run(check: Check, say: Callable[[str], None]) -> list[Outcome]:
 
 
 def _one(check: Check, kind: str) -> Outcome:
-    waves = check.waves[:WAVES]
-    target = waves[0].prompts[SHORT_TARGET if kind == "a page for a while" else TARGET]
+    target = check.waves[0].prompts[SHORT_TARGET if kind == "a page for a while" else TARGET]
     directory = check.on_records.directory
     check.dirty_on(ANOTHER)
     faults.Order(kind, target, PAGE).give(directory)
     try:
-        answered = check.ask_on(waves)
+        answered = check.ask_on()
     finally:
         faults.withdraw(directory)
     if not faults.done(directory):
         raise PdRadixError(f"self-test: the fault of {kind} could not be made in {directory}")
     verdict = Verdict({})
-    check.judge_on(verdict, waves, {kind: answered})
+    check.judge_on(verdict, {kind: answered})
     return Outcome(kind, tuple(verdict.parts))
 
 
