@@ -45,7 +45,7 @@ answer = {
     "router": """
 import importlib, importlib.metadata
 answer = {"installed": {}, "trouble": {}}
-for name, module in (("smg", "smg.smg_rs"), ("sglang-router", "sglang_router.sglang_router_rs")):
+for name, module in (("sglang-router", "sglang_router.sglang_router_rs"), ("smg", "smg.smg_rs")):
     try:
         importlib.import_module(module)
         answer["installed"][name] = importlib.metadata.version(name)
@@ -299,12 +299,9 @@ def _pegaflow() -> Check:
 
 def _router(answer: dict[str, Any]) -> Check:
     if "error" in answer:
-        return Check("router", "fail", answer["error"], "pip install smg")
+        return Check("router", "fail", answer["error"], "pip install sglang-router")
     installed, trouble = answer["installed"], answer["trouble"]
-    if not installed:
-        return Check("router", "fail", "; ".join(trouble.values()), "pip install smg")
-    # The first is what `pd-radix up` starts.
+    if "sglang-router" in trouble:
+        return Check("router", "fail", trouble["sglang-router"], "pip install sglang-router")
     told = ", ".join(f"{name} {version}" for name, version in installed.items())
-    if "smg" in trouble:
-        return Check("router", "warn", f"{told}; {trouble['smg']}", "pip install smg: it knows what decode holds")
-    return Check("router", "ok", told)
+    return Check("router", "ok", told + ("; smg is not installed (optional: pip install smg)" if trouble else ""))

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router",
         choices=tuple(GATEWAYS),
-        help="the gateway that routes requests (default: smg where it is installed)",
+        help="the gateway that routes requests (default: sglang-router; smg needs pip install smg)",
     )
     parser.add_argument(
         "--policy",

@@ -433,16 +433,13 @@ def test_several_decode_workers_are_chosen_as_suits_the_gateway(fake, tmp_path, 
     }
 
 
-def test_the_gateway_is_smg_where_it_is_installed(monkeypatch, tmp_path):
-    def routed_by(**chosen):
-        router = next(p for p in Cluster("m", log_dir=tmp_path, **chosen).plan() if p.role == "router")
-        return router.command[1:4]
+def test_the_gateway_that_is_named_routes(tmp_path):
+    def routed_by(*options):
+        made = up.cluster_from(parse("--model-path", "m/x", "--log-dir", str(tmp_path), *options))
+        return next(process.command[1:] for process in made.plan() if process.role == "router")
 
-    router, smg = ["-m", "sglang_router.launch_router"], ["-m", "smg", "launch"]
-    for missing, expected in (("sglang_router", smg), ("smg", router)):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, gone=missing: None if name == gone else name)
-        assert routed_by()[: len(expected)] == expected
-        assert routed_by(gateway=SGLANG_ROUTER)[:2] == router
+    assert routed_by()[:2] == routed_by("--router", "sglang-router")[:2] == ["-m", "sglang_router.launch_router"]
+    assert routed_by("--router", "smg")[:3] == ["-m", "smg", "launch"]
 
 
 def test_a_gateway_that_is_not_installed_is_refused(monkeypatch):

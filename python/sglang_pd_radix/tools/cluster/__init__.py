@@ -13,7 +13,7 @@ closes and the watchdog ends what is left.
 
 from .deployment import STOP_GRACE_S, Cluster
 from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
-from .gateway import GATEWAYS, SGLANG_ROUTER, SMG, Gateway, installed_gateway, named_gateway
+from .gateway import GATEWAYS, SGLANG_ROUTER, SMG, Gateway, named_gateway
 from .local_http import http, local_session
 from .logs import current_phase, describe_exit, failure_reason, log_tail
 from .options import (
@@ -55,7 +55,6 @@ __all__ = [
     "gpu_placement",
     "has_option",
     "http",
-    "installed_gateway",
     "local_session",
     "log_tail",
     "named_gateway",
