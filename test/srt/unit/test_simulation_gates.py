@@ -174,7 +174,9 @@ def test_settings_under_which_nothing_runs_are_an_edge():
 
 
 def test_what_runs_in_the_middle_of_a_run():
-    series = [(float(at), 5 if at < 25 else 80 if at <= 75 else 20, 0, 0, 0) for at in range(101)]
+    # Looked at ten times as often while it is cold.
+    cold = [(at / 10, 5, 0, 0, 0) for at in range(249)]
+    series = [*cold, *((float(at), 80 if at <= 75 else 20, 0, 0, 0) for at in range(25, 101))]
     assert steady(series) == 80
 
 
@@ -246,7 +248,7 @@ def at(name: str, factor: float) -> dict:
 
 
 # What one gate of 15% on the ratio of requests/s had let pass.
-TOLD = [("bandwidth", 0.5), ("step", 0.5), ("step", 2), ("step_token", 0.5), ("step_token", 2), ("operations", 0.7)]
+TOLD = [("bandwidth", 0.5), ("step", 0.5), ("step", 2), ("step_token", 0.5), ("step_token", 2), ("operations", 0.5)]
 
 
 @pytest.mark.thorough
