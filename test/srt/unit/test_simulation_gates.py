@@ -130,9 +130,13 @@ def toy(closes_below: float, closes_above: float, asked: list):
 
 @pytest.mark.parametrize("limit", [1.02, 1.11, 3.0, 70.0])
 def test_the_edge_of_a_constant_is_found_on_both_sides(limit):
-    run = toy(1 / limit, limit, [])
+    asked: list = []
+    run = toy(1 / limit, limit, asked)
     up, down = edge(STEP, True, run), edge(STEP, False, run)
     assert up.outcome == down.outcome == "ITL mean, off"
+    # Where it is closed at two factors in a row, nothing is run farther out.
+    beyond = [factor for factor in FACTORS if factor > limit]
+    assert max(factor for _, factor in asked) == pytest.approx(beyond[:2][-1])
     # At the edge the gate is closed, and it is the first to be so.
     assert limit * 0.999 <= up.factor <= limit * WITHIN * 1.001
     assert limit * 0.999 <= 1 / down.factor <= limit * WITHIN * 1.001
