@@ -123,19 +123,24 @@ def _times(factor: float) -> str:
 def edge(constant: Constant, up: bool, run: Run) -> Edge:
     """How far ``constant`` may be multiplied (``up``) or divided before gates stay closed, within a factor of 100.
 
-    Tried at `FACTORS`, and then between the last at which all are open and the next.
+    Tried at `FACTORS`, outwards until one is closed at two in a row (farther out a run can take minutes), and then
+    between the last at which all are open and the next.
     """
 
     def first(factor: float) -> str:
         return _first(constant, factor, up, run)
 
-    tried = {factor: first(factor) for factor in FACTORS}
-    low = max((factor for factor in FACTORS if not tried[factor]), default=1.0)
-    spot = next((factor for factor in FACTORS if tried[factor] and factor < low), None)
+    tried: dict[float, str] = {}
+    for factor in FACTORS:
+        tried[factor] = first(factor)
+        if len(tried) > 1 and all(list(tried.values())[-2:]):
+            break
+    low = max((factor for factor in tried if not tried[factor]), default=1.0)
+    spot = next((factor for factor in tried if tried[factor] and factor < low), None)
     seen = (spot if up or spot is None else 1 / spot, tried[spot] if spot else "")
     if low == FACTORS[-1]:
         return Edge(None, "", *seen)
-    high = min(factor for factor in FACTORS if factor > low)
+    high = min(factor for factor in tried if factor > low)
     name = tried[high]
     while high / low > WITHIN:
         middle = (low * high) ** 0.5
