@@ -124,6 +124,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
         if args.self_test:
             self_test.judge(verdict, self_test.run(check, _say))
             return
+        check.stop_records()
         workload = sizes.make("a", bench.package("workload").Tokens(load.words, args.seed))
         _measure(verdict, deployment, load, workload, info)
         verdict.failures += deployment.problems(deployment.variants[1])

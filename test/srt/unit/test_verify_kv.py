@@ -117,6 +117,13 @@ def test_a_kind_of_pool_without_records_is_told_and_nothing_waited_for(tmp_path:
     assert records.unreadable == "OddPool" and records.take_all_of([(1,)], wait_s=60) == {}
 
 
+def test_nothing_is_written_once_no_more_is_wanted(tmp_path: Path) -> None:
+    worker, records = Worker(tmp_path, pool_of(1)), Records(tmp_path)
+    records.stop()
+    worker.record(request(10))
+    assert records.take() == []
+
+
 def same(kv: np.ndarray) -> Record:
     return Record((1,) * (len(kv) + 1), 1, kv, 2, 0, 1)
 

@@ -87,8 +87,9 @@ def test_a_scored_answer_is_compared_to_its_end() -> None:
 def test_what_is_no_number_is_no_rounding(none) -> None:
     fine = scored([-1.0], [-1.0])
     assert deviation(answer([0], [none]), fine).most == math.inf
-    nan = Deviation(math.nan, math.nan, math.nan)
-    assert Limits.of([Deviation(1e-6, 1e-6, 0.0)], "float32").beyond(nan) is not None
+    limits = Limits.of([Deviation(1e-6, 1e-6, 0.0)], "float32")
+    for nowhere in (Deviation(math.nan, 0, 0), Deviation(0, math.nan, 0), Deviation(0, 0, math.nan)):
+        assert limits.beyond(nowhere) is not None
     assert deviation(answer([0], [-1.0]), answer([0], [-1.0], [{0: none}])).behind == math.inf
 
 

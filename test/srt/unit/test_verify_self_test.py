@@ -22,6 +22,7 @@ class FakeCheck:
         self.waves = Script(range(100, 900), 16, 0, small=True).waves()
         self.seen, self.carries_out = seen, carries_out
         self.log: list[str] = []
+        self.unreadable: str | None = None
 
     def dirty_on(self, tokens: int) -> None:
         assert not (self.on_records.directory / faults.ORDER).exists(), "an order may only be there when it is meant"
@@ -72,6 +73,13 @@ def test_on_one_rank_the_fault_of_one_rank_is_told_not_to_be_made(tmp_path: Path
 
 
 def test_a_fault_that_was_not_made_is_no_find(tmp_path: Path) -> None:
-    with pytest.raises(PdRadixError, match="could not be made"):
+    with pytest.raises(PdRadixError, match="has made the fault of one page"):
         self_test.run(FakeCheck(tmp_path, set(faults.KINDS), carries_out=False), lambda text: None)
     assert not (tmp_path / faults.ORDER).exists()
+
+
+def test_a_pool_that_cannot_be_spoilt_is_told(tmp_path: Path) -> None:
+    one = FakeCheck(tmp_path, set())
+    one.unreadable = "OddPool"
+    with pytest.raises(PdRadixError, match="does not know a OddPool"):
+        self_test.run(one, lambda text: None)

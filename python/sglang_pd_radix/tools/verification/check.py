@@ -68,6 +68,11 @@ class Check:
             self.noise.judge(verdict, findings(self.waves, run, self.truth), name, same_answers(self.reference, run))
             judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name)
 
+    def stop_records(self) -> None:
+        """What follows is measured, and not looked into."""
+        for records in (self.prefill_records, self.off_records, self.on_records):
+            records.stop()
+
     def _learn(self, runs: list[Run]) -> None:
         """Prefill's cache is emptied first, so all is computed anew; the side with the flag is left as it is."""
         self.deployment.use(self._off)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 DIRECTORY = "SGLANG_PD_RADIX_KV_RECORDS"
 # Projections of each vector.
 WIDTH = 16
-_UNREADABLE = "unreadable.txt"
+_UNREADABLE, _STOPPED = "unreadable.txt", "stopped"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ class Recorder:
         return torch.stack(rows, 1).cpu().numpy()
 
     def write(self, req: Any, row: Any) -> None:
-        """row: the request's row of the table, of which slots follow."""
+        """row: the request's row of the table."""
+        if (self._directory / _STOPPED).exists():
+            return
         tokens = [*req.origin_input_ids, *req.output_ids]
         # With overlapped steps one more slot is the request's, which the step in flight has yet to write.
         known = min(req.kv_committed_len, len(tokens) - 1)
@@ -153,6 +155,10 @@ class Records:
         """The kind of pool that has no records, None where there are some."""
         path = self.directory / _UNREADABLE
         return path.read_text() if path.exists() else None
+
+    def stop(self) -> None:
+        """No more are wanted: what follows is to run undisturbed."""
+        (self.directory / _STOPPED).touch()
 
     def take(self) -> list[Record]:
         """All that is there, in the order in which it was written by each worker; it is taken away."""

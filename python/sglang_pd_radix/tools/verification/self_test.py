@@ -38,6 +38,10 @@ class Outcome:
 
 def run(check: Check, say: Callable[[str], None]) -> list[Outcome]:
     """Make each fault in a run from a cold cache, and judge it as any run."""
+    if check.unreadable:
+        raise PdRadixError(
+            f"--self-test spoils KV of full attention, and does not know a {check.unreadable}: leave it out"
+        )
     outcomes = []
     for kind in faults.KINDS:
         if kind == "one rank" and check.info["tp_size"] < 2:
@@ -58,7 +62,10 @@ def _one(check: Check, kind: str) -> Outcome:
     finally:
         faults.withdraw(directory)
     if not faults.done(directory):
-        raise PdRadixError(f"self-test: the fault of {kind} could not be made in {directory}")
+        raise PdRadixError(
+            f"--self-test: no decode worker has made the fault of {kind}. With DP ranks, its prompt may have gone to "
+            "another one than the prompt before it: leave DP out"
+        )
     verdict = Verdict({})
     check.judge_on(verdict, {kind: answered})
     return Outcome(kind, tuple(verdict.parts))
