@@ -119,7 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("bench-report"), metavar="DIR", help="the report (default: bench-report)"
+        "--out",
+        type=Path,
+        default=Path("bench-report"),
+        metavar="DIR",
+        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures "
+        "(default: bench-report)",
     )
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
