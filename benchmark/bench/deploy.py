@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class Deployment:
     prefill_pool: int = PREFILL_POOL
     sides: Sequence[Side] = (OFF, ON)
     hosts: TwoHosts | None = None
+    prefill_env: Mapping[str, str] = field(default_factory=dict)
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
 
@@ -131,6 +132,7 @@ class Deployment:
             common_args=self.options,
             prefill_args=["--max-total-tokens", str(max(self.prefill_pool, shape.pool))],
             decode_args=[[*decode, *([RADIX_FLAG] * side.radix), *side.options] for side in side_of],
+            prefill_env=self.prefill_env,
             decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.
             routers={_router(v): (v.workers, ["--policy", v.policy, "--disable-health-check"]) for v in self.variants},

@@ -7,6 +7,7 @@ every token of it then has a log-probability of both, whatever either would have
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,16 @@ from sglang_pd_radix.errors import PdRadixError
 from .cluster import http
 from .rounding import Answer
 
+# The decode worker of requests that have none, as of a worker's own warm-up.
+NOBODY = "2.2.2.2"
 
-def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0) -> Answer:
+
+def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, prefill_alone: bool = False) -> Answer:
     """The log-probability of each token of ``answer`` after ``prompt`` and what comes before it in the answer.
 
     url: of a router, or of an aggregated engine. Prefill computes all of them in one pass, so the KV of decode, which
-    is only sent it, has no part in them. top: how many of the likeliest tokens of each place to tell, too.
+    only is sent it, has no part in them. prefill_alone: url is that of a prefill worker, which then sends nothing.
+    top: how many of the likeliest tokens of each place to tell, too; a router hands on none, a prefill worker does.
     Raises PdRadixError: no answer, or one that is not about these tokens.
     """
     if not prompt or not answer:
@@ -31,6 +36,7 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0) 
         "return_logprob": True,
         "logprob_start_len": len(prompt) - 1,
         **({"top_logprobs_num": top} if top else {}),
+        **({"bootstrap_host": NOBODY, "bootstrap_room": random.randrange(1, 2**62)} if prefill_alone else {}),
     }
     status, content = http(url + "/generate", body, timeout=600)
     if status != 200:
@@ -44,7 +50,10 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0) 
             f"{url}/generate scored {len(tokens)} tokens, which are not the {len(answer)} it was given: a router that "
             "does not hand on what prefill says of the prompt cannot be used for this"
         )
-    return Answer(tokens, tuple(logprob for logprob, *_ in told), likeliest(meta.get("input_top_logprobs"), 1))
+    places = likeliest(meta.get("input_top_logprobs"), 1) if top else ()
+    if top and len(places) != len(tokens):
+        raise PdRadixError(f"{url}/generate told nothing of the likeliest tokens: ask a prefill worker for them, alone")
+    return Answer(tokens, tuple(logprob for logprob, *_ in told), places)
 
 
 def likeliest(places: Sequence[Sequence[Sequence[Any]] | None] | None, skip: int = 0) -> tuple[dict[Any, float], ...]:

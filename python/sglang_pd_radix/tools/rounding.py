@@ -67,3 +67,82 @@ def limit_of(noise: Iterable[Difference]) -> float:
     """What rounding may explain, nats, from the differences of runs that were to be the same."""
     seen = [value for d in noise for value in (d.drift, d.behind) if value is not None and math.isfinite(value)]
     return max(LEAST_LIMIT, MARGIN * max(seen, default=0.0))
+
+
+# ------------------------------------------------------------------------------------------- answers that were scored
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """An answer and a score of the same tokens by another computation; all in nats, infinite where one is no number.
+
+    most: the largest difference of a token's log-probability. rms: the root of the mean square of all. behind: the most
+    that a token was less likely than the likeliest of its place, by the score.
+    """
+
+    most: float
+    rms: float
+    behind: float
+
+
+def deviation(answer: Answer, score: Answer) -> Deviation:
+    """How far ``answer``, which was made greedily, is from the ``score`` of its tokens, with the likeliest of each."""
+    if answer.tokens != score.tokens:
+        raise ValueError("a score is of the tokens of the answer")
+    apart = [_distance(a, b) for a, b in zip(answer.logprobs, score.logprobs, strict=True)]
+    behind = [
+        _distance(max((value for value in place.values() if value is not None), default=math.nan), own)
+        for place, own in zip(score.likeliest, score.logprobs, strict=True)
+    ]
+    return Deviation(max(apart), math.sqrt(sum(a * a for a in apart) / len(apart)), max(behind))
+
+
+# No noise lifts a limit above these, nats: the largest that rounding may do to a log-probability, and to the root mean
+# square of an answer's. By what was measured, see docs/operations.md.
+CEILINGS = {"float32": (0.01, 0.003), "": (0.5, 0.2)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rounding may explain of a `Deviation`. noise: the largest of each kind between runs that are right."""
+
+    most: float
+    rms: float
+    noise: Deviation
+    ceiling: float
+
+    @classmethod
+    def of(cls, noise: Iterable[Deviation], dtype: str) -> Limits:
+        """From the deviations of answers in which no cache had a part, in ``dtype``."""
+        seen = list(noise)
+        largest = Deviation(*(max(getattr(d, name) for d in seen) for name in ("most", "rms", "behind")))
+        most, rms = CEILINGS.get(dtype.removeprefix("torch."), CEILINGS[""])
+        return cls(
+            min(most, max(LEAST_LIMIT, MARGIN * largest.most)),
+            min(rms, max(LEAST_LIMIT, MARGIN * largest.rms)),
+            largest,
+            most,
+        )
+
+    @property
+    def unjudgeable(self) -> str | None:
+        """Why nothing can be said here, None where something can: runs that are right differ by more than may be."""
+        if max(self.noise.most, self.noise.behind / 2) <= self.most and self.noise.rms <= self.rms:
+            return None
+        seen = self.noise
+        return (
+            f"answers without any cache on decode differ by up to {seen.most:.2g} nats (rms {seen.rms:.2g}, "
+            f"{seen.behind:.2g} behind the likeliest) from a pass of prefill over the same tokens. A fault can be told "
+            f"from rounding where these are at most {self.most:.2g} (rms {self.rms:.2g}, {2 * self.most:.2g} behind)"
+        )
+
+    def beyond(self, d: Deviation) -> str | None:
+        """What of ``d`` is more than rounding, None where nothing is. Two tokens may each be off by the limit."""
+        wrong = []
+        if not d.most <= self.most:
+            wrong.append(f"log-probabilities are off by up to {d.most:.2g} (limit {self.most:.2g})")
+        if not d.rms <= self.rms:
+            wrong.append(f"by {d.rms:.2g} in the root mean square (limit {self.rms:.2g})")
+        if not d.behind <= 2 * self.most:
+            wrong.append(f"a token is {d.behind:.2g} behind the likeliest (limit {2 * self.most:.2g})")
+        return ", ".join(wrong) or None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import forced
@@ -35,7 +36,20 @@ def test_every_token_of_the_answer_is_scored_in_one_pass(asked) -> None:
         (7, 8), (-0.5, -0.25), ({7: -0.5, 3: -1.5}, {8: -0.25})
     )
     assert asked[0]["input_ids"] == [3, 4, 5, 7, 8] and asked[0]["logprob_start_len"] == 2
-    assert asked[0]["sampling_params"]["max_new_tokens"] == 1
+    assert asked[0]["sampling_params"]["max_new_tokens"] == 1 and "bootstrap_host" not in asked[0]
+
+
+def test_a_prefill_worker_alone_is_told_to_send_nothing(asked) -> None:
+    forced.score("http://x", [3, 4, 5], [7, 8], prefill_alone=True)
+    assert asked[0]["bootstrap_host"] == FAKE_BOOTSTRAP_HOST and asked[0]["bootstrap_room"] > 0
+
+
+def test_likeliest_tokens_that_are_not_told_are_missed(monkeypatch, asked) -> None:
+    """A router hands on the log-probabilities of a prompt, and nothing of its likeliest tokens."""
+    monkeypatch.delitem(META, "input_top_logprobs")
+    assert forced.score("http://x", [3, 4, 5], [7, 8]).likeliest == ()
+    with pytest.raises(PdRadixError, match="ask a prefill worker"):
+        forced.score("http://x", [3, 4, 5], [7, 8], top=1)
 
 
 @pytest.mark.parametrize("answer", [[7, 9], [7], [7, 8, 9]])

@@ -1,0 +1,110 @@
+"""How `pd-radix verify` asks: answers with their log-probabilities, and the records of what they were made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .. import forced
+from ..cluster import http
+from ..rounding import Answer
+from .kv_record import ByTokens, Record, Records
+from .script import Script, Wave
+
+# Tokens of an answer; and of each place that a score tells of: the likeliest is what a greedy token is held against.
+ANSWER_TOKENS, LIKELIEST = 24, 1
+
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Run:
+    """One run of all waves: by wave and prompt the answers, what decode held of the prompt, and the KV at its end."""
+
+    answers: list[list[Answer]] = field(default_factory=list)
+    held: list[list[int]] = field(default_factory=list)
+    kv: list[list[dict[int, Record]]] = field(default_factory=list)
+
+
+def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int]:
+    """A greedy answer of `ANSWER_TOKENS` tokens, and how many tokens of the prompt decode held. Raises PdRadixError."""
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    status, content = http(url + "/generate", body, timeout=600)
+    if status != 200:
+        raise PdRadixError(f"{url}/generate answered HTTP {status}: {content.decode(errors='replace')[:300]}")
+    meta = json.loads(content)["meta_info"]
+    told = meta["output_token_logprobs"]
+    if len(told) != ANSWER_TOKENS:
+        raise PdRadixError(f"{url}/generate answered with {len(told)} tokens, and {ANSWER_TOKENS} were asked for")
+    answer = Answer(tuple(token for _, token, *_ in told), tuple(logprob for logprob, *_ in told))
+    return answer, (meta.get("cached_tokens_details") or {}).get("decode_prefix", 0)
+
+
+def ask_alone(url: str, script: Script, records: Records) -> tuple[list[Wave], Run]:
+    """Ask everything one by one. Chats go on with the answers: the waves returned have them in their prompts."""
+    waves, run = script.waves(), Run()
+    for wave in waves:
+        _ask_wave(url, wave, run, records, at_once=1)
+    histories: list[list[int]] = []
+    for turn, added in enumerate(script.questions()):
+        held = [script.held_of(len(history) - 1) for history in histories] or [0] * len(added)
+        histories = [[*old, *new] for old, new in zip(histories or [[] for _ in added], added, strict=True)]
+        waves.append(Wave(f"chats, turn {turn + 1}", [list(history) for history in histories], held, turn > 0))
+        _ask_wave(url, waves[-1], run, records, at_once=1)
+        histories = [[*old, *new.tokens] for old, new in zip(histories, run.answers[-1], strict=True)]
+    return waves, run
+
+
+def ask_together(url: str, waves: Sequence[Wave], records: Records) -> Run:
+    """Ask wave by wave, each at once."""
+    run = Run()
+    for wave in waves:
+        _ask_wave(url, wave, run, records, at_once=len(wave.prompts))
+    return run
+
+
+def _ask_wave(url: str, wave: Wave, run: Run, records: Records, at_once: int) -> None:
+    with ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(lambda prompt: ask(url, prompt), wave.prompts))
+    whole = [(*prompt, *answer.tokens) for prompt, (answer, _) in zip(wave.prompts, found, strict=True)]
+    kv = records.take_all_of(whole)
+    run.answers.append([answer for answer, _ in found])
+    run.held.append([tokens for _, tokens in found])
+    run.kv.append([kv.get(tokens, {}) for tokens in whole])
+
+
+@dataclass
+class Truth:
+    """What prefill says of answers that were given to it: scores, and KV computed anew, by prompt and answer.
+
+    url: of the prefill worker.
+    """
+
+    url: str
+    records: Records
+    scores: dict[tuple[Tokens, Tokens], Answer] = field(default_factory=dict)
+    kv: ByTokens = field(default_factory=ByTokens)
+
+    def learn(self, waves: Sequence[Wave], runs: Iterable[Run]) -> None:
+        """Have all answers scored that are not yet. The caches must be empty, or what they hold is part of it."""
+        self.records.take()
+        asked: list[Tokens] = []
+        for run in runs:
+            for wave, answers in zip(waves, run.answers, strict=True):
+                for prompt, answer in zip(wave.prompts, answers, strict=True):
+                    key = tuple(prompt), answer.tokens
+                    if key not in self.scores:
+                        self.scores[key] = forced.score(self.url, prompt, answer.tokens, LIKELIEST, prefill_alone=True)
+                        asked.append(key[0] + key[1])
+        self.kv |= self.records.take_all_of(asked, whole=False)
+
+    def score(self, prompt: Sequence[int], answer: Answer) -> Answer:
+        return self.scores[tuple(prompt), answer.tokens]

@@ -1,0 +1,211 @@
+"""What `pd-radix verify` makes of the answers: each against prefill's own pass over the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..rounding import MARGIN, Deviation, Limits, deviation
+from .asking import Run, Truth
+from .kv_record import KvDifference, kv_difference
+from .script import Wave
+
+# What KV may be off by, in parts of its size, whatever the noise; and what it may be off by where there is none. By
+# what was measured, see docs/operations.md: that of another token is off by about 1.
+KV_CEILINGS = {"float32": 0.01, "": 0.3}
+KV_LEAST_LIMIT = 1e-4
+# Of each part of a run so many failures are told one by one.
+MOST_TOLD = 8
+
+
+@dataclass
+class Verdict:
+    """What was found. ``failures`` make it FAILED; ``unknown`` has why something could not be judged.
+
+    parts: how much is wrong by the part that says so: answers, KV, reuse.
+    """
+
+    setting: dict[str, Any]
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def word(self) -> str:
+        """Passed is only what was judged, all of it."""
+        return "FAILED" if self.failures else "CANNOT BE JUDGED HERE" if self.unknown else "PASSED"
+
+    @property
+    def text(self) -> str:
+        """For a terminal and for a report."""
+        what = ", ".join(f"{name} {value}" for name, value in self.setting.items())
+        return "\n".join(
+            [
+                f"pd-radix verify: {self.word}",
+                f"  {what}",
+                *(f"  {line}" for line in self.lines),
+                *(f"  NOT JUDGED: {reason}" for reason in self.unknown),
+                *(f"  FAILED: {failure}" for failure in self.failures),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """One answer: its wave and number in it (from 1), how far it is from its score, and its KV from prefill's.
+
+    missing: ranks (or, of none at all, -1) whose KV could not be compared.
+    """
+
+    wave: str
+    number: int
+    deviation: Deviation
+    kv: tuple[KvDifference, ...] = ()
+    missing: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.wave}, prompt {self.number}"
+
+
+def findings(waves: Sequence[Wave], run: Run, truth: Truth) -> list[Found]:
+    """Compare all answers of a run, and what they were made from, to what prefill says of them."""
+    return list(_findings(waves, run, truth))
+
+
+def _findings(waves: Sequence[Wave], run: Run, truth: Truth) -> Iterator[Found]:
+    for wave, answers, records in zip(waves, run.answers, run.kv, strict=True):
+        for number, (prompt, answer, ranks) in enumerate(zip(wave.prompts, answers, records, strict=True), 1):
+            own = truth.kv.get((*prompt, *answer.tokens), {})
+            both = sorted(ranks.keys() & own.keys())
+            expected = {rank for record in (*ranks.values(), *own.values()) for rank in range(record.ranks)} or {-1}
+            yield Found(
+                wave.name,
+                number,
+                deviation(answer, truth.score(prompt, answer)),
+                tuple(kv_difference(ranks[rank], own[rank]) for rank in both),
+                tuple(sorted(expected - set(both))),
+            )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Knows what rounding does here. answers: limits of log-probabilities. kv_limit: of KV, in parts of its size;
+    kv_noise: what it is off by in runs without a cache, None where KV has no record."""
+
+    answers: Limits
+    kv_limit: float
+    kv_noise: float | None
+
+    @classmethod
+    def of(cls, noise: Sequence[Found], dtype: str, has_kv: bool = True) -> Judge:
+        """From the answers of runs in which decode had no cache."""
+        ceiling = KV_CEILINGS.get(dtype.removeprefix("torch."), KV_CEILINGS[""])
+        kv_noise = max((d.most for found in noise for d in found.kv), default=math.inf) if has_kv else None
+        limit = min(ceiling, max(KV_LEAST_LIMIT, MARGIN * (kv_noise or 0)))
+        return cls(Limits.of((found.deviation for found in noise), dtype), limit, kv_noise)
+
+    def judge_noise(self, verdict: Verdict) -> None:
+        """Whether rounding is small enough here to be told from a fault."""
+        if self.answers.unjudgeable:
+            verdict.unknown.append(self.answers.unjudgeable)
+        if self.kv_noise is not None and not self.kv_noise <= self.kv_limit:
+            verdict.unknown.append(
+                f"KV that decode got without any cache differs by {self.kv_noise:.2g} of its size from what prefill "
+                f"computes for the same tokens; above {self.kv_limit:.2g} a fault cannot be told from rounding"
+            )
+
+    def judge(self, verdict: Verdict, found: Sequence[Found], what: str, same: int) -> None:
+        """Judge one run with the flag. same: how many answers have the tokens that the reference has."""
+        self._judge_answers(verdict, found, what, same)
+        if self.kv_noise is not None:
+            self._judge_kv(verdict, found, what)
+
+    def _judge_answers(self, verdict: Verdict, found: Sequence[Found], what: str, same: int) -> None:
+        most, rms, behind = (max(getattr(f.deviation, name) for f in found) for name in ("most", "rms", "behind"))
+        limits = self.answers
+        verdict.lines.append(
+            f"{what}, answers: {len(found)}, each scored by prefill over the same tokens. Log-probabilities are off by "
+            f"at most {most:.2g} (limit {limits.most:.2g}; without a cache {limits.noise.most:.2g}), in the root mean "
+            f"square {rms:.2g} ({limits.rms:.2g}; {limits.noise.rms:.2g}); no token is more than {behind:.2g} behind "
+            f"the likeliest. {same} are the reference's, token for token"
+        )
+        verdict.figures[f"{what}, answers"] = {
+            "asked": len(found),
+            "same": same,
+            "most": most,
+            "rms": rms,
+            "behind": behind,
+            "limit": limits.most,
+            "limit_rms": limits.rms,
+        }
+        wrong = [(f, limits.beyond(f.deviation)) for f in found]
+        failures = [f"{what}, {f.name}: {why}; that is more than rounding" for f, why in wrong if why]
+        _tell(verdict, "answers", what, failures)
+
+    def _judge_kv(self, verdict: Verdict, found: Sequence[Found], what: str) -> None:
+        compared = [d for f in found for d in f.kv]
+        most = max((d.most for d in compared), default=math.inf)
+        tokens = sum(d.tokens for d in compared)
+        verdict.lines.append(
+            f"{what}, KV: {tokens} tokens that the answers were made from, in every layer, are off by at most "
+            f"{most:.2g} of their size from what prefill computes anew (limit {self.kv_limit:.2g}; without a cache "
+            f"{self.kv_noise:.2g})"
+        )
+        verdict.figures[f"{what}, kv"] = {"tokens": tokens, "most": most, "limit": self.kv_limit}
+        failures = []
+        for f in found:
+            failures += [
+                f"{what}, {f.name}: the KV that decode has is not its tokens': {d} is off by {d.most:.2g} of its size"
+                for d in f.kv
+                if not d.most <= self.kv_limit
+            ]
+            if f.missing:
+                failures.append(f"{what}, {f.name}: its KV could not be compared, a worker left no record of it")
+        _tell(verdict, "KV", what, failures)
+
+
+def _tell(verdict: Verdict, part: str, what: str, failures: list[str]) -> None:
+    if not failures:
+        return
+    verdict.parts[part] = verdict.parts.get(part, 0) + len(failures)
+    verdict.failures += failures[:MOST_TOLD]
+    if len(failures) > MOST_TOLD:
+        verdict.failures.append(f"{what}: {len(failures) - MOST_TOLD} more of this kind")
+
+
+def same_answers(reference: Run, run: Run) -> int:
+    """How many answers have the same tokens in both."""
+    pairs = zip(reference.answers, run.answers, strict=True)
+    return sum(a.tokens == b.tokens for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def judge_reuse(
+    verdict: Verdict, waves: Sequence[Wave], reference: Run, run: Run, page_size: int, what: str = "cold cache"
+) -> None:
+    """Whether decode held of each prompt what it must have."""
+    tokens = sum(sum(wave) for wave in run.held)
+    prompts = sum(len(prompt) for wave in waves for prompt in wave.prompts)
+    verdict.lines.append(f"{what}, reuse: decode held {tokens} of {prompts} prompt tokens ({tokens / prompts:.0%})")
+    verdict.figures[f"{what}, reuse"] = {"held": tokens, "prompt": prompts}
+    failures = []
+    for i, (wave, held) in enumerate(zip(waves, run.held, strict=True)):
+        for n, (least, tokens) in enumerate(zip(wave.least_held, held, strict=True)):
+            if wave.follows:
+                # Decode holds its own answer, and the prompt has the reference's: up to where these part.
+                common = _common(reference.answers[i - 1][n].tokens, run.answers[i - 1][n].tokens)
+                if common is not None:
+                    most = len(waves[i - 1].prompts[n]) + common
+                    least = min(least, most // page_size * page_size)
+            if tokens < least:
+                failures.append(f"{what}, {wave.name}, prompt {n + 1}: decode held {tokens} tokens, not {least}")
+    _tell(verdict, "reuse", what, failures)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """How many tokens two answers have in common before they part, None if they do not."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)

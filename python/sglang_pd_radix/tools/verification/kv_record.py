@@ -1,0 +1,232 @@
+"""What each answer was made from: the KV of a request, read through its own row of the table when it ends.
+
+A worker with `DIRECTORY` in its environment writes one file for each request that ends. It has the request's tokens,
+and of each token in each layer a sketch of K and of V: `WIDTH` random projections, whose distances are those of the
+whole vectors to within a fifth or so. KV of the same tokens at the same positions has the same sketch but for rounding,
+whoever computed it; another token's is as far away as it is long.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Where a worker writes its records. Without it there are none.
+DIRECTORY = "SGLANG_PD_RADIX_KV_RECORDS"
+# Projections of each vector.
+WIDTH = 16
+_UNREADABLE = "unreadable.txt"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request on one rank. tokens: of the prompt and the answer. prompt: how many are the prompt's. kv: sketches
+    [tokens with KV, buffers, WIDTH]. kinds: of buffers, 2 for K of all layers and then V, 1 for latents. rank: of
+    ``ranks`` of attention."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+    kv: npt.NDArray[np.float32]
+    kinds: int
+    rank: int
+    ranks: int
+
+
+# ------------------------------------------------------------------------------------------------------- in the worker
+
+
+def install() -> None:
+    """Have the scheduler of this process, once it is imported and has its pools, record what ends."""
+    import wrapt
+
+    def patch(module: Any) -> None:
+        make = module.Scheduler.init_cache_with_memory_pool
+
+        def make_and_watch(scheduler: Any) -> None:
+            make(scheduler)
+            _watch(scheduler)
+
+        module.Scheduler.init_cache_with_memory_pool = make_and_watch
+
+    wrapt.register_post_import_hook(patch, "sglang.srt.managers.scheduler")
+
+
+def _watch(scheduler: Any) -> None:
+    directory = Path(os.environ[DIRECTORY])
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    kinds = buffers_of(pool)
+    if not kinds:
+        (directory / _UNREADABLE).write_text(type(pool).__name__)
+        return
+    recorder = Recorder(directory, kinds, scheduler.attn_tp_rank, scheduler.attn_tp_size)
+    tree = scheduler.tree_cache
+    finish = tree.cache_finished_req
+
+    def record_and_finish(req: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_insert", True) and req.output_ids:
+            recorder.write(req, scheduler.req_to_token_pool.req_to_token[req.req_pool_idx])
+        return finish(req, *args, **kwargs)
+
+    tree.cache_finished_req = record_and_finish
+
+
+def buffers_of(pool: Any) -> list[list[Any]]:
+    """The buffers of full attention, each [slots, ...]: K by layers and V by layers, or latents by layers.
+
+    Empty for a pool of another kind.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    # Of a model with linear attention or windows beside it.
+    pool = getattr(pool, "full_kv_pool", pool)
+    if type(pool) is MHATokenToKVPool:
+        found = [pool.k_buffer, pool.v_buffer]
+    elif type(pool) is MLATokenToKVPool:
+        found = [pool.kv_buffer]
+    else:
+        return []
+    return [[buffer.view(pool.dtype) for buffer in buffers] for buffers in found]
+
+
+class Recorder:
+    """Writes the records of one rank. kinds: see `buffers_of`."""
+
+    def __init__(self, directory: Path, kinds: Sequence[Sequence[Any]], rank: int, ranks: int) -> None:
+        self._directory, self._at = directory, [len(kinds), rank, ranks]
+        self._buffers = [buffer for buffers in kinds for buffer in buffers]
+        self._signs = {buffer[0].numel(): signs(buffer[0].numel()) for buffer in self._buffers}
+        self._count = 0
+
+    def sketch(self, slots: Any) -> npt.NDArray[np.float32]:
+        """[slots, buffers, WIDTH]. Waits for the device."""
+        import torch
+
+        rows = []
+        for buffer in self._buffers:
+            vectors = buffer[slots.to(buffer.device)].reshape(len(slots), -1).float()
+            rows.append(vectors @ torch.from_numpy(self._signs[vectors.shape[1]]).to(vectors.device))
+        return torch.stack(rows, 1).cpu().numpy()
+
+    def write(self, req: Any, row: Any) -> None:
+        """row: the request's row of the table, of which slots follow."""
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        # With overlapped steps one more slot is the request's, which the step in flight has yet to write.
+        known = min(req.kv_committed_len, len(tokens) - 1)
+        final = self._directory / f"{os.getpid()}-{self._count:06}.npz"
+        self._count += 1
+        partial = final.with_suffix(".partial")
+        with partial.open("wb") as file:
+            np.savez(
+                file,
+                tokens=np.array(tokens, dtype=np.int64),
+                kv=self.sketch(row[:known].long()),
+                at=np.array([len(req.origin_input_ids), *self._at]),
+            )
+        partial.replace(final)
+
+
+def signs(width: int) -> npt.NDArray[np.float32]:
+    """The projections of vectors of ``width`` numbers, [width, WIDTH]: the same in every process."""
+    rnd = np.random.Generator(np.random.PCG64(width))
+    return (rnd.integers(0, 2, (width, WIDTH)) * 2 - 1).astype(np.float32) / np.float32(np.sqrt(WIDTH))
+
+
+# --------------------------------------------------------------------------------------------------------- in `verify`
+
+
+class Records:
+    """What the workers that were given this directory have written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def unreadable(self) -> str | None:
+        """The kind of pool that has no records, None where there are some."""
+        path = self.directory / _UNREADABLE
+        return path.read_text() if path.exists() else None
+
+    def take(self) -> list[Record]:
+        """All that is there, in the order in which it was written by each worker; it is taken away."""
+        found = []
+        for path in sorted(self.directory.glob("*.npz")):
+            with np.load(path) as file:
+                prompt, kinds, rank, ranks = (int(value) for value in file["at"])
+                found.append(Record(tuple(file["tokens"].tolist()), prompt, file["kv"], kinds, rank, ranks))
+            path.unlink()
+        return found
+
+    def take_all_of(self, wanted: Iterable[tuple[int, ...]], whole: bool = True, wait_s: float = 10.0) -> ByTokens:
+        """The records of the requests with these tokens, by them, one of each rank; others are dropped.
+
+        whole: whether the tokens are those of prompt and answer, or of the prompt alone. A rank may be a little behind
+        the one that answers: they are waited for. What is missing after that is missing.
+        """
+        missing, found, end = set(wanted), ByTokens(), time.monotonic() + wait_s
+        while missing and not self.unreadable:
+            for record in self.take():
+                key = record.tokens if whole else record.tokens[: record.prompt]
+                if key in missing:
+                    ranks = found.setdefault(key, {})
+                    ranks[record.rank] = record
+                    if len(ranks) == record.ranks:
+                        missing.discard(key)
+            if time.monotonic() > end:
+                break
+            if missing:
+                time.sleep(0.02)
+        return found
+
+
+class ByTokens(dict[tuple[int, ...], dict[int, Record]]):
+    """Records by the tokens of a request, and by rank."""
+
+
+def environment(directory: Path, inherited: dict[str, str]) -> dict[str, str]:
+    """What a worker needs in its environment to write records to ``directory``."""
+    path = [str(Path(__file__).parent / "worker"), *filter(None, [inherited.get("PYTHONPATH")])]
+    return {DIRECTORY: str(directory), "PYTHONPATH": os.pathsep.join(path)}
+
+
+# ---------------------------------------------------------------------------------------------------------- difference
+
+
+@dataclass(frozen=True)
+class KvDifference:
+    """How far KV is from what it should be, in parts of its size: the most of all, and where that is.
+
+    token: its place in the request. layer, kind: K, V or the latent of which layer. tokens: how many were compared.
+    """
+
+    most: float
+    token: int
+    layer: int
+    kind: str
+    rank: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of token {self.token + 1} in layer {self.layer + 1}, rank {self.rank}"
+
+
+def kv_difference(seen: Record, truth: Record) -> KvDifference:
+    """Compare two records of the same tokens on the same rank. A number that is none is infinitely far."""
+    tokens = min(len(seen.kv), len(truth.kv))
+    a, b = seen.kv[:tokens].astype(np.float64), truth.kv[:tokens].astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart, size = np.linalg.norm(a - b, axis=-1), np.linalg.norm(b, axis=-1)
+        # A vector that is small among its like is rounded as they are.
+        parts = apart / np.maximum(np.maximum(size, np.median(size, axis=0)), np.finfo(np.float64).tiny)
+    parts = np.where(np.isfinite(parts), parts, np.inf)
+    token, buffer = np.unravel_index(int(parts.argmax()), parts.shape)
+    layers = parts.shape[1] // truth.kinds
+    kind = ("K", "V")[int(buffer) // layers] if truth.kinds == 2 else "the latent"
+    return KvDifference(float(parts[token, buffer]), int(token), int(buffer) % layers, kind, seen.rank, tokens)

@@ -1,0 +1,78 @@
+"""What `pd-radix verify` asks: prompts in waves, each of which finds the cache in another state."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Prompts that are asked at the same time. least_held: tokens of each that decode must have held by then.
+
+    follows: whether each goes on with the reference's answer to the prompt at its place in the wave before.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    least_held: list[int]
+    follows: bool = False
+
+
+class Script:
+    """The prompts. ``words``: ids to make them of. Lengths in tokens. bigrams: whether the cache's keys are pairs of
+    tokens (EAGLE), so that the last token of what it holds cannot be used again. small: no herd, and no chats."""
+
+    def __init__(self, words: range, page_size: int, seed: int, bigrams: bool = False, small: bool = False) -> None:
+        self._words, self._page, self._rnd, self._bigrams = words, page_size, random.Random(seed), bigrams
+        self._small = small
+
+    def some(self, count: int) -> list[int]:
+        """So many tokens."""
+        return [self._rnd.choice(self._words) for _ in range(count)]
+
+    def held_of(self, count: int) -> int:
+        """Of ``count`` tokens that were answered, those that can be used again: whole pages."""
+        return max(0, count - self._bigrams) // self._page * self._page
+
+    def waves(self) -> list[Wave]:
+        """All but the chats."""
+        page = self._page
+        new = [self.some(count) for count in (page, 3 * page + 1, 5 * page + page // 2, 300 + page, 1000 + page)]
+        longer = [[*prompt, *self.some(20)] for prompt in new]
+        cut = [[*prompt[: len(prompt) * 2 // 3], *self.some(30)] for prompt in new[1:]]
+        waves = [
+            Wave("new", new, [0] * len(new)),
+            Wave("the same again", new, [self.held_of(len(p)) for p in new]),
+            Wave("longer", longer, [self.held_of(len(p)) for p in new]),
+            Wave("cut off", cut, [self.held_of(len(p) * 2 // 3) for p in new[1:]]),
+        ]
+        if self._small:
+            return waves
+        shared = self.some(12 * page)
+        herd = [[*shared, *self.some(7 + i)] for i in range(8)]
+        return [
+            *waves,
+            Wave("a herd", herd, [0] * len(herd)),
+            Wave("the herd again", herd, [self.held_of(len(shared))] * len(herd)),
+        ]
+
+    def questions(self, clients: int = 4, turns: int = 3) -> list[list[list[int]]]:
+        """What each client adds to its history in each turn, by turn."""
+        if self._small:
+            return []
+        first = [self.some(self._rnd.randrange(40, 260)) for _ in range(clients)]
+        return [first, *([self.some(self._rnd.randrange(3, 70)) for _ in first] for _ in range(turns - 1))]
+
+    def warm(self, waves: list[Wave]) -> list[Wave]:
+        """The same waves when all of them have been asked: decode must hold every whole page of every prompt."""
+        return [Wave(wave.name, wave.prompts, [self.held_of(len(p)) for p in wave.prompts]) for wave in waves]
+
+
+def tokens_to_hold(page_size: int, answer: int) -> int:
+    """At most so many tokens of KV the whole script leaves, with answers of ``answer`` tokens; rounded up to pages."""
+    script = Script(range(1, 2), page_size, 0)
+    prompts = [prompt for wave in script.waves() for prompt in wave.prompts]
+    # A chat's are longer by what it asks and is answered; the last turn holds all of them.
+    chats = sum(260 + 2 * 70 + 3 * answer for _ in range(4))
+    return sum(-(-(len(prompt) + answer) // page_size) * page_size for prompt in prompts) + chats + 4 * page_size

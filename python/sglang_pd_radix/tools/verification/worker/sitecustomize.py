@@ -1,0 +1,21 @@
+"""On the path of the workers that ``pd-radix verify`` starts, and of no others: what they record, and its faults."""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+from sglang_pd_radix.tools.verification import faults, kv_record
+
+HERE = Path(__file__).resolve().parent
+
+if os.environ.get(kv_record.DIRECTORY):
+    kv_record.install()
+    if os.environ.get(faults.ALLOWED):
+        faults.install()
+
+# One that the environment has of its own, which this one hides.
+hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if Path(p or ".").resolve() != HERE])
+if hidden and hidden.loader:
+    hidden.loader.exec_module(module_from_spec(hidden))

@@ -1,0 +1,275 @@
+"""Records of what answers were made from: what a worker writes, how far KV is from KV, and the self-test's faults.
+
+KV here is random and of the shape of a small model; "prefill" is the same numbers, rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+from sglang_pd_radix.tools.verification import faults, kv_record
+from sglang_pd_radix.tools.verification.judging import KV_CEILINGS
+from sglang_pd_radix.tools.verification.kv_record import Record, Recorder, Records, kv_difference
+
+PAGE, LAYERS, HEADS, DIM, SLOTS = 4, 3, 2, 32, 64
+# What rounding does to KV in parts of its size: two passes over the same tokens differ by so much.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 0.02}
+
+
+def pool_of(seed: int, dtype: torch.dtype = torch.float32, store: torch.dtype | None = None):
+    """An MHA pool full of random KV."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def buffers():
+        made = [torch.randn((SLOTS, HEADS, DIM), generator=generator).to(dtype) for _ in range(LAYERS)]
+        return [buffer.view(store or dtype) for buffer in made]
+
+    pool = object.__new__(MHATokenToKVPool)
+    pool.k_buffer, pool.v_buffer, pool.dtype, pool.store_dtype = buffers(), buffers(), dtype, store or dtype
+    return pool
+
+
+class Worker:
+    """As much of a scheduler as the records and faults need: a pool, a table of one row, and a rank."""
+
+    def __init__(self, directory: Path, pool, rank: int = 0, ranks: int = 1) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        allocator = SimpleNamespace(get_kvcache=lambda: pool, page_size=PAGE)
+        self.pool, self.directory = pool, directory
+        row = torch.arange(PAGE, SLOTS, dtype=torch.int32)[None]
+        self.scheduler = SimpleNamespace(
+            token_to_kv_pool_allocator=allocator,
+            req_to_token_pool=SimpleNamespace(req_to_token=row),
+            attn_tp_rank=rank,
+            attn_tp_size=ranks,
+        )
+        self.recorder = Recorder(directory, kv_record.buffers_of(pool), rank, ranks)
+
+    def record(self, request) -> None:
+        self.recorder.write(request, self.scheduler.req_to_token_pool.req_to_token[0])
+
+
+def request(prompt: int, answer: int = 3, first: int = 100):
+    return SimpleNamespace(
+        origin_input_ids=list(range(first, first + prompt)),
+        output_ids=list(range(900, 900 + answer)),
+        kv_committed_len=prompt + answer,
+        req_pool_idx=0,
+        decode_prefix_len=0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_record_has_the_tokens_whose_kv_is_there(tmp_path: Path, dtype) -> None:
+    """Not of the last token: with overlapped steps its slot is there, and what will be in it is not."""
+    worker = Worker(tmp_path, pool_of(1, dtype))
+    worker.record(request(10, 3))
+    (found,) = Records(tmp_path).take()
+    assert found.tokens == (*range(100, 110), 900, 901, 902) and found.prompt == 10
+    assert found.kv.shape == (12, 2 * LAYERS, kv_record.WIDTH) and (found.kinds, found.ranks) == (2, 1)
+    assert Records(tmp_path).take() == [], "they are taken once"
+
+
+def test_kv_of_8_bits_is_read_as_what_it_is() -> None:
+    kinds = kv_record.buffers_of(pool_of(1, torch.float8_e4m3fn, torch.uint8))
+    assert kinds[0][0].dtype == torch.float8_e4m3fn
+
+
+def test_latents_are_one_kind_and_other_pools_none() -> None:
+    pool = object.__new__(MLATokenToKVPool)
+    pool.kv_buffer, pool.dtype = [torch.zeros(SLOTS, 1, DIM)] * LAYERS, torch.float32
+    assert [len(kind) for kind in kv_record.buffers_of(pool)] == [LAYERS]
+    assert [len(kind) for kind in kv_record.buffers_of(SimpleNamespace(full_kv_pool=pool))] == [LAYERS]
+    assert kv_record.buffers_of(SimpleNamespace()) == []
+
+
+def test_records_of_all_ranks_are_waited_for_and_others_dropped(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        worker = Worker(tmp_path, pool_of(rank), rank, 2)
+        # Else its file has the name of another process's.
+        worker.recorder._count = 10 * rank
+        worker.record(request(10))
+    worker.record(request(12, first=500))
+    wanted = (*range(100, 110), 900, 901, 902)
+    found = Records(tmp_path).take_all_of([wanted, (1, 2)], wait_s=0.1)
+    assert set(found) == {wanted} and set(found[wanted]) == {0, 1}
+
+
+def test_by_prompt_alone_as_prefill_has_it(tmp_path: Path) -> None:
+    Worker(tmp_path, pool_of(1)).record(request(13, 1))
+    wanted = tuple(range(100, 113))
+    assert set(Records(tmp_path).take_all_of([wanted], whole=False, wait_s=0.1)) == {wanted}
+
+
+def test_a_kind_of_pool_without_records_is_told_and_nothing_waited_for(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    assert records.unreadable is None
+    (tmp_path / kv_record._UNREADABLE).write_text("OddPool")
+    assert records.unreadable == "OddPool" and records.take_all_of([(1,)], wait_s=60) == {}
+
+
+def same(kv: np.ndarray) -> Record:
+    return Record((1,) * (len(kv) + 1), 1, kv, 2, 0, 1)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_number_that_is_none_is_infinitely_far(broken) -> None:
+    truth = np.ones((6, 4, 16), dtype=np.float32)
+    seen = truth.copy()
+    seen[3, 2, 5] = broken
+    found = kv_difference(same(seen), same(truth))
+    assert (found.most, found.token, found.layer, found.kind) == (np.inf, 3, 0, "V")
+    assert kv_difference(same(truth), same(truth)).most == 0
+    assert kv_difference(same(np.zeros_like(truth)), same(np.zeros_like(truth))).most == 0
+
+
+def test_a_vector_that_is_small_among_its_like_is_rounded_as_they_are() -> None:
+    """As V of a first token, which attention rests on, often is."""
+    truth = np.ones((6, 2, 16), dtype=np.float32)
+    truth[0] *= 1e-3
+    seen = truth.copy()
+    seen[0] *= 2
+    assert kv_difference(same(seen), same(truth)).most == pytest.approx(1e-3, rel=1e-3)
+
+
+# ---- faults
+
+
+def spoil(kind: str, directory: Path, pool, rank: int = 0, ranks: int = 1) -> tuple[Worker, Record, Record]:
+    """The record of a request whose KV is spoilt so, and that of a request that has its pages after it."""
+    worker = Worker(directory, pool, rank, ranks)
+    made = faults.Faults(directory, worker.scheduler)
+    other, target = request(8, first=300), request(20)
+    # Another prompt, whose KV is elsewhere in the pool.
+    rows = worker.scheduler.req_to_token_pool
+    rows.req_to_token = rows.req_to_token.roll(-24, 1)
+    made.arrived(other)
+    rows.req_to_token = rows.req_to_token.roll(24, 1)
+    faults.Order(kind, target.origin_input_ids, 1).give(directory)
+    if kind == "a stale page":
+        # What is there before differs from what arrives.
+        slots = made._slots(target, 1)
+        fresh = made._read(slots)
+        made._write(slots, [rows + 1 for rows in fresh])
+        made.asked(target)
+        made._write(slots, fresh)
+    made.arrived(target)
+    made.ends(target)
+    worker.record(target)
+    made.ended()
+    worker.record(target)
+    first, second = Records(directory).take()
+    return worker, first, second
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [kind for kind in faults.KINDS if kind != "a page for a while"])
+def test_every_fault_is_far_beyond_rounding(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(9)
+    pool, honest = pool_of(1, dtype), pool_of(1, dtype)
+    for buffer in (*honest.k_buffer, *honest.v_buffer):
+        buffer += ROUNDING[dtype] * torch.randn(buffer.shape, generator=generator).to(dtype)
+    rank, ranks = (1, 2) if kind == "one rank" else (0, 1)
+    whole = Worker(tmp_path / "prefill", honest, rank, ranks)
+    whole.record(request(20))
+    (truth,) = Records(tmp_path / "prefill").take()
+    worker, first, second = spoil(kind, tmp_path / "decode", pool, rank, ranks)
+    assert faults.done(worker.directory)
+    rounding = kv_difference(truth, same_kv(tmp_path, pool_of(1, dtype), rank, ranks)).most
+    ceiling = KV_CEILINGS.get(str(dtype).removeprefix("torch."), KV_CEILINGS[""])
+    found = kv_difference(second if kind == "a page in the cache" else first, truth)
+    assert rounding < ceiling / 3 < ceiling < found.most
+    assert PAGE <= found.token < 3 * PAGE
+    if kind == "a page in the cache":
+        assert kv_difference(first, truth).most < ceiling, "while its own answer was made it was right"
+
+
+def same_kv(tmp_path: Path, pool, rank: int, ranks: int) -> Record:
+    worker = Worker(tmp_path / "same", pool, rank, ranks)
+    worker.record(request(20))
+    return Records(tmp_path / "same").take()[0]
+
+
+def changed(tmp_path: Path, kind: str, rank: int = 0, ranks: int = 1) -> set[tuple[int, int]]:
+    """Tokens of the request and buffers whose KV a fault has changed."""
+    _, first, second = spoil(kind, tmp_path / "decode", pool_of(1), rank, ranks)
+    seen = second if kind == "a page in the cache" else first
+    whole = same_kv(tmp_path, pool_of(1), rank, ranks)
+    return {(int(t), int(b)) for t, b in np.argwhere(np.abs(seen.kv - whole.kv).max(-1) > 1e-3)}
+
+
+ALL = range(2 * LAYERS)
+SECOND_PAGE = range(PAGE, 2 * PAGE)
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, buffers",
+    [
+        ("one page", SECOND_PAGE, ALL),
+        ("one token", [PAGE], ALL),
+        ("one layer", SECOND_PAGE, (1, LAYERS + 1)),
+        ("one token in one layer", [PAGE], (1, LAYERS + 1)),
+        ("a stale page", SECOND_PAGE, ALL),
+        ("two pages exchanged", range(PAGE, 3 * PAGE), ALL),
+        ("a page in the cache", SECOND_PAGE, ALL),
+        ("a page for a while", (), ()),
+    ],
+)
+def test_a_fault_is_what_it_says_and_no_more(tmp_path: Path, kind: str, tokens, buffers) -> None:
+    assert changed(tmp_path, kind) == {(token, buffer) for token in tokens for buffer in buffers}
+
+
+def test_the_fault_of_one_rank_is_on_the_last(tmp_path: Path) -> None:
+    assert changed(tmp_path / "0", "one rank", 0, 2) == set()
+    assert changed(tmp_path / "1", "one rank", 1, 2) == {(token, buffer) for token in SECOND_PAGE for buffer in ALL}
+
+
+def test_without_an_order_nothing_is_spoilt(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, pool_of(1))
+    made = faults.Faults(tmp_path, worker.scheduler)
+    faults.Order("one page", [1, 2, 3], 1).give(tmp_path)
+    made.asked(request(20))
+    made.arrived(request(20))
+    faults.withdraw(tmp_path)
+    assert not faults.done(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(worker.pool.k_buffer, pool_of(1).k_buffer, strict=True))
+
+
+# ---- reach
+
+
+def hooks(environment: dict[str, str]) -> str:
+    """What a Python process of this environment registers for the scheduler, from its start."""
+    program = (
+        "import sys, wrapt.importer as w;"
+        "hooks = w._post_import_hooks.get('sglang.srt.managers.scheduler') or [];"
+        "print(*sorted(h.__module__ for h in hooks if 'verification' in h.__module__), sep=',')"
+    )
+    env = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_nothing_of_this_is_in_a_worker_that_verify_did_not_start(tmp_path: Path) -> None:
+    module = "sglang_pd_radix.tools.verification"
+    recording = kv_record.environment(tmp_path, dict(os.environ))
+    assert hooks({faults.ALLOWED: "1", kv_record.DIRECTORY: str(tmp_path)}) == "", "not on its path"
+    assert hooks(recording) == f"{module}.kv_record"
+    assert hooks({**recording, faults.ALLOWED: "1"}) == f"{module}.faults,{module}.kv_record"
+
+
+def test_a_sitecustomize_of_the_environment_is_run_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.own_site = True\n")
+    inherited = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, **kv_record.environment(tmp_path, inherited)}
+    done = subprocess.run([sys.executable, "-c", "import sys; print(sys.own_site)"], env=env, capture_output=True)
+    assert done.stdout.strip() == b"True"

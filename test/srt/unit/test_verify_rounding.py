@@ -1,0 +1,136 @@
+"""Whether answers differ by more than rounding: free ones until they part, and scored ones to their end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pd_radix.tools.rounding import (
+    CEILINGS,
+    LEAST_LIMIT,
+    MARGIN,
+    Answer,
+    Deviation,
+    Difference,
+    Limits,
+    deviation,
+    difference,
+    limit_of,
+)
+
+
+def answer(tokens, logprobs, likeliest=()) -> Answer:
+    return Answer(tuple(tokens), tuple(logprobs), tuple(likeliest))
+
+
+REFERENCE = answer([1, 2, 3], [-0.1, -0.2, -0.7], [{1: -0.1, 9: -5.0}, {2: -0.2, 9: -4.0}, {3: -0.7, 4: -0.71}])
+
+
+@pytest.mark.parametrize(
+    "other, found",
+    [
+        (answer([1, 2, 3], [-0.1, -0.2, -0.7]), Difference(0.0)),
+        (answer([1, 2, 3], [-0.1, -0.25, -0.7]), Difference(0.05)),
+        # Two tokens that are almost as likely, as rounding makes it.
+        (answer([1, 2, 4], [-0.1, -0.21, -0.7]), Difference(0.01, 2, 0.01)),
+        # A token that was far behind, and one that was not among the likeliest at all.
+        (answer([1, 9, 3], [-0.1, -0.2, -0.7]), Difference(0.0, 1, 3.8)),
+        (answer([1, 7, 3], [-0.1, -0.2, -0.7]), Difference(0.0, 1, math.inf)),
+        (answer([1, 2], [-0.1, -0.2]), Difference(0.0, 2, math.inf)),
+        # No number at all, as it is and as JSON has it.
+        (answer([1, 2, 3], [-0.1, math.nan, -0.7]), Difference(math.inf)),
+        (answer([1, 2, 3], [-0.1, None, -0.7]), Difference(math.inf)),
+    ],
+)
+def test_where_two_answers_part_and_how_far_they_have_drifted(other: Answer, found: Difference) -> None:
+    seen = difference(REFERENCE, other)
+    assert seen.parted_at == found.parted_at
+    assert seen.drift == pytest.approx(found.drift) and seen.behind == pytest.approx(found.behind)
+
+
+def test_the_limit_is_what_the_noise_says_and_never_nothing() -> None:
+    assert limit_of([Difference(0.0)]) == LEAST_LIMIT
+    assert limit_of([Difference(0.01), Difference(0.002, 3, 0.02)]) == pytest.approx(MARGIN * 0.02)
+    # What was not among the likeliest says nothing of how large rounding is.
+    assert limit_of([Difference(0.01, 3, math.inf)]) == pytest.approx(MARGIN * 0.01)
+
+
+@given(st.integers(0, 2), st.floats(0.2, 5))
+def test_wrong_kv_is_not_taken_for_rounding(place: int, moved: float) -> None:
+    """Of float32, where two runs agree to 1e-6, and of bf16, where they differ by some hundredths."""
+    logprobs = [value - (moved if i >= place else 0) for i, value in enumerate(REFERENCE.logprobs)]
+    wrong = difference(REFERENCE, answer(REFERENCE.tokens, logprobs))
+    for noise in (Difference(1e-6), Difference(0.02), Difference(0.03, 2, 0.05)):
+        assert not wrong.within(limit_of([noise]))
+
+
+# ---- scored answers
+
+
+def scored(logprobs, likeliest) -> Answer:
+    """Of tokens 0, 1, ...; likeliest: the log-probability of the likeliest of each place, which is another token."""
+    tokens = range(len(logprobs))
+    places = [{token: own, 99: best} for token, own, best in zip(tokens, logprobs, likeliest, strict=True)]
+    return answer(tokens, logprobs, places)
+
+
+def test_a_scored_answer_is_compared_to_its_end() -> None:
+    made = answer(range(4), [-1.0, -1.0, -1.0, -2.0])
+    found = deviation(made, scored([-1.0, -1.0, -1.3, -1.6], [-1.0, -0.9, -1.3, -1.6]))
+    assert found.most == pytest.approx(0.4) and found.rms == pytest.approx(0.25) and found.behind == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("none", [math.nan, None])
+def test_what_is_no_number_is_no_rounding(none) -> None:
+    fine = scored([-1.0], [-1.0])
+    assert deviation(answer([0], [none]), fine).most == math.inf
+    nan = Deviation(math.nan, math.nan, math.nan)
+    assert Limits.of([Deviation(1e-6, 1e-6, 0.0)], "float32").beyond(nan) is not None
+    assert deviation(answer([0], [-1.0]), answer([0], [-1.0], [{0: none}])).behind == math.inf
+
+
+def test_a_score_of_other_tokens_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="tokens of the answer"):
+        deviation(answer([0], [-1.0]), answer([1], [-1.0]))
+
+
+def test_nonsense_behind_a_place_where_two_tokens_are_alike_is_found() -> None:
+    """It parts at its first token within rounding and is nonsense from the second on, where nothing was compared."""
+    off = scored([-1.05, *[-1.0] * 15], [-1.0] * 16)
+    nonsense = answer(range(16), [-1.0, *[-30.0] * 15])
+    limits = Limits.of([Deviation(0.05, 0.02, 0.03)], "bfloat16")
+    assert limits.beyond(deviation(answer(range(16), [-1.0] * 16), off)) is None
+    assert "off by up to 29" in (limits.beyond(deviation(nonsense, off)) or "")
+
+
+def test_a_token_that_is_far_from_the_likeliest_is_found_though_its_own_log_probability_is_right() -> None:
+    limits = Limits.of([Deviation(0.05, 0.02, 0.03)], "bfloat16")
+    assert limits.beyond(deviation(answer([0], [-3.0]), scored([-3.0], [-0.5]))) is not None
+    # Two tokens that may each be off by rounding.
+    assert limits.beyond(deviation(answer([0, 1], [-1.0, -1.0]), scored([-1.0, -1.05], [-1.0, -0.8]))) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "torch.float32", "bfloat16", "float16"])
+def test_no_noise_lifts_a_limit_above_its_ceiling(dtype: str) -> None:
+    """Runs with the flag off that differed by 1 nat once let a run with it differ by 2.9."""
+    ceiling, ceiling_rms = CEILINGS.get(dtype.removeprefix("torch."), CEILINGS[""])
+    loud = Limits.of([Deviation(0.9 * ceiling, 0.9 * ceiling_rms, 0.0)], dtype)
+    assert (loud.most, loud.rms) == (ceiling, ceiling_rms) and loud.unjudgeable is None
+    assert loud.beyond(Deviation(1.01 * ceiling, 0.0, 0.0)) and loud.beyond(Deviation(0.0, 1.01 * ceiling_rms, 0.0))
+    for noise in (
+        Deviation(1.0, 0.0, 0.0),
+        Deviation(0.0, 0.5, 0.0),
+        Deviation(0.0, 0.0, 3.0),
+        Deviation(math.inf, 0, 0),
+    ):
+        assert Limits.of([noise], dtype).unjudgeable
+    assert Limits.of([Deviation(1.0, 0.3, 0.0)], dtype).beyond(Deviation(2.9, 0.3, 0.0))
+
+
+def test_the_limit_is_what_the_noise_says_below_the_ceiling() -> None:
+    limits = Limits.of([Deviation(0.01, 0.002, 0.0), Deviation(0.002, 0.004, 0.02)], "bfloat16")
+    assert limits.most == pytest.approx(MARGIN * 0.01) and limits.rms == pytest.approx(MARGIN * 0.004)
+    assert Limits.of([Deviation(0.0, 0.0, 0.0)], "float32").most == LEAST_LIMIT
