@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .chat_least import Bounds, bounds, pages_of_prompts, reach_by_ids, reach_by_sizes
 from .chat_load import Reply
 from .chat_run import Run, count, mib
-from .rounding import Answer, Difference, difference, limit_of
+from .rounding import Answer, Deviation, Limits, deviation
 
 # The cache may send this much more than what is due: in the first turn, and in all others together.
 MOST_OVER_LEAST = 1.05
 
 # The first turn is the same work in both runs. Where it took this many times longer in one of them, something else ran.
 MOST_DISTURBED = 1.1
-
-# What is more is no rounding, whoever does it (nats): nothing could be judged by three times that.
-MOST_NOISE = 1.0
 
 
 @dataclass
@@ -137,29 +133,14 @@ def _excerpt(text: str, at: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ answers
 
 
-def departure(made: Answer, scored: Answer) -> Difference:
-    """What decode said of its answer against ``scored``: what prefill says of the same tokens, with the likeliest.
-
-    drift: the largest difference of a log-probability, nats. behind: how much less likely, by prefill, a token is than
-    the likeliest in its place, at most; parted_at: that place. Both are None if every token is the likeliest.
-    """
-    if len(made.logprobs) != len(scored.tokens):
-        return Difference(math.inf)
-    drift = difference(scored, Answer(scored.tokens, made.logprobs)).drift
-    behind = [max(best.values()) - own for best, own in zip(scored.likeliest, scored.logprobs, strict=True)]
-    worst = max(range(len(behind)), key=lambda place: math.inf if math.isnan(behind[place]) else behind[place])
-    if behind[worst] <= 0:
-        return Difference(drift)
-    return Difference(drift, worst, math.inf if math.isnan(behind[worst]) else behind[worst])
-
-
-def _departures(run: Run) -> dict[tuple[int, int], Difference]:
-    """By turn and client (from 1), of all answers that were scored."""
+def _deviations(run: Run) -> dict[tuple[int, int], Deviation]:
+    """What decode said of each answer against its score, by turn and client (from 1); of those that were scored."""
     found = {}
     for number, (turn, scores) in enumerate(zip(run.turns, run.scores or (), strict=False), 1):
         for client, (reply, scored) in enumerate(zip(turn.replies, scores, strict=True), 1):
             if scored is not None and reply.answer is not None:
-                found[number, client] = departure(reply.answer, scored)
+                # The same tokens: texts in the one, ids in the other.
+                found[number, client] = deviation(Answer(scored.tokens, reply.answer.logprobs), scored)
     return found
 
 
@@ -180,7 +161,7 @@ def _parted(off: Run, on: Run) -> set[tuple[int, int]]:
 def _judge_rounding(result: Comparison) -> None:
     """Where the type rounds: each answer by what prefill says of it, and by what it says of those with the flag off."""
     off, on = result.off, result.on
-    noise, seen, parted = _departures(off), _departures(on), _parted(off, on)
+    noise, seen, parted = _deviations(off), _deviations(on), _parted(off, on)
     answers = sum(len(turn.replies) for turn in on.turns)
     conversations = count(len({client for _, client in parted}), "conversation")
     unjudged = parted - set(seen) if noise else parted
@@ -193,32 +174,25 @@ def _judge_rounding(result: Comparison) -> None:
         )
     if not noise or not seen:
         return
-    limit = result.rounding_limit = limit_of(noise.values())
-    drift, behind = _most(noise.values())
-    measured = f"{drift:.2g} and {behind:.2g} nats"
-    if not all(d.within(MOST_NOISE) for d in noise.values()):
-        result.failures.append(
-            f"with the flag off, the log-probabilities of answers differ by {measured} from what prefill says of the "
-            "same tokens: that is no rounding, and nothing can be judged by it"
-        )
+    limits = Limits.of(noise.values(), on.dtype)
+    result.rounding_limit = limits.most
+    if limits.unjudgeable:
+        result.failures.append(f"in {on.dtype}, with the flag off: {limits.unjudgeable}")
         return
-    drift, behind = _most(seen.values())
     told = (
         f"in {on.dtype}, {conversations} part from those with the flag off. By a pass of prefill over the same tokens, "
-        f"log-probabilities of {len(seen)} answers are at most {drift:.2g} off, and the token that was taken at most "
-        f"{behind:.2g} behind the likeliest; with the flag off {measured}, of which three times is allowed: {limit:.2g}"
+        f"log-probabilities of {len(seen)} answers are at most {max(d.most for d in seen.values()):.2g} off, and a "
+        f"token that was taken at most {max(d.behind for d in seen.values()):.2g} behind the likeliest; with the flag "
+        f"off {limits.noise.most:.2g} and {limits.noise.behind:.2g} (limit {limits.most:.2g})"
     )
-    beyond = {place: d for place, d in seen.items() if not d.within(limit)}
+    beyond = {place: what for place, d in seen.items() if (what := limits.beyond(d))}
     if beyond:
-        (turn, client), _ = max(beyond.items(), key=lambda item: max(item[1].drift, item[1].behind or 0))
-        told += f"; {count(len(beyond), 'answer')} beyond that, the worst in turn {turn} of client {client}"
+        turn, client = min(beyond)
+        told += (
+            f". {count(len(beyond), 'answer')} beyond that, the first in turn {turn} of client {client}: "
+            f"{beyond[turn, client]}"
+        )
     (result.failures if beyond else result.notes).append(told)
-
-
-def _most(found: Iterable[Difference]) -> tuple[float, float]:
-    """(drift, behind), nats."""
-    every = list(found)
-    return max(d.drift for d in every), max(d.behind or 0.0 for d in every)
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes

@@ -154,14 +154,19 @@ def _chat(cluster: Cluster, name: str, workload: Workload, show: Steps, run: Run
 
 
 def _score(cluster: Cluster, workload: Workload, run: Run) -> None:
-    """Fill ``scores``, or say in ``unknown`` why not. All caches are emptied first: prefill computes prompts anew."""
+    """Fill ``scores``, or say in ``unknown`` why not. All caches are emptied first: prefill computes prompts anew.
+
+    Prefill is asked alone: decode has no part in it, and a router does not hand on which tokens were the likeliest.
+    """
     run.find_ids(workload, cluster.model_path)
     if run.ids is None:
         return
     empty_caches(cluster, (*cluster.prefill_urls, *cluster.decode_urls))
 
+    prefill = cluster.prefill_urls[0]
+
     def scored(ids: Ids) -> Answer | None:
-        return None if ids.answer is None else score(cluster.router_url, ids.prompt, ids.answer, top=1)
+        return None if ids.answer is None else score(prefill, ids.prompt, ids.answer, top=1, prefill_alone=True)
 
     try:
         with ThreadPoolExecutor(workload.clients) as pool:

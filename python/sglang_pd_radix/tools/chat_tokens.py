@@ -61,9 +61,11 @@ def answer_ids(tokenizer: Any, reply: Reply) -> tuple[int, ...] | None:
     """The ids of an answer; None where its text, or the text of one of its tokens, may stand for others as well."""
     texts = reply.answer.tokens if reply.answer else None
     ids = tuple(tokenizer.encode(reply.text, add_special_tokens=False))
+    if texts is not None and len(texts) != reply.answer_tokens:
+        return None
     if len(ids) == reply.answer_tokens and (texts is None or all(map(_is(tokenizer), ids, texts))):
         return ids
-    if texts is None or len(texts) != reply.answer_tokens:
+    if texts is None:
         return None
     # The text splits otherwise, or special tokens are left out of it. Each token by itself, if only one has its text.
     candidates: dict[str, list[int]] = {text: [] for text in texts}

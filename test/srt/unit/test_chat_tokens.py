@@ -54,6 +54,7 @@ def test_the_made_models_tokenizer(tmp_path: Path) -> None:
         # The engine's tokens are others than the text's: each has one text of its own.
         (_reply(" c", 2, (" a", " b")), (0, 1)),
         (_reply(" a b", 3), None),
+        (_reply(" a b", 2, (" a",)), None),
         (_reply(" a b", 3, (" a", " b", " nobody's")), None),
     ],
 )
