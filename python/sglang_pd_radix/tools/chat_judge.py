@@ -270,13 +270,7 @@ def _what_cannot_be_reused(result: Comparison, failed: bool) -> list[str]:
     notes: list[str] = []
     if len(on.turns) < 2:
         return notes
-    if result.later("without_answers") <= result.later("due"):
-        notes.append(
-            f"whether answers are reused cannot be told: those of {on.turns[0].replies[0].answer_tokens} tokens end no "
-            f"page of {on.page_size} that can be reused. A longer --answer shows it, or a smaller --page-size"
-        )
-    elif result.later("without_prompts") <= result.later("without_answers"):
-        notes.append(f"whether prompts are reused cannot be told: none fills a page of {on.page_size} tokens")
+    changed = 0
     if on.ids:
         could = reach_by_sizes(on.sizes, on.overlapped, on.loose)
         can = reach_by_ids(on.ids, on.sizes, on.overlapped, on.loose)
@@ -289,6 +283,13 @@ def _what_cannot_be_reused(result: Comparison, failed: bool) -> list[str]:
             )
     elif failed and on.unknown:
         notes.append(f"if the chat template rewrites earlier answers, no cache can reuse them: {on.unknown}")
+    if not changed and result.later("without_answers") <= result.later("due"):
+        notes.append(
+            f"whether answers are reused cannot be told: those of {on.turns[0].replies[0].answer_tokens} tokens end no "
+            f"page of {on.page_size} that can be reused. A longer --answer shows it, or a smaller --page-size"
+        )
+    if result.later("without_prompts") <= result.later("without_answers"):
+        notes.append(f"whether prompts are reused cannot be told: none fills a page of {on.page_size} tokens")
     needed = sum(prompt + answer for prompt, answer in on.sizes[-1])
     pools = [pool["size"] for name, pool in on.pools.items() if name.startswith("decode")]
     if failed and pools and sum(pools) < needed:
