@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 import requests
 
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
-from sglang_pd_radix.tools.demo import parse_counters
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
+from sglang_pd_radix.tools.workers import parse_counters
 
 # Ids of ordinary words in the made vocabulary.
 WORDS = range(400, 1900)

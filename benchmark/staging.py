@@ -20,8 +20,8 @@ import time
 import requests
 
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
-from sglang_pd_radix.tools.demo import parse_counters
 from sglang_pd_radix.tools.make_model import make_model
+from sglang_pd_radix.tools.workers import parse_counters
 
 STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "256"}
 PAGE = 16

@@ -21,17 +21,21 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Progress, has_option
-from sglang_pd_radix.tools.demo import (
+from sglang_pd_radix.tools.netns import TwoHosts
+from sglang_pd_radix.tools.up import RADIX_ALIAS
+from sglang_pd_radix.tools.workers import (
     empty_caches,
     idle_pools,
     pool_problems,
     server_info,
     summed_counters,
 )
-from sglang_pd_radix.tools.netns import TwoHosts
-from sglang_pd_radix.tools.up import RADIX_ALIAS
 
-OPTIONAL_COUNTERS = {"blocked": "sglang:decode_admissions_blocked_total"}
+OPTIONAL_COUNTERS = {
+    "blocked": "sglang:decode_admissions_blocked_total",
+    "state_bytes": "sglang:kv_transfer_state_bytes_total",
+    "sent_runs": "sglang:kv_transfer_runs_total",
+}
 # What a worker that shares a machine of this size can hold. If decode holds more, prefill does too, which would else
 # compute long prefixes again and again. And more requests than any workload here has.
 PREFILL_POOL = 49152

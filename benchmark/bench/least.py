@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sglang_pd_radix.tools.demo import kept_of_answer
+from sglang_pd_radix.tools.chat_least import kept_of_answer
 
 
 class PageIndex:

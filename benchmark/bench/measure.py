@@ -19,11 +19,11 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.cluster import http, log_tail
-from sglang_pd_radix.tools.demo import PREFILL_COUNTERS, parse_counters
+from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, parse_counters
 
+from . import link
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
-from .link import problems as link_problems
 from .stats import percentile, quantiles
 from .workload import Request, Workload
 
@@ -281,7 +281,7 @@ def run_once(
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
         [a.prompt for a in asked],
-        [*deployment.problems(variant), *link_problems(figures)],
+        [*deployment.problems(variant), *link.problems(figures)],
     )
 
 
@@ -394,7 +394,7 @@ def figures_of(
         "tpot_p50_s": percentile(tpot, 50),
         "tpot_p99_s": percentile(tpot, 99),
         "sent_bytes": total("sent_bytes"),
-        **({"link_bytes": total("link_bytes")} if "link_bytes" in rounds[0] else {}),
+        **({name: total(name) for name in link.FIGURES} if "link_bytes" in rounds[0] else {}),
         "prompt_pages": total("prompt_pages"),
         "least_pages": total("least_pages"),
         "prompt_tokens": total("prompt_tokens"),

@@ -57,6 +57,14 @@ class Workload:
         pick = random.Random(f"{self.seed}/{client}/{turn}")
         return " ".join(pick.choice(words) for _ in range(self.question if turn else self.document))
 
+    def messages(self, client: int, answers: Sequence[str]) -> list[Message]:
+        """What ``client`` sends after these ``answers`` to its earlier messages: the whole history and what is new."""
+        history = []
+        for turn, answer in enumerate(answers):
+            history.append({"role": "user", "content": self.user_text(client, turn)})
+            history.append({"role": "assistant", "content": answer})
+        return [*history, {"role": "user", "content": self.user_text(client, len(answers))}]
+
     @property
     def words(self) -> int:
         """Words and answer tokens of the longest history, the last answer included."""
@@ -75,7 +83,7 @@ def common_words() -> tuple[str, ...]:
 class Reply:
     """One answer. Tokens as the server counted them; seconds from the moment the request was sent.
 
-    answer: its tokens with log-probabilities, where these were asked for.
+    answer: the texts of its tokens with log-probabilities, where these were asked for.
     """
 
     text: str
@@ -92,11 +100,11 @@ def stream_chat(
     messages: Sequence[Message],
     answer_tokens: int,
     timeout_s: float = 600.0,
-    likeliest: int = 0,
+    logprobs: bool = False,
 ) -> Reply:
     """Ask ``base_url``/v1/chat/completions for exactly ``answer_tokens`` greedy tokens, streamed.
 
-    likeliest: log-probabilities of so many tokens are asked for at each place, 0 for none.
+    logprobs: whether the log-probability of each token is asked for.
 
     Raises ChatError: no answer, an error, or an answer of another length.
     """
@@ -108,7 +116,7 @@ def stream_chat(
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **({"logprobs": True, "top_logprobs": likeliest} if likeliest else {}),
+        **({"logprobs": True} if logprobs else {}),
     }
     url = base_url + "/v1/chat/completions"
     text, first, usage = "", None, None
@@ -140,12 +148,8 @@ def stream_chat(
     if usage["completion_tokens"] != answer_tokens:
         raise ChatError(f"{url} made {usage['completion_tokens']} tokens of {answer_tokens}: the request was cut off")
     answer = None
-    if likeliest:
-        answer = Answer(
-            tuple(place["token"] for place in places),
-            tuple(place["logprob"] for place in places),
-            tuple({other["token"]: other["logprob"] for other in place["top_logprobs"]} for place in places),
-        )
+    if logprobs:
+        answer = Answer(tuple(place["token"] for place in places), tuple(place["logprob"] for place in places))
     return Reply(text, usage["prompt_tokens"], answer_tokens, first - started, total, answer)
 
 
@@ -173,11 +177,11 @@ class Chats:
     """The conversations of a workload. `turn` holds the next turn of all of them at once."""
 
     def __init__(
-        self, base_url: str, model: str, workload: Workload, first_client: int = 0, likeliest: int = 0
+        self, base_url: str, model: str, workload: Workload, first_client: int = 0, logprobs: bool = False
     ) -> None:
         self._url, self._model, self._workload, self._first = base_url, model, workload, first_client
-        self._likeliest = likeliest
-        self._histories: list[list[Message]] = [[] for _ in range(workload.clients)]
+        self._logprobs = logprobs
+        self._answers: list[list[str]] = [[] for _ in range(workload.clients)]
         self._turn = 0
 
     def turn(self, watch: Callable[[], None] | None = None) -> list[Reply]:
@@ -209,8 +213,7 @@ class Chats:
         return [outcome for outcome in outcomes if isinstance(outcome, Reply)]
 
     def _ask(self, client: int) -> Reply:
-        history = self._histories[client]
-        history.append({"role": "user", "content": self._workload.user_text(self._first + client, self._turn)})
-        reply = stream_chat(self._url, self._model, history, self._workload.answer, likeliest=self._likeliest)
-        history.append({"role": "assistant", "content": reply.text})
+        messages = self._workload.messages(self._first + client, self._answers[client])
+        reply = stream_chat(self._url, self._model, messages, self._workload.answer, logprobs=self._logprobs)
+        self._answers[client].append(reply.text)
         return reply

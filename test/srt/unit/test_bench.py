@@ -258,8 +258,8 @@ def test_an_answer_is_kept_and_its_last_token_if_steps_overlap():
 
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_the_least_of_a_chat_is_that_of_the_demo(overlapped):
-    """`demo.least_pages` has it as a formula over sizes, for conversations with nothing in common."""
-    from sglang_pd_radix.tools.demo import least_pages
+    """`chat_least.least_pages` has it as a formula over sizes, for conversations with nothing in common."""
+    from sglang_pd_radix.tools.chat_least import least_pages
 
     rnd = random.Random(5)
     keeper, total, sizes = least.Keeper(least.PageIndex(16), overlapped), 0, []

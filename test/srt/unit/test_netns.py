@@ -93,11 +93,40 @@ def test_the_mean_prompt_of_a_chat_has_its_history():
     assert link.mean_prompt(groups.make("b", tokens)) == 32
 
 
+def crossing(sent_mib: float, crossed_mib: float, requests: int, state_mib: float = 0.0) -> list[str]:
+    """The problems of a run in which so many MiB were counted and crossed."""
+    counted = {"sent_bytes": sent_mib * 2**20, "state_bytes": state_mib * 2**20, "sent_runs": requests}
+    return link.problems({**counted, "link_bytes": crossed_mib * 2**20, "requests": requests})
+
+
 def test_kv_that_did_not_cross_the_link_is_a_problem():
     assert link.problems({"sent_bytes": 100}) == []
-    assert link.problems({"sent_bytes": 100, "link_bytes": 100}) == []
-    (problem,) = link.problems({"sent_bytes": 3 * 2**20, "link_bytes": 2**20})
+    assert crossing(100, 100, 1) == []
+    (problem,) = crossing(3, 1, 1)
     assert problem.startswith("3.0 MiB of KV was sent and 1.0 MiB crossed the link")
+    (problem,) = crossing(3, 4, 1, state_mib=2)
+    assert problem.startswith("5.0 MiB of KV was sent and 4.0 MiB crossed the link")
+
+
+@pytest.mark.parametrize(
+    "sent, crossed, requests",
+    # Published runs: (b) off and on, (c) off and on, the most that either backend took.
+    [(20.0, 21.6, 160), (2.5, 3.2, 160), (6.8, 7.3, 48), (1.3, 1.6, 48)],
+)
+def test_frames_and_handshakes_are_no_problem(sent, crossed, requests):
+    assert crossing(sent, crossed, requests) == []
+
+
+@pytest.mark.parametrize(
+    "sent, crossed, requests",
+    # All that the flag-off side of the demo sends, of which what is sent with it on was counted; and the like for (b).
+    [(84, 371, 20), (2.5, 20.5, 160), (20.0, 40.1, 160)],
+)
+def test_bytes_that_nobody_counted_are_a_problem(sent, crossed, requests):
+    (problem,) = crossing(sent, crossed, requests)
+    assert problem.startswith(f"{crossed:.1f} MiB crossed the link and {sent:.1f} MiB of KV was counted as sent")
+    assert f"16 KiB for the handshake of each of {requests} requests" in problem
+    assert crossing(sent, crossed, requests, state_mib=crossed - sent - 0.1) == []
 
 
 # ---- addresses, commands, messages ----

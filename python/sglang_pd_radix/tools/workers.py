@@ -1,0 +1,116 @@
+"""What running workers say of themselves: their counters, their KV pools, and whether those are sound."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .cluster import Cluster, http
+
+# What the workers count, with the flag off as with it on.
+PREFILL_COUNTERS = {
+    "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
+    "saved_bytes": "sglang:kv_transfer_saved_bytes_total",
+}
+DECODE_COUNTERS = {
+    "prompt_tokens": "sglang:decode_prompt_tokens_total",
+    "reused_tokens": "sglang:decode_prefix_hit_tokens_total",
+    "transferred_tokens": "sglang:decode_transferred_tokens_total",
+}
+
+
+def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
+    """Sums over all label sets of the Prometheus counters in ``names`` (ours -> theirs). A missing one is left out."""
+    theirs = {metric: name for name, metric in names.items()}
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        metric, _, rest = line.partition("{")
+        name = theirs.get(metric.strip() if rest else line.split(" ", 1)[0])
+        if name is not None:
+            sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return sums
+
+
+def pool_problems(name: str, pool: dict[str, Any]) -> list[str]:
+    """What is wrong with the KV pool of an idle worker, from its ``kv_pool`` figures (tokens)."""
+    wrong = []
+    if not pool.get("idle", True):
+        wrong.append(f"{name} is not idle although every answer is complete")
+    free, kept = pool["available"], pool["evictable"]
+    if free + kept != pool["size"]:
+        wrong.append(f"{name}: {free} free and {kept} evictable tokens do not make its pool of {pool['size']}")
+    if pool.get("protected"):
+        wrong.append(f"{name}: {pool['protected']} tokens are locked and nobody uses them")
+    if pool.get("locks_taken") != pool.get("locks_released"):
+        wrong.append(f"{name}: {pool['locks_taken']} locks were taken and {pool['locks_released']} released")
+    wrong += [f"{name}: {fault}" for fault in pool.get("audit", ())]
+    return wrong
+
+
+def summed_counters(
+    prefill_urls: Sequence[str], decode_urls: Sequence[str], optional: dict[str, str] | None = None
+) -> dict[str, int]:
+    """The counters of these workers, summed; and the ``optional`` ones, which not all workers have.
+
+    Raises PdRadixError for a worker that does not count.
+    """
+    optional = optional or {}
+    sums = dict.fromkeys(optional, 0)
+    for urls, names in ((prefill_urls, PREFILL_COUNTERS), (decode_urls, DECODE_COUNTERS)):
+        for url in urls:
+            status, content = http(url + "/metrics", timeout=30)
+            found = parse_counters(content.decode(errors="replace"), {**names, **optional}) if status == 200 else {}
+            missing = sorted(set(names) - set(found))
+            if missing:
+                raise PdRadixError(
+                    f"{url}/metrics does not have {names[missing[0]]} (HTTP {status}): see if `pd-radix doctor` "
+                    "finds the patch set active, and that SGLANG_PD_RADIX is not 0"
+                )
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0) + int(value)
+    return sums
+
+
+def server_info(url: str) -> dict[str, Any]:
+    """What the worker at ``url`` says of itself. Raises PdRadixError if it does not answer with 200."""
+    status, content = http(url + "/get_server_info", timeout=30)
+    if status != 200:
+        raise PdRadixError(f"{url}/get_server_info answered HTTP {status}: {content.decode(errors='replace')[:200]}")
+    return json.loads(content)
+
+
+def idle_pools(url: str) -> list[dict[str, Any]]:
+    """The KV pools of the worker at ``url``, one per rank, once all are idle or after 10 seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        pools = [state["kv_pool"] for state in server_info(url)["internal_states"]]
+        if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
+            return pools
+        time.sleep(0.1)
+
+
+def pools_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """The KV pool of every worker (``decode-0``; with data parallelism one per rank), once all are idle."""
+    pools = {}
+    for worker in cluster.processes:
+        if worker.role == "router":
+            continue
+        found = idle_pools(worker.url)
+        for rank, pool in enumerate(found):
+            pools[worker.name if len(found) == 1 else f"{worker.name} rank {rank}"] = pool
+    return pools
+
+
+def empty_caches(cluster: Cluster, urls: Sequence[str], timeout_s: float = 10) -> None:
+    """Empty the caches of the workers at ``urls``, as if they had just been started. Raises PdRadixError."""
+    for url in urls:
+        deadline = time.monotonic() + timeout_s
+        while http(url + "/flush_cache", {}, timeout=timeout_s)[0] != 200:  # refused until the last request is gone
+            cluster.check()
+            if time.monotonic() > deadline:
+                raise PdRadixError(f"{url}/flush_cache keeps failing: its log is in {cluster.log_dir}")
+            time.sleep(0.1)
