@@ -83,9 +83,9 @@ test-all: test
 CHAOS = $(BIN)/python benchmark/chaos.py --requests $(REQUESTS) --seed $(SEED) $(if $(TRACE),--trace '$(TRACE)') $(ARGS)
 
 chaos: setup
-	$(CHAOS) --backend nixl
-	@if $(BIN)/python -m sglang_pd_radix.supplied.mooncake_host; then $(CHAOS) --backend mooncake; \
-		else echo 'Mooncake cannot be used here: left out' >&2; fi
+	@status=0; $(CHAOS) --backend nixl || status=$$?; \
+		if $(BIN)/python -m sglang_pd_radix.supplied.mooncake_host; then $(CHAOS) --backend mooncake || status=$$?; \
+		else echo 'Mooncake cannot be used here: left out' >&2; fi; exit $$status
 
 soak: setup
 	$(BIN)/python benchmark/soak.py --minutes $(MINUTES) --backend $(BACKEND) --seed $(SEED) \

@@ -5,14 +5,17 @@
     python benchmark/chaos.py --trace mooncake_conversation_trace.jsonl ...
     python benchmark/chaos.py --schedule 300 --seed 7             # only say what would be done
 
-Two prefill workers, two decode workers with the flag (overlapped steps) and the router; prefill and decode in network
-namespaces of their own, joined by a veth pair, where that is allowed. First a replay of the trace in calm, for its
-answers and its pace. Then the same trace again and again, from clients of whom some go away and some read slowly, while
-workers are killed and started again, stopped, flushed, paused and given their weights anew, and the link is cut and
-slowed. Then everything is left alone, the books are read, and the calm replay is done again.
+First one ordinary engine without disaggregation is asked for the right answers, and ends. Then two prefill workers, two
+decode workers with the flag (overlapped steps) and the router; prefill and decode in network namespaces of their own,
+joined by a veth pair, where that is allowed. Replays of the trace in calm, for hits and pace. Then the same trace again
+and again, from clients of whom some go away and some read slowly, while workers are killed and started again, stopped,
+flushed, paused and given their weights anew, and the link is cut and slowed. Then everything is left alone, the books
+are read, and the calm replays are done again.
 
-Exit status 0: every whole answer was the calm one, nobody was told too late, no worker ended by itself, nothing is
-held by anybody, and the pace is back.
+Exit status 0: every whole answer, in calm and storm, was the right one; no request failed without a cause, and no more
+than what was done explains; decode's trees were used; nobody was told too late; no worker ended by itself; nothing is
+held by anybody, and nothing grows with the requests served; and the pace is not lost. What a run was too short or too
+disturbed to judge is said, line by line, and is not "well".
 """
 
 from __future__ import annotations
@@ -21,25 +24,32 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import shlex
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from faults import books, deploy, judge
+from faults import blame, books, deploy, growth, hits, judge, pace, truth
 from faults.deploy import Fire
+from faults.pace import Replay
 from faults.schedule import Event, Shape, events, manner
-from faults.traffic import Ask, Clients, trace_asks
+from faults.traffic import Ask, Clients, Told, trace_asks
+from faults.truth import Truth
+from faults.watch import Watch
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.cluster import Cluster, Progress, http
+from sglang_pd_radix.tools import process_group
+from sglang_pd_radix.tools.cluster import Cluster, Process, Progress, http, option_value
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
-# Replays after the storm, of which one has to be as fast as the one before.
-REPLAYS = 3
+# Requests of a replay that is timed: many short ones say more of the pace than a few long ones.
+TIMED = 30
 # Seconds in which what was done to the workers is undone at the end; a start may take minutes on a busy machine.
 UNDONE_S = 240.0
 # Seconds in which an idle worker has to have let go of everything; the time-outs of `deploy.ENV` run out in it.
@@ -83,19 +93,21 @@ def main(argv: list[str] | None = None) -> int:
             print(event)
         return 0
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="pd-radix-chaos-"))
-    asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
-    report: dict[str, Any] = {"seed": args.seed, "backend": args.backend, "log_dir": str(log_dir), "problems": []}
+    report: dict[str, Any] = {"seed": args.seed, "backend": args.backend, "log_dir": str(log_dir)}
+    report |= {"problems": [], "not_judged": [], "judged": []}
     before = signal.signal(signal.SIGTERM, _end)
     try:
+        asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
+        model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
+        options = shlex.split(args.options)
+        right = truth.of_engine_alone(model, asks, args.clients, log_dir, options, _say)
         with deploy.two_hosts() if not args.one_host else contextlib.nullcontext() as hosts:
-            model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
             report["two_hosts"] = hosts is not None
             if hosts is None:
                 shape = Shape(link=False, without=shape.without)
-            options = shlex.split(args.options)
             cluster = deploy.cluster(model, args.backend, hosts, log_dir, options=options, on_progress=_say)
             with cluster:
-                storm(args, shape, cluster, Fire(cluster, hosts, model), asks, report)
+                Run(args, shape, cluster, Fire(cluster, hosts, model), asks, right, report).all()
     except PdRadixError as error:
         report["problems"].append(str(error))
     finally:
@@ -110,124 +122,231 @@ def _end(signum: int, frame: Any) -> None:
     raise PdRadixError(f"ended by signal {signum} before it was done")
 
 
-def storm(
-    args: argparse.Namespace, shape: Shape, cluster: Cluster, fire: Fire, asks: list[Ask], report: dict[str, Any]
-) -> None:
-    """Calm, storm, calm; what comes of it goes into ``report`` as it comes, problems too. Raises PdRadixError."""
-    problems = report["problems"]
-    workers = [process for process in cluster.processes if process.role != "router"]
-    # The first pays for memory and kernels that are made once.
-    for _ in range(2):
-        calm = _replay(cluster, asks, args.clients)
-    truth = {told.ask: told.ids for told in calm.told if told.ids is not None}
-    if len(truth) < len(asks):
-        failed = next(told for told in calm.told if told.ids is None)
-        raise PdRadixError(f"{len(asks) - len(truth)} requests failed in calm: {failed.status} {failed.error}")
-    before = {worker.name: books.of_idle_worker(worker, 30) for worker in workers}
-    report["calm_rate"] = calm.rate
-    print(f"calm: {len(asks)} requests, {calm.rate:.2f} answers a second", flush=True)
+@dataclass
+class Run:
+    """Calm, storm, calm; what comes of it goes into ``report`` as it comes, problems and what was not judged too."""
 
-    clients = Clients(
-        cluster.router_url + "/generate",
-        asks,
-        args.requests,
-        args.clients,
-        lambda number: manner(args.seed, number),
-        give_up_s=2 * args.told_within,
-    )
-    fire.began_s = time.monotonic()
-    clients.start()
-    _throw(fire, clients, events(args.seed, shape), args.seconds)
-    clients.stop()
-    if not fire.join(UNDONE_S):
-        problems.append(f"what was done to the workers is not undone after {UNDONE_S:.0f} s")
-    if not clients.join(2 * args.told_within + 30):
-        problems.append("clients still wait")
-    fire.watch()
-    problems += fire.problems
-    steps = (
-        {worker.name: books.pools(worker.url) for worker in workers if worker.role == "decode"} if fire.watch() else {}
-    )
-    for name, pools in steps.items():
-        problems += judge.step_problems(name, pools, args.longest_step)
-    report["longest_queue_step_s"] = {
-        n: max(p.get("longest_queue_step_s", 0.0) for p in own) for n, own in steps.items()
-    }
-    problems += judge.answer_problems(clients.told, truth)
-    problems += judge.late_problems(clients.told, args.told_within)
-    report |= {
+    args: argparse.Namespace
+    shape: Shape
+    cluster: Cluster
+    fire: Fire
+    asks: list[Ask]
+    right: Truth
+    report: dict[str, Any]
+
+    @property
+    def workers(self) -> list[Process]:
+        return [process for process in self.cluster.processes if process.role != "router"]
+
+    def all(self) -> None:
+        """Raises PdRadixError."""
+        # The first pays for memory and kernels that are made once.
+        _replay(self.cluster, self.asks, self.args.clients)
+        self._hits("in calm")
+        before = [self._timed("in calm") for _ in range(pace.BEFORE)]
+        if self.report["problems"]:
+            # What is wrong in calm is not the storm's doing.
+            return
+        books_before = {worker.name: books.of_idle_worker(worker, 30) for worker in self.workers}
+        rate = sum(replay.rate for replay in before) / len(before)
+        print(f"calm: all answers are right, {rate:.2f} a second", flush=True)
+        self._storm()
+        print(_storm_text(self.report), flush=True)
+        if self.fire.watch():
+            self._afterwards(before, books_before)
+
+    def _storm(self) -> None:
+        args, fire = self.args, self.fire
+        clients = Clients(
+            self.cluster.router_url + "/generate",
+            self.asks,
+            args.requests,
+            args.clients,
+            lambda number: manner(args.seed, number),
+            give_up_s=2 * args.told_within,
+        )
+        watch = Watch(self.workers, lambda: len(clients.told), lambda: fire.away).start()
+        fire.began_s = time.monotonic()
+        clients.start()
+        _throw(fire, clients, events(args.seed, self.shape), args.seconds)
+        clients.stop()
+        if not fire.join(UNDONE_S):
+            self._wrong([f"what was done to the workers is not undone after {UNDONE_S:.0f} s"])
+        if not clients.join(2 * args.told_within + 30):
+            self._wrong(["clients still wait"])
+        samples = watch.stop()
+        fire.watch()
+        self._wrong(fire.problems)
+        self._right(clients)
+        self._wrong(judge.late_problems(clients.told, args.told_within))
+        self._judge_storm(clients)
+        self._steps()
+        grown = growth.judge([one for one in samples if one.at_s <= clients.ended_s - clients.began_s])
+        self._judged("growth", growth.problems(grown), growth.not_judged(grown), grown)
+        self.report |= _told_of(clients, fire)
+
+    def _judge_storm(self, clients: Clients) -> None:
+        """Failures and hits, by what was done."""
+        fire = self.fire
+        found = blame.judge(clients.told, blame.windows(fire.done, self.shape, fire.began_s))
+        self._judged("storm", blame.problems(found, fire.began_s), blame.not_judged(found), [found])
+        emptied: dict[str, list[tuple[float, float]]] = {}
+        for done in fire.done:
+            if done.event.kind in ("kill", "flush", "weights"):
+                span = (fire.began_s + done.began_s, fire.began_s + done.ended_s)
+                emptied.setdefault(done.event.target, []).append(span)
+        held = self._held(clients.told, emptied)
+        self._judged(
+            "held by the trees in the storm", hits.problems("storm", held), hits.not_judged("storm", held), held
+        )
+        never = blame.never_done(fire.done, self.shape)
+        self.report["not_judged"] += [f"what nobody has seen done: {never}"] if never else []
+
+    def _steps(self) -> None:
+        """How long the queues of decode have taken at the longest, if all workers are there to say."""
+        found = {}
+        for worker in self.workers if self.fire.watch() else ():
+            if worker.role == "decode":
+                pools = books.pools(worker.url)
+                self._wrong(judge.step_problems(worker.name, pools, self.args.longest_step))
+                found[worker.name] = max((pool.get("longest_queue_step_s", 0.0) for pool in pools), default=0.0)
+        self.report["longest_queue_step_s"] = found
+
+    def _afterwards(self, before: Sequence[Replay], books_before: dict[str, books.Books]) -> None:
+        report = self.report
+        began = time.monotonic()
+        for worker in self.workers:
+            books.wait_idle(worker.url, max(1.0, began + SETTLE_S - time.monotonic()))
+        report["idle_after_s"] = round(time.monotonic() - began, 1)
+        _wait_for_router(self.cluster, self.asks[0])
+        # Those that were started again pay what the others have paid.
+        _replay(self.cluster, self.asks, self.args.clients)
+        self._hits("after the storm")
+        after: list[Replay] = []
+        for count in pace.LOOKS:
+            after += [self._timed("after the storm") for _ in range(count - len(after))]
+            found = pace.judge(before, after)
+            if found.verdict != "open":
+                break
+        self._pace(found, before, after)
+        books_after = {worker.name: books.of_idle_worker(worker, 30) for worker in self.workers}
+        for name, own in books_after.items():
+            for pool in own.pools:
+                self._wrong(judge.pool_problems(name, pool))
+            self._wrong(judge.process_problems(books_before[name], own, self.fire.restarts))
+        report["books"] = {
+            name: {"before": books_before[name].document(), "after": own.document()}
+            for name, own in books_after.items()
+        }
+
+    def _pace(self, found: pace.Pace, before: Sequence[Replay], after: Sequence[Replay]) -> None:
+        rates = pace.error_rates(round(found.noise, 2))
+        lines = [
+            f"{found}",
+            f"with such replays {pace.SLOW:.2f} of the pace passes in {rates['slow back']:.1%} of runs, "
+            f"and the same pace fails in {rates['same lost']:.1%}",
+        ]
+        wrong = [f"the pace is lost: {found}{found.why and ', '}{found.why}"] if found.verdict == "lost" else []
+        open_ = [f"the pace: {found.why}"] if found.verdict == "open" else []
+        self._judged("pace", wrong, open_, lines)
+        self.report["replays"] = {"before": [asdict(r) for r in before], "after": [asdict(r) for r in after]}
+
+    def _hits(self, when: str) -> None:
+        """All requests twice from empty caches: right, and the second time from the tree."""
+        clients = _replay(self.cluster, self.asks, self.args.clients, times=2)
+        self._whole(clients, when)
+        held = self._held(clients.told, {})
+        self._judged(f"held by the trees {when}", hits.problems(when, held), hits.not_judged(when, held), held)
+
+    def _timed(self, when: str) -> Replay:
+        """A replay of the first requests, for the pace."""
+        pids = [pid for process in self.cluster.processes for pid in process_group.members(process.pid)]
+        cores = pace.Cores([os.getpid(), *pids])
+        clients = _replay(self.cluster, self.asks[:TIMED], self.args.clients)
+        self._whole(clients, when)
+        return Replay(clients.rate, cores.others())
+
+    def _whole(self, clients: Clients, when: str) -> None:
+        """Nothing fails when nothing is wrong, and all is right."""
+        self._right(clients)
+        lost = [told for told in clients.told if told.ids is None]
+        if lost:
+            self._wrong([f"{len(lost)} requests failed {when}: {lost[0].status} {lost[0].error}"])
+
+    def _right(self, clients: Clients) -> None:
+        """Every whole answer is the right one."""
+        self._wrong(truth.problems(clients.told, self.right))
+        self.report["ties"] = self.report.get("ties", 0) + truth.tied(clients.told, self.right)
+
+    def _held(self, told: Sequence[Told], emptied: dict[str, list[tuple[float, float]]]) -> list[hits.Hits]:
+        options = shlex.split(self.args.options)
+        page = int(option_value(options, "--page-size") or deploy.PAGE)
+        longest = max(len(ask.ids) + ask.answer + page for ask in self.asks)
+        room = max(0, deploy.DECODE_POOL - self.args.clients * longest)
+        decodes = [worker.name for worker in self.workers if worker.role == "decode"]
+        return hits.judge(told, self.asks, decodes, room, page, emptied)
+
+    def _wrong(self, problems: Sequence[str]) -> None:
+        self.report["problems"] += problems
+
+    def _judged(self, what: str, problems: Sequence[str], not_judged: Sequence[str], lines: Sequence[Any]) -> None:
+        self._wrong(problems)
+        self.report["not_judged"] += not_judged
+        self.report["judged"] += [f"{what}: {line}" for line in lines]
+
+
+def _told_of(clients: Clients, fire: Fire) -> dict[str, Any]:
+    """Of the storm, for the report."""
+
+    def line(one: Told) -> dict[str, Any]:
+        return {"client": one.number, "manner": one.manner, "took_s": round(one.took_s, 1), "how": one.ended_how,
+                "began_s": round(one.began_s - fire.began_s, 1), "error": one.error}  # fmt: skip
+
+    failed = [one for one in clients.told if one.ended_how in ("failed", "aborted")]
+    return {
         "storm": judge.summary(clients.told) | {"seconds": round(clients.ended_s - clients.began_s, 1)},
         "events": [
             {"event": str(done.event), "began_s": done.began_s, "ended_s": done.ended_s, "outcome": done.outcome}
             for done in fire.done
         ],
-        "slowest": [
-            {"client": t.number, "manner": t.manner, "took_s": round(t.took_s, 1), "how": t.ended_how,
-             "began_s": round(t.began_s - fire.began_s, 1), "error": t.error}
-            for t in sorted(clients.told, key=lambda told: -told.took_s)[:12]
-        ],
-    }  # fmt: skip
-    print(_storm_text(report), flush=True)
-    if fire.watch():
-        _afterwards(args, cluster, fire, asks, truth, before, report)
-
-
-def _afterwards(
-    args: argparse.Namespace,
-    cluster: Cluster,
-    fire: Fire,
-    asks: list[Ask],
-    truth: dict[int, tuple[int, ...]],
-    before: dict[str, books.Books],
-    report: dict[str, Any],
-) -> None:
-    problems = report["problems"]
-    workers = [process for process in cluster.processes if process.role != "router"]
-    began = time.monotonic()
-    for worker in workers:
-        books.wait_idle(worker.url, max(1.0, began + SETTLE_S - time.monotonic()))
-    report["idle_after_s"] = round(time.monotonic() - began, 1)
-    _wait_for_router(cluster, asks[0])
-    rates = []
-    while len(rates) < REPLAYS and judge.rate_problems(report["calm_rate"], rates):
-        again = _replay(cluster, asks, args.clients)
-        rates.append(again.rate)
-        problems += judge.answer_problems(again.told, truth)
-        lost = [told for told in again.told if told.ids is None]
-        if lost:
-            problems.append(f"{len(lost)} requests failed after the storm: {lost[0].status} {lost[0].error}")
-    problems += judge.rate_problems(report["calm_rate"], rates)
-    report["rates_after"] = rates
-    after = {worker.name: books.of_idle_worker(worker, 30) for worker in workers}
-    for name, own in after.items():
-        for pool in own.pools:
-            problems += judge.pool_problems(name, pool)
-        problems += judge.process_problems(before[name], own, fire.restarts)
-    report["books"] = {name: {"before": before[name].document(), "after": after[name].document()} for name in after}
+        "slowest": [line(one) for one in sorted(clients.told, key=lambda told: -told.took_s)[:12]],
+        "failed": [line(one) for one in failed[:1000]],
+    }
 
 
 def _throw(fire: Fire, clients: Clients, coming: Any, seconds: float | None) -> None:
-    """Carry out events when they are due, until the clients are done, the time is up or a worker is lost."""
+    """Carry out events when they are due, until the clients are done, the time is up or a worker is lost.
+
+    A kill waits until nobody is dead: where a start takes longer than the schedule allows for, it would be left out.
+    """
     event: Event | None = next(coming, None)
+    kills: list[Event] = []
     while clients.busy and fire.watch():
         now = time.monotonic() - fire.began_s
         if seconds is not None and now > seconds:
             return
         if event is not None and now >= event.at_s:
             print(event, flush=True)
-            fire.do(event)
+            if event.kind == "kill":
+                kills.append(event)
+            else:
+                fire.do(event)
             event = next(coming, None)
+        if kills and not fire.away:
+            fire.do(kills.pop(0))
+            # Until it is seen to be away.
+            time.sleep(0.2)
         time.sleep(0.05)
 
 
-def _replay(cluster: Cluster, asks: list[Ask], concurrency: int) -> Clients:
-    """All requests once, from empty caches."""
+def _replay(cluster: Cluster, asks: list[Ask], concurrency: int, times: int = 1) -> Clients:
+    """All requests once (``times``), from empty caches."""
     for process in cluster.processes:
         if process.role != "router":
             deadline = time.monotonic() + 30
             while http(process.url + "/flush_cache", {}, 30)[0] != 200 and time.monotonic() < deadline:
                 time.sleep(0.2)
-    clients = Clients(cluster.router_url + "/generate", asks, len(asks), concurrency).start()
+    clients = Clients(cluster.router_url + "/generate", asks, times * len(asks), concurrency).start()
     clients.join()
     return clients
 
@@ -243,21 +362,18 @@ def _wait_for_router(cluster: Cluster, ask: Ask) -> None:
 
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
-    lines = [
-        "",
-        f"{report['backend']}, seed {report['seed']}, "
-        + ("prefill and decode in namespaces of their own" if report.get("two_hosts") else "all on one host"),
-        f"rate: {report.get('calm_rate', 0):.2f} before, "
-        + (", ".join(f"{rate:.2f}" for rate in report.get("rates_after", [])) or "none")
-        + " after (answers a second)",
-    ]
+    where = "prefill and decode in namespaces of their own" if report.get("two_hosts") else "all on one host"
+    lines = ["", f"{report['backend']}, seed {report['seed']}, {where}"]
     lines += [_storm_text(report)] if "storm" in report else []
+    lines += report["judged"]
+    if report.get("ties"):
+        lines.append(f"{report['ties']} answers go on with the other of two tokens that are as likely")
     for name, seconds in report.get("longest_queue_step_s", {}).items():
         lines.append(f"longest step of the queues of {name}: {seconds:.3f} s")
     lines += [f"logs: {report['log_dir']}"]
+    lines += [f"NOT JUDGED: {what}" for what in report["not_judged"]]
     lines += [f"WRONG: {problem}" for problem in report["problems"][:40]]
-    lines += [] if report["problems"] else ["all is well"]
-    return "\n".join(lines)
+    return "\n".join([*lines, judge.verdict(report["problems"], report["not_judged"])])
 
 
 def _storm_text(report: dict[str, Any]) -> str:

@@ -4,10 +4,11 @@
     python benchmark/soak.py --minutes 10 --backend mooncake --json soak.json --plot docs/report
     python benchmark/soak.py --add soak.json --plot DIR   # the charts of an earlier run
 
-One prefill, one decode worker with the flag (overlapped steps) and the router. Every few seconds: memory (RSS),
-descriptors and threads of each worker's processes, the tokens that requests hold in its pool, and the rooms that its
-books mention. Exit status 0: none of these grows from the second quarter of the run to the last (`GROWTH`), nothing is
-held at the end, and no worker ended.
+One ordinary engine is asked for the right answers, and ends. Then one prefill, one decode worker with the flag
+(overlapped steps) and the router. Every few seconds: memory (RSS), descriptors and threads of each worker's processes,
+the tokens that requests hold in its pool, and the rooms that its books mention. Exit status 0: every whole answer was
+right, none failed, decode's tree was used, nothing grows with the requests served (`faults.growth`), nothing is held at
+the end, and no worker ended. What the run was too short to judge is said.
 """
 
 from __future__ import annotations
@@ -19,54 +20,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from faults import books, deploy, judge
+from faults import books, deploy, growth, hits, judge, truth
 from faults.schedule import manner
-from faults.traffic import Clients, trace_asks
+from faults.traffic import Ask, Clients, Told, trace_asks
+from faults.truth import Truth
+from faults.watch import Sample, look
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import bench
 from sglang_pd_radix.tools.make_model import make_model
 
 COLORS = ("#2563eb", "#dc2626")
-# What a median may grow by: a part of it, and so much besides. Memory in KiB; the allocator of the C library keeps what
-# it has once had, and a trace has longer prompts later on.
-GROWTH = {"rss_kib": (0.03, 16384), "descriptors": (0.0, 8), "threads": (0.0, 8), "rooms": (0.0, 32)}
+# Rooms in the books, of which some are those of requests under way.
+ROOMS = 32
 
 
-def sample(process: Any, began: float) -> dict[str, Any]:
-    """What one worker holds now. Raises PdRadixError if it does not answer."""
-    own = books.of_worker(process)
-    return {
-        "at_s": round(time.monotonic() - began, 1),
-        "worker": own.name,
-        "rss_kib": own.rss_kib,
-        "descriptors": own.descriptors,
-        "threads": own.threads,
-        "held": sum(pool["size"] - pool["available"] - pool["evictable"] for pool in own.pools),
-        "rooms": sum(sum(pool["rooms"].values()) for pool in own.pools),
-    }
-
-
-def growth(samples: Sequence[dict[str, Any]]) -> list[str]:
-    """What has grown from the second quarter of the run to the last, by its median."""
+def rooms_problems(samples: Sequence[Sample]) -> list[str]:
+    """Workers whose books mention more rooms in the last quarter of the run than in the second."""
     found = []
-    end = max(one["at_s"] for one in samples)
-    for worker in sorted({one["worker"] for one in samples}):
-        own = [one for one in samples if one["worker"] == worker]
-        early = [one for one in own if end / 4 <= one["at_s"] < end / 2]
-        late = [one for one in own if one["at_s"] >= 3 * end / 4]
-        for name, (part, more) in GROWTH.items():
-            before = statistics.median(one[name] for one in early)
-            after = statistics.median(one[name] for one in late)
-            if after > before * (1 + part) + more:
-                found.append(f"{worker}: {name} grew from {before:g} to {after:g}")
+    end = max((one.at_s for one in samples), default=0.0)
+    for worker in sorted({one.worker for one in samples}):
+        own = [one for one in samples if one.worker == worker]
+        early, late = (
+            statistics.median([one.rooms for one in own if begin <= one.at_s <= until] or [0])
+            for begin, until in ((end / 4, end / 2), (3 * end / 4, end))
+        )
+        if late > early + ROOMS:
+            found.append(f"{worker}: rooms in its books grew from {early:g} to {late:g}")
     return found
 
 
-def charts(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def charts(samples: Sequence[Sample]) -> dict[str, Any]:
     """The charts by the names of their files."""
     chart = bench.package("chart")
     found = {}
@@ -78,8 +66,8 @@ def charts(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ):
         key = "rss_kib" if name == "rss" else name
         lines = [
-            chart.Line(worker, color, [(o["at_s"] / 60, o[key] * scale) for o in samples if o["worker"] == worker])
-            for worker, color in zip(sorted({o["worker"] for o in samples}), COLORS, strict=False)
+            chart.Line(worker, color, [(o.at_s / 60, getattr(o, key) * scale) for o in samples if o.worker == worker])
+            for worker, color in zip(sorted({o.worker for o in samples}), COLORS, strict=False)
         ]
         found[f"soak-{name}"] = chart.Chart(title, "minutes", label, lines)
     return found
@@ -90,7 +78,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="pd-radix-soak-"))
     model = args.model or str(make_model(log_dir / "model"))
     asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
-    samples: list[dict[str, Any]] = []
+    right = truth.of_engine_alone(model, asks, args.clients, log_dir, ())
+    samples: list[Sample] = []
     problems: list[str] = []
     made = deploy.cluster(model, args.backend, None, log_dir, prefill=1, decode=1)
     with made as cluster:
@@ -102,7 +91,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         clients = Clients(url, asks, 10**9, args.clients, lambda number: manner(args.seed, number)).start()
         while time.monotonic() < began + 60 * args.minutes:
             cluster.check()
-            samples += [sample(worker, began) for worker in workers]
+            for worker in workers:
+                samples.append(look(worker, len(clients.told), time.monotonic() - began, ask_pools=True))
             time.sleep(args.every)
         clients.stop()
         if not clients.join(120):
@@ -110,14 +100,48 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for worker in workers:
             for pool in books.wait_idle(worker.url, 60):
                 problems += judge.pool_problems(worker.name, pool)
-    told = judge.summary(clients.told)
-    problems += growth(samples)
-    if told["ended"].get("failed"):
-        problems.append(f"{told['ended']['failed']} requests failed: {told['errors']}")
     return {
-        "backend": args.backend, "minutes": args.minutes, "seed": args.seed, "clients": told,
-        "rate": round(clients.rate, 2), "problems": problems, "samples": samples,
+        "backend": args.backend, "minutes": args.minutes, "seed": args.seed, "clients": judge.summary(clients.told),
+        "rate": round(clients.rate, 2), **verdict(clients.told, asks, args.clients, right, samples, problems),
+        "samples": [asdict(one) for one in samples],
     }  # fmt: skip
+
+
+def verdict(
+    told: Sequence[Told], asks: Sequence[Ask], clients: int, right: Truth, samples: Sequence[Sample],
+    problems: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """What is wrong, beside ``problems``, what was judged, and what was not."""
+    grown = growth.judge(samples)
+    longest = max(len(ask.ids) + ask.answer + deploy.PAGE for ask in asks)
+    held = hits.judge(told, asks, ["decode-0"], max(0, deploy.DECODE_POOL - clients * longest), deploy.PAGE)
+    failed = [one for one in told if one.ended_how in ("failed", "aborted")]
+    wrong = [*problems, *truth.problems(told, right), *hits.problems("soak", held)]
+    wrong += [*growth.problems(grown), *rooms_problems(samples)]
+    if failed:
+        wrong.append(f"{len(failed)} requests failed: {judge.summary(failed)['errors']}")
+    if not any(one.ended_how == "whole" for one in told):
+        wrong.append("there was no whole answer")
+    ties = truth.tied(told, right)
+    return {
+        "problems": wrong,
+        "not_judged": [*growth.not_judged(grown), *hits.not_judged("soak", held)],
+        "judged": [
+            *(f"held by the trees: {one}" for one in held),
+            *(f"growth: {one}" for one in grown),
+            *([f"{ties} answers go on with the other of two tokens that are as likely"] if ties else []),
+        ],
+    }
+
+
+def read(file: Path) -> dict[str, Any]:
+    """An earlier run's report. Raises PdRadixError."""
+    try:
+        report = json.loads(file.read_text())
+        [Sample(**one) for one in report["samples"]]
+        return {name: report[name] for name in ("judged", "not_judged")} | report
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PdRadixError(f"{file} is not what --json of this version writes: {error}; run it again") from None
 
 
 def text(report: dict[str, Any]) -> str:
@@ -129,8 +153,10 @@ def text(report: dict[str, Any]) -> str:
         first, last = own[len(own) // 4], own[-1]
         told = [f"{name} {first[name]} to {last[name]}" for name in ("rss_kib", "descriptors", "threads", "rooms")]
         lines.append(f"  {worker}, from the first quarter on: " + ", ".join(told))
-    lines += [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing grows"]
-    return "\n".join(lines)
+    lines += report["judged"]
+    lines += [f"NOT JUDGED: {what}" for what in report["not_judged"]]
+    lines += [f"WRONG: {problem}" for problem in report["problems"][:40]]
+    return "\n".join([*lines, judge.verdict(report["problems"], report["not_judged"])])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot:
         bench.package("chart").check_libraries()
     try:
-        report = json.loads(args.add.read_text()) if args.add else run(args)
+        report = read(args.add) if args.add else run(args)
     except PdRadixError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
@@ -161,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps(report) + "\n")
     if args.plot:
         args.plot.mkdir(parents=True, exist_ok=True)
-        for name, drawn in charts(report["samples"]).items():
+        for name, drawn in charts([Sample(**one) for one in report["samples"]]).items():
             (args.plot / f"{name}.svg").write_text(drawn.picture())
     print(text(report))
     return 1 if report["problems"] else 0

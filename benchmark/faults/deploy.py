@@ -28,6 +28,10 @@ ROUTER = ("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5
 ROUTER += ("--health-success-threshold", "1", "--disable-retries", "--disable-circuit-breaker")
 
 
+PAGE, DECODE_POOL = 16, 8192
+COMMON = ("--enable-metrics", "--page-size", str(PAGE), "--chunked-prefill-size", "256", "--max-running-requests", "32")
+
+
 @contextlib.contextmanager
 def two_hosts() -> Iterator[netns.TwoHosts | None]:
     """Two hosts with a link between them, or None where they cannot be made, which is said."""
@@ -53,7 +57,7 @@ def cluster(
     *,
     prefill: int = 2,
     decode: int = 2,
-    decode_pool: int = 8192,
+    decode_pool: int = DECODE_POOL,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     router_args: Sequence[str] = ROUTER,
@@ -64,14 +68,17 @@ def cluster(
 
     ``more`` goes to `Cluster` as it is. One thread for each worker: more spinning threads than cores stall each other.
     """
-    common = ["--enable-metrics", "--page-size", "16", "--chunked-prefill-size", "256", "--max-running-requests", "32"]
     return Cluster(
         model,
         prefill=prefill,
         decode=decode,
-        common_args=[*common, *options],
+        common_args=[*COMMON, *options],
         prefill_args=["--max-total-tokens", "16384"],
-        decode_args=[RADIX_FLAG, "--max-total-tokens", str(decode_pool)],
+        # Every answer says its weights' version, and so which worker it is from.
+        decode_args=[
+            [RADIX_FLAG, "--max-total-tokens", str(decode_pool), "--weight-version", f"decode-{i}"]
+            for i in range(decode)
+        ],
         router_args=["--policy", "round_robin", *router_args],
         env={"OMP_NUM_THREADS": "1", **ENV, **(env or {})},
         backend=backend,
@@ -81,6 +88,37 @@ def cluster(
         hosts={"prefill": hosts.prefill, "decode": hosts.decode} if hosts else None,
         **more,
     )
+
+
+def engine_alone(
+    model: str,
+    log_dir: Path,
+    *,
+    options: Sequence[str] = (),
+    on_progress: Callable[[Progress], None] | None = None,
+    **more: Any,
+) -> Cluster:
+    """One ordinary engine that computes every prompt in full and drafts nothing, to ask for the right answers."""
+    return Cluster(
+        model,
+        aggregated=True,
+        common_args=[*COMMON, *_without_drafts(options)],
+        aggregated_args=["--max-total-tokens", "16384", "--disable-radix-cache"],
+        log_dir=log_dir,
+        timeout_s=280,
+        on_progress=on_progress,
+        **more,
+    )
+
+
+def _without_drafts(options: Sequence[str]) -> list[str]:
+    """``options`` less those of speculation, whose answers are to be the same."""
+    kept: list[str] = []
+    drafts = False
+    for option in options:
+        drafts = option.startswith("--speculative-") if option.startswith("--") else drafts
+        kept += [] if drafts else [option]
+    return kept
 
 
 def post(url: str, body: Any, timeout: float = 30.0) -> str:
@@ -117,6 +155,11 @@ class Fire:
 
     def process(self, name: str) -> Process:
         return next(process for process in self.cluster.processes if process.name == name)
+
+    @property
+    def away(self) -> set[str]:
+        """Workers that are dead, or not ready again."""
+        return set(self._killed)
 
     def do(self, event: Event) -> None:
         """Begin an event; it goes on in a thread of its own."""

@@ -15,19 +15,6 @@ from .traffic import Told
 SPARE_FDS, SPARE_THREADS = 48, 24
 # For each time that its peers were started anew: what is kept of a peer that is gone until its successor is used.
 SPARE_FDS_PER_RESTART = 2
-# Of the rate before the storm.
-RATE_BACK = 0.9
-
-
-def answer_problems(told: Sequence[Told], truth: Mapping[int, tuple[int, ...]]) -> list[str]:
-    """Whole answers that are not the calm ones."""
-    found = []
-    for one in told:
-        if one.ended_how == "whole" and one.ids != truth.get(one.ask):
-            right = truth.get(one.ask) or ()
-            at = next((i for i, (a, b) in enumerate(zip(one.ids or (), right, strict=False)) if a != b), len(right))
-            found.append(f"client {one.number}: the answer to request {one.ask} differs from token {at} on")
-    return found
 
 
 def late_problems(told: Sequence[Told], limit_s: float) -> list[str]:
@@ -87,12 +74,13 @@ def process_problems(before: Books, after: Books, restarts: int) -> list[str]:
     return found
 
 
-def rate_problems(before: float, after: Sequence[float]) -> list[str]:
-    """Whether none of the replays after the storm was as fast as the one before."""
-    if after and max(after) >= RATE_BACK * before:
-        return []
-    rates = ", ".join(f"{rate:.2f}" for rate in after)
-    return [f"{before:.2f} answers a second before the storm, and {rates} after it"]
+def verdict(problems: Sequence[str], not_judged: Sequence[str]) -> str:
+    """The last line of a report."""
+    if problems:
+        return f"FAILED: {len(problems)} things are wrong"
+    if not_judged:
+        return f"all is well as far as it was judged; {len(not_judged)} things were not"
+    return "all is well"
 
 
 def summary(told: Sequence[Told]) -> dict[str, Any]:

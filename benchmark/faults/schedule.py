@@ -6,8 +6,9 @@ event depends on the machine, and is in the report.
 
 from __future__ import annotations
 
+import collections
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 # Seconds between two events, from and to.
@@ -70,15 +71,18 @@ class Shape:
 
 
 def events(seed: int, shape: Shape) -> Iterator[Event]:
-    """Events without end. All kinds come once before any comes again.
+    """Events without end. All kinds come once before any comes again, and each worker of a role before another twice.
 
-    Nobody is dealt two at a time, at most one worker of each role is out at a time, and at most one is dead.
+    Nobody is dealt two at a time, at most one worker of each role is out at a time, and at most one is dead. So kills
+    are what there is least time for: one comes as soon as it may.
     """
     pick = random.Random(f"chaos/{seed}")
     # Until when the worker, its role, and the one that is dead are out.
     busy: dict[str, float] = {}
     now = 0.0
     deck: list[tuple[str, str, str]] = []
+    # How often each worker has been dealt each kind.
+    times: collections.Counter[tuple[str, str]] = collections.Counter()
     if not shape.deck():
         return
     while True:
@@ -86,13 +90,14 @@ def events(seed: int, shape: Shape) -> Iterator[Event]:
         if not deck:
             deck = shape.deck()
             pick.shuffle(deck)
-        card = next((card for card in deck if _may(card, now, busy, shape)), None)
+        may = [card for card in deck if _may(card, now, busy, shape) and _free(card, now, busy, times, shape)]
+        card = next((card for card in may if card[0] == "kill"), may[0] if may else None)
         if card is None:
             continue
         deck.remove(card)
         kind, role, detail = card
-        free = ["link"] if role == "link" else [w for w in shape.workers(role) if busy.get(w, 0.0) <= now]
-        target = pick.choice(free)
+        target = pick.choice(_free(card, now, busy, times, shape))
+        times[kind, target] += 1
         lasts = 0.0
         if kind == "kill":
             lasts = round(pick.uniform(*shape.dead_s), 1)
@@ -115,7 +120,17 @@ def _may(card: tuple[str, str, str], now: float, busy: dict[str, float], shape: 
         return False
     if kind not in ("flush", "weights") and busy.get(role, 0.0) > now:
         return False
-    return any(busy.get(worker, 0.0) <= now for worker in shape.workers(role))
+    return True
+
+
+def _free(
+    card: tuple[str, str, str], now: float, busy: dict[str, float], times: Mapping[tuple[str, str], int], shape: Shape
+) -> list[str]:
+    """Those whose turn it is, and that are there."""
+    kind, role, _ = card
+    targets = ["link"] if role == "link" else shape.workers(role)
+    fewest = min(times[kind, target] for target in targets)
+    return [target for target in targets if times[kind, target] == fewest and busy.get(target, 0.0) <= now]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ class Told:
     number: of the client; ask: of its request. status: HTTP's, 0 without an answer. ids: the whole answer, None if it
     did not come whole. ended_how: ``whole``, ``aborted`` by a worker (the engine's pause does so), ``left`` by the
     client, or ``failed``, and then ``error`` says how. first_s: when the first token came, of a stream.
+
+    worker: the decode worker that has answered, by its ``--weight-version``; hit: tokens of the prompt that its tree
+    held. Of a whole answer; None where it does not say.
     """
 
     number: int
@@ -51,6 +54,8 @@ class Told:
     ids: tuple[int, ...] | None = None
     error: str = ""
     first_s: float | None = None
+    worker: str | None = None
+    hit: int | None = None
 
     @property
     def took_s(self) -> float:
@@ -150,10 +155,13 @@ class Clients:
         leaves = began + manner.after_s if manner.kind == "abort" else None
         patience = self._give_up_s if leaves is None else max(0.01, manner.after_s)
         status, first = 0, None
+        last: Any = None
 
         def ended(how: str, ids: Sequence[int] | None = None, error: str = "") -> Told:
             whole = None if ids is None else tuple(ids)
-            return Told(number, place, manner.kind, began, time.monotonic(), status, how, whole, error[:400], first)
+            said = _said_of(last) if whole is not None else (None, None)
+            now = time.monotonic()
+            return Told(number, place, manner.kind, began, now, status, how, whole, error[:400], first, *said)
 
         try:
             with session.post(self._url, json=body, stream=True, timeout=(10, patience)) as reply:
@@ -161,8 +169,8 @@ class Clients:
                 if status != 200:
                     return ended("failed", error=reply.text)
                 if manner.kind == "plain":
-                    return ended(*_verdict(reply.json(), ask.answer))
-                last: dict[str, Any] | None = None
+                    last = reply.json()
+                    return ended(*_verdict(last, ask.answer))
                 for line in reply.iter_lines():
                     if not line.startswith(b"data: "):
                         continue
@@ -198,3 +206,9 @@ def _verdict(answer: Any, tokens: int) -> tuple[str, list[int] | None, str]:
             return "whole", ids, ""
         return "failed", None, f"{len(ids)} of {tokens} tokens, finish_reason {reason}"
     return "failed", None, f"no answer in {str(answer)[:200]}"
+
+
+def _said_of(answer: Any) -> tuple[str | None, int | None]:
+    """Which worker an answer says that it is from, and how many tokens of the prompt decode held."""
+    meta = answer["meta_info"]
+    return meta.get("weight_version"), (meta.get("cached_tokens_details") or {}).get("decode_prefix")
