@@ -274,6 +274,30 @@ def test_nothing_of_this_is_in_a_worker_that_verify_did_not_start(tmp_path: Path
     assert hooks({**recording, faults.ALLOWED: "1"}) == f"{module}.faults,{module}.kv_record"
 
 
+def test_the_cache_that_the_patch_set_puts_in_place_is_watched_whichever_comes_first() -> None:
+    """Once it was wrapped within the engine's own step, and the cache that was wrapped was then replaced."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.init_cache()
+
+        def init_cache(self) -> None:
+            self.tree_cache = "engine's"
+
+    watched: list[str] = []
+    kv_record.when_made(Engine, lambda scheduler: watched.append(scheduler.tree_cache))
+
+    class Patched(Engine):
+        def init_cache(self) -> None:
+            super().init_cache()
+            self.tree_cache = "decode's"
+
+    Patched()
+    kv_record.when_made(Patched, lambda scheduler: watched.append(scheduler.tree_cache))
+    Patched()
+    assert watched == ["decode's"] * 3
+
+
 def test_a_sitecustomize_of_the_environment_is_run_too(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.own_site = True\n")
     inherited = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .kv_record import DIRECTORY, buffers_of
+from .kv_record import DIRECTORY, SCHEDULER, buffers_of, when_made
 
 ALLOWED = "SGLANG_PD_RADIX_SELF_TEST_FAULTS"
 ORDER, DONE = "fault.json", "fault-done"
@@ -65,30 +65,13 @@ def install() -> None:
     """Have the scheduler of this process, once it is imported and has its pools, carry out orders."""
     import wrapt
 
-    wrapt.register_post_import_hook(_patch, "sglang.srt.managers.scheduler")
+    wrapt.register_post_import_hook(_patch, SCHEDULER)
 
 
 def _patch(module: Any) -> None:
     from sglang.srt.disaggregation import decode
 
-    make = module.Scheduler.init_cache_with_memory_pool
-
-    def make_and_spoil(scheduler: Any) -> None:
-        make(scheduler)
-        directory = Path(os.environ[DIRECTORY])
-        scheduler.kv_faults = faults = Faults(directory, scheduler)
-        finish = scheduler.tree_cache.cache_finished_req
-
-        def finish_and_spoil(req: Any, *args: Any, **kwargs: Any) -> Any:
-            faults.ends(req)
-            found = finish(req, *args, **kwargs)
-            faults.ended()
-            return found
-
-        # Outside of the record's: what is put right at the end is right in the record.
-        scheduler.tree_cache.cache_finished_req = finish_and_spoil
-
-    module.Scheduler.init_cache_with_memory_pool = make_and_spoil
+    when_made(module.Scheduler, _watch)
     request, commit = decode.DecodePreallocQueue._request_kv, decode.DecodeTransferQueue._commit_transfer_to_req
 
     def request_kv(queue: Any, decode_req: Any) -> None:
@@ -104,6 +87,20 @@ def _patch(module: Any) -> None:
 
     decode.DecodePreallocQueue._request_kv = request_kv
     decode.DecodeTransferQueue._commit_transfer_to_req = commit_transfer
+
+
+def _watch(scheduler: Any) -> None:
+    scheduler.kv_faults = faults = Faults(Path(os.environ[DIRECTORY]), scheduler)
+    finish = scheduler.tree_cache.cache_finished_req
+
+    def finish_and_spoil(req: Any, *args: Any, **kwargs: Any) -> Any:
+        faults.ends(req)
+        found = finish(req, *args, **kwargs)
+        faults.ended()
+        return found
+
+    # Outside of the record's: what is put right at the end is right in the record.
+    scheduler.tree_cache.cache_finished_req = finish_and_spoil
 
 
 class Faults:

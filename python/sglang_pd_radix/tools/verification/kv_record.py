@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,24 @@ def install() -> None:
     """Have the scheduler of this process, once it is imported and has its pools, record what ends."""
     import wrapt
 
-    def patch(module: Any) -> None:
-        make = module.Scheduler.init_cache_with_memory_pool
+    wrapt.register_post_import_hook(lambda module: when_made(module.Scheduler, _watch), SCHEDULER)
 
-        def make_and_watch(scheduler: Any) -> None:
-            make(scheduler)
-            _watch(scheduler)
 
-        module.Scheduler.init_cache_with_memory_pool = make_and_watch
+SCHEDULER = "sglang.srt.managers.scheduler"
 
-    wrapt.register_post_import_hook(patch, "sglang.srt.managers.scheduler")
+
+def when_made(scheduler_class: Any, do: Callable[[Any], None]) -> None:
+    """Call ``do`` with each scheduler once it has all its parts.
+
+    This may come before the patch set: its scheduler, which puts another cache in place, is then made of this one.
+    """
+    make = scheduler_class.__init__
+
+    def make_and_do(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        make(scheduler, *args, **kwargs)
+        do(scheduler)
+
+    scheduler_class.__init__ = make_and_do
 
 
 def _watch(scheduler: Any) -> None:
