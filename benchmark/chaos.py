@@ -340,7 +340,8 @@ def _throw(fire: Fire, clients: Clients, coming: Any, seconds: float | None) -> 
 
 
 def _replay(cluster: Cluster, asks: list[Ask], concurrency: int, times: int = 1) -> Clients:
-    """All requests once (``times``), from empty caches."""
+    """All requests once (``times``), from empty caches. Raises PdRadixError if a worker has ended."""
+    cluster.check()
     for process in cluster.processes:
         if process.role != "router":
             deadline = time.monotonic() + 30

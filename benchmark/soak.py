@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         url = cluster.router_url + "/generate"
         # What every process pays once.
         Clients(url, asks[: args.clients], args.clients, args.clients).start().join(120)
+        before = [books.of_idle_worker(worker, 30) for worker in workers]
         began = time.monotonic()
         clients = Clients(url, asks, 10**9, args.clients, lambda number: manner(args.seed, number)).start()
         while time.monotonic() < began + 60 * args.minutes:
@@ -97,9 +98,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         clients.stop()
         if not clients.join(120):
             problems.append("clients still wait two minutes after the end")
-        for worker in workers:
-            for pool in books.wait_idle(worker.url, 60):
+        for worker, own in zip(workers, before, strict=True):
+            after = books.of_idle_worker(worker, 60)
+            for pool in after.pools:
                 problems += judge.pool_problems(worker.name, pool)
+            # What is too much whatever the slope.
+            problems += judge.process_problems(own, after, 0)
     return {
         "backend": args.backend, "minutes": args.minutes, "seed": args.seed, "clients": judge.summary(clients.told),
         "rate": round(clients.rate, 2), **verdict(clients.told, asks, args.clients, right, samples, problems),

@@ -62,6 +62,8 @@ class Growth:
         """A slope in words."""
         if self.what == "rss_kib":
             return f"{slope:.1f} KiB a request"
+        if slope > 0.5:
+            return f"{slope:.1f} a request"
         return f"one in {1 / slope:,.0f} requests" if slope > 0 else "none"
 
     def __str__(self) -> str:
@@ -127,7 +129,8 @@ def _life(samples: Sequence[Sample], key: tuple[str, int], part: float, what: st
     """Points of one life once it is warm, in rows: requests served, and the least of ``what``."""
     own = [one for one in samples if (one.worker, one.life) == key]
     warm = [one for one in own if (one.asked - own[0].asked) * part >= WARM[what]]
-    together = max(TOGETHER, -(-len(warm) // POINTS))
+    # Of few, each counts.
+    together = max(TOGETHER if len(warm) >= 2 * LEAST * TOGETHER else 1, -(-len(warm) // POINTS))
     groups = [warm[i : i + together] for i in range(0, len(warm) - together + 1, together)]
     return np.array([[group[0].asked * part, min(getattr(one, what) for one in group)] for group in groups], float)
 

@@ -352,6 +352,9 @@ def test_what_a_run_of_10000_can_say_and_a_short_one_cannot():
     short = growths(storm_samples(1000, 1))
     assert not short["descriptors"].judged
     assert "times as many requests would show it" in growth.not_judged(list(short.values()))[0]
+    # A worker that is seen every few seconds for a minute, and loses one for each.
+    lost = growths(storm_samples(1000, 1, leak=1.0)[::4])["descriptors"]
+    assert lost.grows and "descriptors grow with the requests served: 1.0 a request" in growth.problems([lost])[0]
     # One for every tenth request is seen even there; and nothing in a run that has only begun.
     assert growths(storm_samples(1000, 1, leak=1 / 10))["descriptors"].grows
     begun = growth.judge(storm_samples(300, 1))
