@@ -204,7 +204,7 @@ class Deployment:
         names = {process.url: process.name for process in self.cluster.processes}
         for url in self.worker_urls(variant):
             for pool in idle_pools(url):
-                wrong += pool_problems(names[url], pool)
+                wrong += pool_problems(names[url], pool, variant.radix and names[url].startswith("decode"))
         return wrong
 
 

@@ -29,7 +29,7 @@ def late_problems(told: Sequence[Told], limit_s: float) -> list[str]:
 
 
 def pool_problems(name: str, pool: Mapping[str, Any]) -> list[str]:
-    """What one rank of an idle worker holds and should not."""
+    """What one rank of an idle worker holds and should not. Every decode worker here has the flag."""
     found = []
     if not pool["idle"]:
         return [f"{name} is not idle: {pool}"]
@@ -38,6 +38,8 @@ def pool_problems(name: str, pool: Mapping[str, Any]) -> list[str]:
         found.append(f"{name}: {held} tokens of KV are lost")
     if pool["protected"]:
         found.append(f"{name}: {pool['protected']} tokens of KV are locked by nobody")
+    if name.startswith("decode") and (missing := {"audit", "locks_taken", "locks_released"} - pool.keys()):
+        return [*found, f"{name} does not tell its {', '.join(sorted(missing))}"]
     if pool.get("locks_taken") != pool.get("locks_released"):
         found.append(f"{name}: {pool['locks_taken']} locks taken and {pool['locks_released']} released")
     if pool["free_req_slots"] != pool["req_slots"]:

@@ -115,7 +115,7 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: Steps) -> Run:
             raise PdRadixError(f"flag {name}: {error}. Logs are in {cluster.log_dir}") from None
         run.pools = pools_of(cluster)
         for worker, pool in run.pools.items():
-            run.problems += pool_problems(worker, pool)
+            run.problems += pool_problems(worker, pool, keeps_tree=name == "on" and worker.startswith("decode"))
         if not run.exact:
             show.now(f"flag {name}: what prefill says of the same answers, since {run.dtype} rounds")
             _score(cluster, workload, run)

@@ -35,15 +35,21 @@ def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
     return sums
 
 
-def pool_problems(name: str, pool: dict[str, Any]) -> list[str]:
-    """What is wrong with the KV pool of an idle worker, from its ``kv_pool`` figures (tokens)."""
+def pool_problems(name: str, pool: dict[str, Any], keeps_tree: bool) -> list[str]:
+    """What is wrong with the KV pool of an idle worker, from its ``kv_pool`` figures (tokens).
+
+    keeps_tree: it is a decode worker with the flag, which counts its locks and audits its tree.
+    """
+    missing = [key for key in ("locks_taken", "locks_released", "audit") if keeps_tree and key not in pool]
+    if missing:
+        return [f"{name} does not tell its {' and '.join(missing)}"]
     wrong = []
-    if not pool.get("idle", True):
+    if not pool["idle"]:
         wrong.append(f"{name} is not idle although every answer is complete")
     free, kept = pool["available"], pool["evictable"]
     if free + kept != pool["size"]:
         wrong.append(f"{name}: {free} free and {kept} evictable tokens do not make its pool of {pool['size']}")
-    if pool.get("protected"):
+    if pool["protected"]:
         wrong.append(f"{name}: {pool['protected']} tokens are locked and nobody uses them")
     if pool.get("locks_taken") != pool.get("locks_released"):
         wrong.append(f"{name}: {pool['locks_taken']} locks were taken and {pool['locks_released']} released")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event
 
 import requests
 
@@ -43,7 +45,8 @@ class Pair:
     cluster: Cluster
     prefill: int = 0
     decode: int = 0
-    _workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16), repr=False)
+    # One for each request that is under way at once: what waits here for a thread has not been asked yet.
+    _workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(128), repr=False)
 
     @property
     def prefill_url(self) -> str:
@@ -63,9 +66,16 @@ class Pair:
         """What decode is sent, where prefill is sent ``body``."""
         return body
 
+    def ask_prefill(self, body: dict) -> Future:
+        """Send one side of a request; the reply comes later."""
+        return self._workers.submit(requests.post, self.prefill_url + "/generate", json=body, timeout=120)
+
+    def ask_decode(self, body: dict) -> Future:
+        return self._workers.submit(requests.post, self.decode_url + "/generate", json=body, timeout=120)
+
     def __call__(self, ids: list[int], max_new: int = 16, **more) -> dict:
         body = self.body(ids, max_new, **more)
-        first = self._workers.submit(requests.post, self.prefill_url + "/generate", json=body, timeout=120)
+        first = self.ask_prefill(body)
         reply = requests.post(self.decode_url + "/generate", json=self.decode_body(body), timeout=120)
         first.result().raise_for_status()
         reply.raise_for_status()
@@ -92,11 +102,7 @@ class Pair:
     def check_idle(self) -> None:
         """I1 at idle, read from the running servers, and every lock accounted for."""
         for url in (self.prefill_url, self.decode_url):
-            for pool in wait_idle(url):
-                assert pool["available"] + pool["evictable"] + pool["protected"] == pool["size"], (url, pool)
-                assert pool["protected"] == 0, (url, pool)
-                assert pool.get("audit", []) == [], (url, pool)
-                assert pool.get("locks_taken") == pool.get("locks_released"), (url, pool)
+            check_idle(url)
 
     def tree_tokens(self) -> int:
         # A worker without a tree whose model has pools of two kinds reports none.
@@ -108,6 +114,21 @@ def pools(url: str) -> list[dict]:
     return [state["kv_pool"] for state in states if "kv_pool" in state]
 
 
+def check_idle(url: str) -> None:
+    """I1 of one worker. One that keeps a tree of its own must tell of it; nothing told is not nothing wrong."""
+    found = wait_idle(url)
+    info = requests.get(url + "/get_server_info", timeout=30).json()
+    # An engine without the patch set does not know the flag.
+    keeps_tree = info["disaggregation_mode"] == "decode" and info.get("disaggregation_decode_enable_radix_cache", False)
+    assert found or not keeps_tree, url
+    for pool in found:
+        assert pool["available"] + pool["evictable"] + pool["protected"] == pool["size"], (url, pool)
+        assert pool["protected"] == 0, (url, pool)
+        assert ("audit" in pool) == ("locks_taken" in pool) == keeps_tree, (url, pool)
+        if keeps_tree:
+            assert pool["audit"] == [] and pool["locks_taken"] == pool["locks_released"], (url, pool)
+
+
 def wait_idle(url: str, seconds: float = 30) -> list[dict]:
     end = time.monotonic() + seconds
     while True:
@@ -116,6 +137,13 @@ def wait_idle(url: str, seconds: float = 30) -> list[dict]:
             return found
         assert time.monotonic() < end, f"{url} is not idle after {seconds} s: {found}"
         time.sleep(0.1)
+
+
+def queues(url: str) -> tuple[int, int]:
+    """How many requests wait on a decode worker for admission, and how many have been admitted; one rank only."""
+    (pool,) = pools(url)
+    admitted = pool["req_slots"] - pool["free_req_slots"]
+    return pool["rooms"]["request_status"] - admitted, admitted
 
 
 def counter(url: str, name: str) -> float:
@@ -185,26 +213,52 @@ def check_tp_pair(cluster: Cluster, truth: dict, prefill_tp: int, decode_tp: int
     pair.check_idle()
 
 
+LEAVERS, LEAVERS_MAX_NEW = 12, 200
+
+
 def ask_among_leavers(pair: Pair, prompt: list[int], length: int, apart: float) -> list[Answer]:
     """What three questions are answered while 12 clients go away: each ``apart`` seconds later in its life, of 10.
 
-    Their prompts have ``length`` tokens of their own.
+    Their prompts have ``length`` tokens of their own. Every third stays until it has its first tokens. Each must be
+    told that it was aborted, and none gets the answer that it no longer wants.
     """
     rnd = random.Random(3)
+    bodies = [pair.body(words(rnd, length), LEAVERS_MAX_NEW, rid=f"leaver-{rnd.random()}-{i}") for i in range(LEAVERS)]
 
-    def leave(i: int) -> None:
-        body = pair.body(words(rnd, length), 200, rid=f"leaver-{rnd.random()}-{i}")
-        for url in (pair.prefill_url, pair.decode_url):
-            pair._workers.submit(requests.post, url + "/generate", json=body, timeout=60)
-        time.sleep(apart * (i % 10))
-        for url in (pair.prefill_url, pair.decode_url):
-            requests.post(url + "/abort_request", json={"rid": body["rid"]}, timeout=30)
+    def leave(i: int) -> tuple[str, int]:
+        """How decode ended it, and after how many tokens."""
+        body = pair.decode_body(bodies[i]) | {"stream": True}
+        pair.ask_prefill(bodies[i])
+        begun, over = Event(), Event()
+        leaving = pair._workers.submit(abort, i, begun, over)
+        last = {}
+        with requests.post(pair.decode_url + "/generate", json=body, stream=True, timeout=60) as reply:
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    last = json.loads(line[6:])
+                    begun.set()
+        over.set()
+        leaving.result()
+        meta = last.get("meta_info", {})
+        return (meta.get("finish_reason") or {}).get("type", str(last)), meta.get("completion_tokens", 0)
+
+    def abort(i: int, begun: Event, over: Event) -> None:
+        if i % 3:
+            time.sleep(apart * (i % 10))
+        else:
+            begun.wait(60)
+        # What has not come yet is not aborted: say it until it is over.
+        while not over.is_set():
+            for url in (pair.prefill_url, pair.decode_url):
+                requests.post(url + "/abort_request", json={"rid": bodies[i]["rid"]}, timeout=30)
+            over.wait(0.05)
 
     with ThreadPoolExecutor(3) as pool:
-        leaving = [pool.submit(leave, i) for i in range(12)]
+        leaving = [pool.submit(leave, i) for i in range(LEAVERS)]
         answers = [pair(prompt)["output_ids"] for _ in range(3)]
-        for left in leaving:
-            left.result()
+        ended = [left.result() for left in leaving]
+    assert [how for how, _ in ended] == ["abort"] * LEAVERS, ended
+    assert all(0 < count < LEAVERS_MAX_NEW for _, count in ended[::3]), ended
     return answers
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from pd import FLAG, TP2, Pair, base_prompt, conversations, pools, wait_idle, words
+from pd import FLAG, TP2, Pair, base_prompt, check_idle, conversations, pools, wait_idle, words
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 
@@ -131,9 +132,7 @@ def test_what_fails_on_one_rank_costs_the_other_nothing(world):
         assert long.result() == truth["long"]
     wait_idle(pair.decode_url)
     assert other(base_prompt(16))["output_ids"] == truth["base", 16]
-    wait_idle(pair.decode_url)
-    for pool in pools(pair.decode_url):
-        assert pool["protected"] == 0 and pool["audit"] == [] and pool["locks_taken"] == pool["locks_released"], pool
+    check_idle(pair.decode_url)
 
 
 def metrics(url: str) -> list[str]:
@@ -141,9 +140,9 @@ def metrics(url: str) -> list[str]:
 
 
 def wait_busy(url: str) -> None:
-    for _ in range(100):
-        if not all(pool["idle"] for pool in pools(url)):
-            return
+    end = time.monotonic() + 30
+    while all(pool["idle"] for pool in pools(url)):
+        assert time.monotonic() < end, "what was asked never came"
 
 
 def test_two_ranks_of_two(clusters, model, truth):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from pd import FLAG, TP2, Pair, ask, conversations, log_of, pools, wait_idle, words
+from pd import FLAG, TP2, Pair, ask, check_idle, conversations, log_of, pools, wait_idle, words
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
@@ -48,9 +48,7 @@ def flush(url):
 
 
 def check_at_rest(url):
-    for pool in wait_idle(url):
-        assert pool["available"] + pool["evictable"] == pool["size"] and pool["protected"] == 0, pool
-        assert pool.get("audit", []) == [], pool
+    check_idle(url)
     for rank in state(url):
         assert (rank["saving_tokens"], rank["loading_tokens"], rank["prefetches"]) == (0, 0, 0), rank
 

@@ -10,8 +10,8 @@ from sglang.srt.disaggregation.decode_budget import Budget, Use
 from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING
-from sglang.srt.mem_cache.decode_windows import Windows
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING, PrefixPeek
+from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from test_followers import asked, queue
 from test_traps import serve, tokens
 
@@ -45,6 +45,60 @@ def test_what_a_request_holds_it_need_not_be_given():
     # Two such: what one holds alone the other can have.
     two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
     assert (two.private, two.lacks, two.at_most) == (204, 704 - 604, 300)
+
+
+def found(length: int, evictable: int) -> PrefixPeek:
+    return PrefixPeek(length, evictable, [], 0)
+
+
+def shared_budget() -> Budget:
+    """Two that decode: 40 and 10 tokens of their own, and 60 of the first in the tree, which nobody else holds."""
+    made = budget(Memory(1000, 100), [Use(100, 60, 260), Use(10, 0, 20)], in_tree=60, ahead=6, retracted=7)
+    made.windows_retractable, made.windows_kept = 10, 5
+    assert (made.private, made.retractable, made.lacks, made.at_most) == (50, 110, 150, 160)
+    return made
+
+
+def test_what_an_admission_needs_figure_by_figure():
+    made = shared_budget()
+    # Of what it finds, 8 are held by the one that decodes: with them locked, a retraction brings 8 less.
+    plan = AdmissionPlan(found(48, 40), 20, 24, 120, WindowNeed(8, 12, 30))
+    assert made.needs(plan) == Memory(20 + 40 + (150 + 8) + 7, 30 - 10 + 5)
+    # Never more than the neediest lacks in all, whatever is locked.
+    assert made.needs(plan._replace(found=found(48, 20))).kv == 20 + 20 + 160 + 7
+    # Nothing is locked that was not free.
+    assert made.needs(plan._replace(found=found(40, 40))).kv == 20 + 40 + 150 + 7
+    # Its own end is far: on its way it cannot be retracted, and may have what a retraction of the others brings.
+    assert made.needs(plan._replace(at_length=320)).kv == 20 + 40 + (300 - (110 - 8)) + 7
+    # The next steps of all.
+    assert made.needs(plan._replace(soon=200)).kv == 20 + 40 + (200 - 20 + 6) + 7
+    assert made.needs(plan._replace(window=WindowNeed(8, 25, 30))).windows == 25 + 5
+    made.free = made.needs(plan).plus(Memory(3, 2))
+    assert made.covers(plan, Memory(3, 2))
+    assert not made.covers(plan, Memory(4, 2)) and not made.covers(plan, Memory(3, 3))
+
+
+def test_what_is_admitted_in_a_step_counts_for_the_next_in_it():
+    made = shared_budget()
+    plan = AdmissionPlan(found(48, 40), 20, 24, 320, WindowNeed(8, 12, 30))
+    made.admit(plan, ahead=4)
+    assert (made.in_tree, made.lacks, made.coming, made.ahead) == (52, 158, 300, 10)
+    assert made.free == Memory(1000 - 20 - 40, 100 - 8) and made.available == 1000 - 20
+    small = AdmissionPlan(found(0, 0), 16, 20, 24)
+    # What is left for the first is more than the second could need itself.
+    assert made.needs(small).kv == 16 + (300 - 102) + 7
+    made.admit(small, ahead=4)
+    assert (made.in_tree, made.lacks, made.coming, made.ahead) == (52, 158, 300, 14)
+    assert made.free == Memory(1000 - 20 - 40 - 16, 100 - 8) and made.available == 1000 - 36
+    # More than decodes in the tree may be locked: a retraction then brings nothing of it, and not less than that.
+    made.admit(AdmissionPlan(found(80, 0), 4, 8, 8), ahead=0)
+    assert made.in_tree == -28 and made.retractable == 50 and made.lacks == 160
+
+
+def test_who_is_on_its_way_counts_by_what_it_lacks():
+    made = Budget(Memory(100), 100, 0)
+    made.count([], [Use(40, 0, 90), Use(80, 16, 96)])
+    assert (made.coming, made.private, made.lacks, made.at_most) == (50, 0, 0, 0)
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -317,6 +317,12 @@ def test_a_sound_pool():
     assert judge.pool_problems("prefill-0", prefill) == []
 
 
+@pytest.mark.parametrize("missing", ["audit", "locks_taken", "locks_released"])
+def test_a_decode_worker_that_does_not_tell_of_its_tree(missing):
+    told = {key: value for key, value in SOUND.items() if key != missing}
+    assert judge.pool_problems("decode-1", told) == [f"decode-1 does not tell its {missing}"]
+
+
 @pytest.mark.parametrize(
     "change, said",
     [

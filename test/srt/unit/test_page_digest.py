@@ -142,6 +142,25 @@ def test_claims_that_contradict_each_other():
     assert digests.difference(pages(1), [claim, other]) is not None
 
 
+def test_a_long_delta_is_looked_at_in_parts_that_do_not_overlap():
+    generator = torch.Generator().manual_seed(1)
+    k, v = ([torch.randn((2600, 1, DIM), generator=generator)] for _ in range(2))
+    digests = PageDigests(pool_of(k, v, 4))
+    numbers = np.arange(1, 641, dtype=np.int32)
+    whole = digests.of(numbers)
+    for cut in (1, 100, 256, 512):
+        assert torch.equal(digests.of(numbers[:cut]) + digests.of(numbers[cut:], cut), whole)
+    one_by_one = [digests.of(numbers[n : n + 1], n) for n in range(len(numbers))]
+    assert torch.equal(sum(one_by_one), whole)
+
+
+def test_the_digest_is_that_of_other_releases():
+    """It is on the wire, and the workers of a deployment are not upgraded in one moment."""
+    k, v = ([torch.arange(64 * DIM, dtype=torch.int32).view(torch.float32).view(64, 1, DIM).clone()] for _ in range(2))
+    digests = PageDigests(pool_of(k, v, 4))
+    assert digests.claim(digests.of(pages(3, 1), 2)) == "0:73d79fa9348498c0"
+
+
 def test_what_it_costs() -> None:
     """Printed, as bytes per second beside a copy of the same pages; asserted is only that it is no other order."""
     import timeit

@@ -12,7 +12,7 @@ from overlapped_loop import LoopEnds
 from sglang.srt import server_args
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.common.drafts import describe_draft
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -187,7 +187,10 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
             assert "two writers" in str(error)
         return loop
 
-    assert not play().wrong
+    sound = play()
+    assert not sound.wrong and len(sound.told) == 2
+    # Neither was lost on the way: a fence that fails costs its request.
+    assert all(not isinstance(req.finished_reason, FINISH_ABORT) for req in sound.told)
     monkeypatch.setitem(decode.DecodePreallocQueue._look_behind.__globals__, "late_step", lambda *args: None)
     assert play().wrong
 

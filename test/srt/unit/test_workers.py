@@ -29,11 +29,28 @@ def test_counters_are_summed_over_their_labels() -> None:
 def test_pool_problems(change: dict[str, Any], message: str) -> None:
     pool = {"size": 64, "available": 60, "evictable": 4, "protected": 0, "idle": True}
     pool |= {"locks_taken": 5, "locks_released": 5, "audit": []}
-    assert workers.pool_problems("decode-0", pool) == []
-    (problem,) = workers.pool_problems("decode-0", pool | change)
+    assert workers.pool_problems("decode-0", pool, True) == []
+    (problem,) = workers.pool_problems("decode-0", pool | change, True)
     assert problem.startswith("decode-0") and message in problem
+
+
+@pytest.mark.parametrize("missing", ["locks_taken", "locks_released", "audit"])
+def test_a_tree_that_is_not_told_of_is_not_a_sound_one(missing: str) -> None:
+    plain = {"size": 64, "available": 60, "evictable": 4, "protected": 0, "idle": True}
+    pool = plain | {"locks_taken": 0, "locks_released": 0, "audit": []}
+    # Prefill and a decode worker without the flag have neither.
+    assert workers.pool_problems("prefill-0", plain, False) == []
+    del pool[missing]
+    assert workers.pool_problems("decode-0", pool, True) == [f"decode-0 does not tell its {missing}"]
 
 
 def test_a_worker_that_does_not_count_is_named() -> None:
     with pytest.raises(PdRadixError, match="/decode/metrics does not have sglang:decode_prefix_hit_tokens_total"):
         hold(True, uncounted="reused_tokens")
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_only_the_run_with_the_flag_must_tell_of_a_tree(flag: bool) -> None:
+    run = hold(flag, pool={"audit": ["a fault"]} if flag else {})
+    assert run.problems == (["decode-0: a fault"] if flag else [])
+    assert [sorted(pool) for pool in run.pools.values()][1].count("audit") == flag

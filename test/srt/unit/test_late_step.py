@@ -1,0 +1,78 @@
+"""What a decode step in flight still uses, slot by slot: I8 stands on these figures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
+
+# Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.
+TABLE = torch.tensor(
+    [
+        [20, 21, 22, 23, 40, 41, 42, 43, 8, 9, 10, 11],
+        [0] * 12,
+        [4, 5, 6, 7, 28, 29, 30, 31, 16, 17, 18, 19],
+        [12, 13, 14, 15, 32, 33, 34, 35, 36, 37, 38, 39],
+    ]
+)
+# Tokens committed when the step was launched, and allocated.
+COMMITTED, ALLOCATED = [3, 8, 5], [9, 10, 8]
+
+
+def batch(speculates: bool, windows: torch.Tensor | None = None) -> SimpleNamespace:
+    lengths = zip(COMMITTED, ALLOCATED, strict=True)
+    states = torch.tensor([50, 51, 52, 53])
+    return SimpleNamespace(
+        spec_algorithm=SimpleNamespace(is_none=lambda: not speculates),
+        out_cache_loc=torch.tensor([30, 9, 34]),
+        req_pool_indices=torch.tensor([2, 0, 3]),
+        req_to_token_pool=SimpleNamespace(req_to_token=TABLE, get_mamba_indices=lambda rows: states[rows]),
+        reqs=[SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished=lambda: False) for c, a in lengths],
+        window_cache_loc=windows,
+    )
+
+
+@pytest.mark.parametrize(
+    ("speculates", "page_size", "ended", "pages"),
+    [
+        (False, 4, [0, 2], [7, 8]),
+        (False, 1, [1], [9]),
+        # Positions 3 to 8 of the first, 8 and 9 of the second, 5 to 7 of the third.
+        (True, 4, [0], [1, 4, 7]),
+        (True, 4, [1, 2], [2, 8]),
+        (True, 1, [0], [7, 16, 28, 29, 30, 31]),
+        (True, 1, [1], [8, 9]),
+        (True, 1, [0, 2], [7, 16, 28, 29, 30, 31, 33, 34, 35]),
+    ],
+)
+def test_pages(speculates, page_size, ended, pages):
+    found = LateStep(batch(speculates), ended, None, page_size).pages
+    assert found.dtype == torch.int64 and sorted(found.tolist()) == pages
+
+
+def test_rows_and_states_are_those_of_the_requests_that_have_ended():
+    late = LateStep(batch(False), [0, 2], None, 4)
+    assert late.rows == {2, 3} and late.states == {52, 53}
+    assert late.writes == late.states
+
+
+def test_of_a_model_with_windows_their_pages():
+    late = LateStep(batch(False, windows=torch.tensor([9, 17, 40])), [1, 2], None, 4)
+    assert late.windows == {4, 10} == late.writes
+
+
+def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():
+    scheduler = SimpleNamespace()
+    assert late_step(scheduler, 4) is None, "steps do not overlap"
+    scheduler.result_queue = []
+    assert late_step(scheduler, 4) is None
+    first, last = batch(False), batch(False)
+    done = [SimpleNamespace(copy_done=object()) for _ in range(2)]
+    scheduler.result_queue = [(first, done[0]), (last, done[1])]
+    first.reqs[0].finished = lambda: True
+    assert late_step(scheduler, 4) is None, "who has ended was in an earlier step"
+    last.reqs[1].finished = lambda: True
+    late = late_step(scheduler, 4)
+    assert (late.batch, late.ended, late.done, late.page_size) == (last, [1], done[1].copy_done, 4)

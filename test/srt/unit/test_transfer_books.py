@@ -1,0 +1,212 @@
+"""The books of a transfer one by one: who was told, what is queued, who writes no more, what a message may say."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import last_words, peer_liveness
+from sglang.srt.disaggregation.common.delta_staging import DeltaStaging
+from sglang.srt.disaggregation.common.last_words import LastWords
+from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms, End
+from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
+from sglang.srt.disaggregation.mooncake.wire import Inbox, Peer, check_engine_staging, listeners
+
+
+def test_each_decode_rank_is_told_once_for_each_time_it_asks():
+    words: LastWords[str] = LastWords()
+    assert not words.concerns(1, "a")
+    words.begin(1, "a")
+    words.begin(1, "b")
+    assert words.concerns(1, "a") and not words.concerns(2, "a")
+    # Who has not asked is told too, as often as it is named.
+    assert words.take(1, ["a", "c"]) == {"a", "c"}
+    assert words.take(1, ["a", "b", "c"]) == {"b", "c"} and words.take(1, ["a", "b"]) == set()
+    words.unsaid(1, "b")
+    assert words.take(1, ["a", "b"]) == {"b"}
+    words.begin(1, "a")
+    assert words.take(1, ["a", "b"]) == {"a"}
+    words.unsaid(1, "c")
+    words.unsaid(2, "a")
+    assert not words.concerns(1, "c") and not words.concerns(2, "a")
+
+
+def test_without_the_flag_a_rank_is_left_to_the_engine():
+    words: LastWords[str] = LastWords()
+    words.begin(1, "a")
+    words.begin(1, "b")
+    words.begin(1, "a", has_flag=False)
+    assert not words.concerns(1, "a") and words.concerns(1, "b")
+    words.begin(2, "a", has_flag=False)
+    assert not words._told.get(2)
+
+
+def test_the_oldest_rooms_are_forgotten(monkeypatch):
+    monkeypatch.setattr(last_words, "REMEMBERED", 3)
+    words: LastWords[str] = LastWords()
+    for room in (1, 2, 3, 1, 4):
+        words.begin(room, "a")
+    assert [words.concerns(room, "a") for room in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_chunks_are_counted_by_room():
+    chunks, first, second = QueuedChunks(), object(), object()
+    chunks.add(1, first, None)
+    chunks.add(1, first, "claim")
+    chunks.add(2, second, None)
+    assert 1 in chunks and 3 not in chunks and len(chunks) == 2
+    assert chunks.sender(1) is first and chunks.sender(3) is None and chunks.claims == {1: "claim"}
+    chunks.done(1)
+    assert 1 in chunks and chunks.sender(1) is first and chunks.claims == {1: "claim"}
+    chunks.done(1)
+    assert 1 not in chunks and chunks.sender(1) is None and not chunks.claims and len(chunks) == 1
+    chunks.add(1, second, None)
+    chunks.done(1)
+    assert 1 not in chunks
+
+
+def test_late_is_what_is_written_for_a_request_that_has_ended():
+    chunks, old, new = QueuedChunks(), object(), object()
+    chunks.add(1, old, None)
+    assert not chunks.is_late(1, new), "this thread writes nothing"
+    chunks.writers.add(threading.get_ident())
+    assert not chunks.is_late(1, old)
+    assert chunks.is_late(1, new) and chunks.is_late(1, None)
+    assert chunks.is_late(2, new) and chunks.is_late(2, None), "nothing is queued of it"
+
+
+def end(succeeded: bool, rank: int, said: str | None) -> End:
+    return End(succeeded, rank, said)
+
+
+def test_who_writes_no_more():
+    rooms = AwaitedRooms()
+    rooms.add(1)
+    assert 1 in rooms and 2 not in rooms and len(rooms) == 1
+    rooms.hear(1, end(True, 0, "claim 0"))
+    rooms.hear(1, end(True, 1, None))
+    rooms.hear(1, end(False, 2, "the reason"))
+    rooms.hear(1, end(False, 3, None))
+    rooms.hear(1, end(True, 0, "claim 0 again"))
+    # The fourth has failed without a reason, as the engine says it: it may still write, if it is one that would say so.
+    assert (rooms.num_quiet(1, says_so=True), rooms.num_quiet(1, says_so=False)) == (3, 4)
+    assert list(rooms.claims(1)) == ["claim 0 again"]
+    rooms.hear(2, end(True, 0, None))
+    assert len(rooms) == 2 and 2 not in rooms
+    assert (rooms.num_quiet(3, True), rooms.num_quiet(3, False), list(rooms.claims(3))) == (0, 0, [])
+    rooms.forget(1)
+    assert 1 not in rooms and len(rooms) == 1
+    assert (rooms.num_quiet(1, False), list(rooms.claims(1))) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([b"7", b"%d" % KVPoll.Success, b"3"], End(True, 3, None)),
+        ([b"7", b"%d" % KVPoll.Success, b"3", b"0:ab"], End(True, 3, "0:ab")),
+        ([b"7", b"%d" % KVPoll.Failed, b"0", b"why \xff"], End(False, 0, "why �")),
+        ([b"7", b"%d" % KVPoll.Failed, b"0"], End(False, 0, None)),
+        ([b"7", b"%d" % KVPoll.Failed], "has 2"),
+        ([b"7", b"%d" % KVPoll.Failed, b"0", b"why", b"more"], "has 5"),
+        ([b"7", b"%d" % KVPoll.Transferring, b"0"], "cannot end with status"),
+        ([b"7", b"x", b"0"], "status is not a number"),
+        ([b"7", b"%d" % KVPoll.Failed, b"zero"], "prefill rank is not a number"),
+    ],
+)
+def test_the_word_of_an_end(frames, expected):
+    if isinstance(expected, End):
+        assert End.read(7, frames) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            End.read(7, frames)
+
+
+def test_a_message_that_cannot_be_used_does_not_reach_the_thread():
+    messages = iter([[b"bad"], [b"dealt with"], [b"good"], [b"good", b"2"]])
+
+    def check(frames: list[bytes]) -> bool:
+        if frames == [b"bad"]:
+            raise ValueError("what is that?")
+        return frames[0] == b"good"
+
+    inbox = Inbox(SimpleNamespace(recv_multipart=lambda: next(messages)), check)
+    assert inbox.recv_multipart() == [b"good"] and inbox.recv_multipart() == [b"good", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "right"),
+    [
+        ([b"WATERMARK", b"1", b"2"], True),
+        ([b"WATERMARK", b"1", b"2", b"session"], True),
+        ([b"WATERMARK", b"1"], False),
+        ([b"WATERMARK", b"1", b"x"], False),
+        ([b"WATERMARK", b"1", b"2", b"\xff"], False),
+        ([b"STAGING_RSP", b"1", b"2", b"-1", b"4", b"5", b"session"], True),
+        ([b"STAGING_RSP", b"1", b"2", b"-1", b"4", b"5"], False),
+        ([b"STAGING_RSP", b"1", b"2", b"-1", b"4", b"", b"session"], False),
+        ([b"another", b"\xff"], True),
+    ],
+)
+def test_the_engine_s_messages_about_staging(frames, right):
+    if right:
+        check_engine_staging(frames)
+    else:
+        with pytest.raises(ValueError):
+            check_engine_staging(frames)
+
+
+def test_whom_to_tell():
+    def info(**more: Any) -> Any:
+        return SimpleNamespace(**{"endpoint": "a", "dst_port": 1, "names_prefix": True, "is_dummy": False} | more)
+
+    infos = [info(), info(dst_port=2), info(dst_port=3, names_prefix=False), info(dst_port=4, is_dummy=True)]
+    assert listeners(infos) == {Peer("a", 1), Peer("a", 2)}
+    assert Peer.read([b"a", b"2"]) == Peer("a", 2)
+    for frames in ([b"\xff", b"2"], [b"a", b"two"]):
+        with pytest.raises(ValueError):
+            Peer.read(frames)
+
+
+def test_the_name_of_a_peer_that_refuses_is_resolved_anew(monkeypatch):
+    """It may be started again elsewhere."""
+    monkeypatch.setattr(peer_liveness, "_resolved", {})
+    with socket.socket() as listening, socket.socket() as closed:
+        for one in (listening, closed):
+            one.bind(("127.0.0.1", 0))
+        listening.listen()
+        serves, refuses = listening.getsockname()[1], closed.getsockname()[1]
+        assert peer_liveness.refusing([("127.0.0.1", serves)]) == set()
+        assert "127.0.0.1" in peer_liveness._resolved
+        both = [("127.0.0.1", serves), ("127.0.0.1", refuses)]
+        assert peer_liveness.refusing(both) == {("127.0.0.1", refuses)}
+        assert "127.0.0.1" not in peer_liveness._resolved
+
+
+def test_a_room_that_is_closed_is_given_nothing_and_copies_nothing():
+    """Trap 22: its pages may be another's by the time its prefill has written."""
+    pool = [torch.zeros(64, 1, 4) for _ in range(2)]
+    page = 4 * 4 * 4 * 2
+    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    granted: list[int] = []
+    # One that nobody here knows, as its request has ended.
+    staging.ask(1, 0, 1, 0, granted.append)
+    staging.written(1, 0, 0)
+    assert staging.landed(1) and staging.close(1) and not granted
+    staging.open(1, np.array([3, 4, 5]), prefill_tp=1)
+    staging.ask(1, 0, 2, 0, granted.append)
+    assert len(granted) == 1 and not staging.landed(1) and staging.lacks(1)
+    free = sum(length for _, length in staging.space.free)
+    assert free <= staging.space.size - 2 * page
+    assert staging.close(1)
+    staging.ask(1, 2, 1, 0, granted.append)
+    staging.written(1, 0, 0)
+    assert len(granted) == 1 and not any(buffer.any() for buffer in pool)
+    assert not staging.landed(1) and staging.lacks(1)
+    staging.drop(1)
+    assert sum(length for _, length in staging.space.free) == staging.space.size

@@ -1,0 +1,118 @@
+"""The counters of a worker: which figure goes to which, and under which labels. And how runs of pages are counted."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import prometheus_client
+import pytest
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters, Memory, count_runs, pages
+
+PREFIX = "sglang:"
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    found = prometheus_client.CollectorRegistry()
+    for name in ("Counter", "Gauge"):
+        monkeypatch.setattr(prometheus_client, name, partial(getattr(prometheus_client, name), registry=found))
+    monkeypatch.setattr(KvTransferCounters, "_made", {})
+    return found
+
+
+def told(registry) -> dict[str, float]:
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return {s.name.removeprefix(PREFIX): s.value for s in samples if not s.name.endswith("_created") and s.value}
+
+
+def test_prefill_counts_what_it_sends(registry):
+    counters = KvTransferCounters("m", "prefill", enabled=True)
+    counters.sent(100, 30, 2)
+    counters.sent(7)
+    counters.sent_states(5)
+    assert told(registry) == {
+        "kv_transfer_sent_bytes_total": 107, "kv_transfer_saved_bytes_total": 30, "kv_transfer_runs_total": 2,
+        "kv_transfer_state_bytes_total": 5,
+    }  # fmt: skip
+
+
+def test_decode_counts_what_it_held_and_what_came(registry):
+    counters = KvTransferCounters("m", "decode", enabled=True)
+    counters.committed(100, 64)
+    counters.blocked()
+    counters.followed(48, 1.5)
+    # What the tree held of it can have been evicted meanwhile.
+    counters.followed(-16, 0.5)
+    counters.overtaken(3)
+    counters.mismatched()
+    counters.tree(70, 30)
+    counters.tree(60, 20)
+    assert told(registry) == {
+        "decode_prompt_tokens_total": 100, "decode_prefix_hit_tokens_total": 64,
+        "decode_transferred_tokens_total": 36, "decode_admissions_blocked_total": 1,
+        "decode_followed_requests_total": 2, "decode_followed_tokens_total": 48, "decode_following_seconds_total": 2,
+        "decode_overtaken_requests_total": 3, "decode_page_digest_mismatches_total": 1,
+        "decode_radix_tree_tokens": 80, "decode_radix_evictable_tokens": 60, "decode_radix_protected_tokens": 20,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dp_rank", [None, 0, 1])
+def test_labels(registry, dp_rank):
+    KvTransferCounters("m", "decode", enabled=True, dp_rank=dp_rank).blocked()
+    labels = {frozenset(sample.labels.items()) for metric in registry.collect() for sample in metric.samples}
+    expected = {"model_name": "m", "engine_type": "decode"}
+    assert labels == {frozenset((expected if dp_rank is None else expected | {"dp_rank": str(dp_rank)}).items())}
+
+
+def test_one_set_of_counters_for_each_role(registry):
+    def args(mode: str) -> SimpleNamespace:
+        return SimpleNamespace(served_model_name="m", disaggregation_mode=mode, enable_metrics=True)
+
+    first = KvTransferCounters.get(args("decode"), dp_rank=3)
+    assert KvTransferCounters.get(args("decode")) is first and first._labels["dp_rank"] == "3"
+    assert KvTransferCounters.get(args("prefill")) is not first
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_metrics_nothing_is_counted(registry, role):
+    counters = KvTransferCounters("m", role, enabled=False)
+    counters.sent(1, 2, 3)
+    counters.sent_states(1)
+    counters.committed(1, 1)
+    counters.blocked()
+    counters.followed(1, 1)
+    counters.mismatched()
+    counters.overtaken(1)
+    counters.tree(1, 1)
+    assert not list(registry.collect())
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "runs"),
+    [
+        ([1, 2, 3], [7, 8, 9], 1),
+        ([1, 2, 4], [7, 8, 9], 2),
+        ([1, 2, 3], [7, 9, 10], 2),
+        ([1, 2, 4, 5], [7, 9, 10, 11], 3),
+        ([1, 3, 5], [2, 4, 6], 3),
+        ([3, 2, 1], [1, 2, 3], 3),
+        ([5], [9], 1),
+        ([], [], 0),
+        ([1, 2, 9], [7, 8], 1),
+        ([1, 2], [7, 8, 20], 1),
+        ([], [7], 0),
+    ],
+)
+def test_runs_are_contiguous_on_both_sides(sources, targets, runs):
+    assert count_runs(np.array(sources, np.int32), np.array(targets, np.int32)) == runs
+
+
+def test_pages_and_memory():
+    assert [pages(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    have = Memory(100, 10)
+    assert have.plus(Memory(5, 2)) == Memory(105, 12)
+    assert have.covers(Memory(60, 4), Memory(30, 5), Memory(10, 1))
+    assert not have.covers(Memory(61, 4), Memory(30, 5), Memory(10, 1))
+    assert not have.covers(Memory(60, 5), Memory(30, 5), Memory(10, 1))
