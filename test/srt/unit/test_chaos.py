@@ -23,6 +23,8 @@ after = int(os.environ.get("FAKE_AFTER", 160))
 trees, kept = [set(), set()], []
 pool = {"idle": True, "size": 100, "available": 100, "evictable": 0, "protected": 0, "free_req_slots": 4,
         "req_slots": 4, "metadata_buffers": 8, "free_metadata_buffers": 8, "rooms": {"live": 0}}
+if role == "decode":
+    pool |= {"locks_taken": 3, "locks_released": 3, "audit": []}
 if fault == "leaks":
     pool["available"] = 84
 if fault == "opens":
