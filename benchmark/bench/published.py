@@ -244,11 +244,11 @@ def _answers(records: Records) -> str:
             looks += entry["differences"]
     if not different:
         return f"All {asked:,} answers of the runs in float32 are the same."
-    text = f"Of {asked:,} answers in float32, {different} are others than those of the first run with the flag off"
+    text = f"Of {asked:,} answers in float32, {asked - different:,} are those of the first run with the flag off"
     known = [distance for distance in map(parted.apart, looks) if distance is not None]
     if len(known) < len(looks) or not all(map(parted.explained, looks)):
-        return f"{text}, and rounding does not explain all of them (docs/benchmarks.md)."
-    return f"{text}; they part where two tokens, asked for again, are at most {max(known):.0e} nats apart."
+        return f"{text}; rounding does not explain all of the others (docs/benchmarks.md)."
+    return f"{text}; the others part where two tokens, asked for again, are at most {max(known):.0e} nats apart."
 
 
 # --------------------------------------------------------------------------------------------------------------- docs
