@@ -119,3 +119,51 @@ def test_leaves_that_are_spared_again_and_again_leave_no_trail():
             world.queue.line.leave(decode_req.place)
     assert world.tree.evictable_size() == 8 * 16
     assert len(world.tree.victims._spared_heap) < 100 and len(world.tree.victims._heap) < 100
+
+
+def spared_order(count: int) -> tuple[EvictionOrder, list[Leaf], set[Leaf]]:
+    """So many leaves, all spared; for the n-th, n + 1 requests wait."""
+    made = [Leaf(id=n, used=0, waiting=n + 1) for n in range(count)]
+    leaves = set(made)
+    order = EvictionOrder(leaves, Strategy(), lambda leaf: leaf.waiting)  # type: ignore[arg-type]
+    for leaf in made:
+        order.add(leaf)
+    for leaf in made:
+        assert order.take_next() is leaf
+        order.spare(leaf)
+    return order, made, leaves
+
+
+def test_for_whom_more_wait_since_it_was_spared_goes_later():
+    order, (a, b, c), _ = spared_order(3)
+    a.waiting = 5
+    assert [order.take_least_wanted() for _ in range(4)] == [b, c, a, None]
+
+
+def test_a_spared_leaf_that_is_gone_does_not_come_up():
+    order, (a, b, c), leaves = spared_order(3)
+    order.drop(a)
+    assert a not in order and b in order
+    leaves.discard(b)
+    assert [order.take_least_wanted() for _ in range(2)] == [c, None]
+
+
+def test_a_spared_leaf_that_nobody_wants_is_one_of_all_again():
+    order, (a, b, _), leaves = spared_order(3)
+    order.no_longer_wanted(b)
+    assert order.take_next() is b and order.take_next() is None
+    leaves.discard(a)
+    order.no_longer_wanted(a)
+    assert a not in order and order.take_next() is None
+
+
+def test_the_order_of_the_spared_outlives_their_being_spared_again_and_again():
+    order, made, _ = spared_order(24)
+    for _ in range(8):
+        for leaf in reversed(made):
+            order.spare(leaf)
+    assert len(order._spared_heap) <= 2 * 24 + 64
+    found = []
+    while (leaf := order.take_least_wanted()) is not None:
+        found.append(leaf)
+    assert found == made

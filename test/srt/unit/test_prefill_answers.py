@@ -1,0 +1,90 @@
+"""What decode makes of a prefill's answer to whether it understands a decode prefix: a real answer over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.disaggregation.common.authentication import NotTrusted
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
+
+
+def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, SimpleNamespace]:
+    """The version that decode takes the prefill to have, and decode's books after that."""
+
+    class Bootstrap(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path == DECODE_PREFIX_ROUTE
+            text = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status if found else 500)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Bootstrap)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    books = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm=None),
+        has_state=has_state,
+        prefix_peers={},
+        piece_peers=set(),
+        digest_peers=set(),
+        listening_peers=set(),
+    )
+    try:
+        return CommonKVManager._ask_for_prefix(books, f"127.0.0.1:{server.server_port}"), books
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_prefill_that_understands_it():
+    version, books = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
+    assert version == DECODE_PREFIX_VERSION and list(books.prefix_peers.values()) == [True]
+    assert len(books.listening_peers) == 1 and not books.piece_peers and not books.digest_peers
+
+
+@pytest.mark.parametrize("can", ["digests", "stage_digests"])
+def test_either_kind_of_digest_will_do(can):
+    _, books = ask(200, {"version": DECODE_PREFIX_VERSION, "pieces": True, can: True})
+    assert len(books.digest_peers) == len(books.piece_peers) == 1 and not books.listening_peers
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(404, b"no such route"), (200, {"version": 0}), (200, {"version": DECODE_PREFIX_VERSION + 1})]
+)
+def test_a_prefill_that_does_not_is_sent_none(status, body):
+    """The bare engine, one that has it switched off, and one of a later release."""
+    version, books = ask(status, body)
+    assert version is not None and version != DECODE_PREFIX_VERSION
+    assert list(books.prefix_peers.values()) == [False]
+
+
+def test_one_that_would_not_send_the_state_is_sent_none():
+    answer = {"version": DECODE_PREFIX_VERSION}
+    assert ask(200, answer, has_state=True)[0] == 0
+    assert ask(200, {**answer, "state": True}, has_state=True)[0] == DECODE_PREFIX_VERSION
+
+
+def test_another_secret_is_said_at_once():
+    with pytest.raises(NotTrusted, match="not our secret"):
+        ask(401, b"not our secret")
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, b"oops"), (402, b"?"), (200, b"no json"), (200, {}), (200, [])])
+def test_an_answer_that_says_nothing_is_asked_for_again(status, body):
+    version, books = ask(status, body)
+    assert version is None and not books.prefix_peers
+
+
+def test_one_that_speculates_otherwise_is_of_no_use():
+    with pytest.raises(ValueError, match="speculates with EAGLE and this decode worker with nothing"):
+        ask(200, {"version": DECODE_PREFIX_VERSION, "drafts": "EAGLE"})
