@@ -6,8 +6,7 @@ import pytest
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.disaggregation.decode_budget import Budget, Use
-from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Use
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING

@@ -728,7 +728,7 @@ PARTS = {
     "the line": lambda w: (w.queue.line, "enter"),
     "what it waits for": lambda w: (w.queue.line, "look"),
     "its standing": lambda w: (w.queue.line, "candidate"),
-    "the plan": lambda w: (w.queue, "_plan"),
+    "the plan": lambda w: (w.queue.accounts, "plan"),
     "the tree's lock": lambda w: (w.tree, "lock_found"),
     "pages": lambda w: (w.allocator, "alloc_long_runs"),
     "a row": lambda w: (w.pool, "alloc"),

@@ -24,8 +24,9 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import Candidate, Line, Place, Turns, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, agree, are_alike
-from sglang.srt.disaggregation.decode_budget import Budget, use_of
-from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, KvTransferCounters, Memory, pages
+from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.deferred_release import Writers, flush_around, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
@@ -34,16 +35,21 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, DecodeRadixCache, PrefixPeek, is_warmup
-from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
-from sglang.srt.mem_cache.pegaflow_room import live_on_decode
+from sglang.srt.mem_cache.pegaflow_room import Live, live_on_decode
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DecodePreallocQueue", "DecodeRequest", "DecodeTransferQueue", "HybridMambaDecodeReqToTokenPool"]
+__all__ = [
+    "DecodePreallocQueue",
+    "DecodeReqToTokenPool",
+    "DecodeRequest",
+    "DecodeTransferQueue",
+    "HybridMambaDecodeReqToTokenPool",
+]
 
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
@@ -113,6 +119,20 @@ class DecodeRequest(engine.DecodeRequest):
             return time.monotonic() - self.failed_at > self.kv_receiver.kv_mgr.waiting_timeout
 
 
+class DecodeReqToTokenPool(engine.DecodeReqToTokenPool):
+    """Rows of requests. Some may have to stay out of others' hands for a step, or through a flush."""
+
+    def reserve(self, req: Req) -> None:
+        """Take the row of ``req`` out of a pool that has been cleared."""
+        self.free_slots.remove(req.req_pool_idx)
+
+    def give_last(self, rows: set[int]) -> int:
+        """Hand the free ones of ``rows`` out after all others; returns how many these are."""
+        # They are taken from the front.
+        self.free_slots.sort(key=rows.__contains__)
+        return len(rows.intersection(self.free_slots))
+
+
 class HybridMambaDecodeReqToTokenPool(engine.HybridMambaDecodeReqToTokenPool):
     """Rows and state slots of the requests of a hybrid model. The state pool may have fewer slots than there are rows.
 
@@ -137,6 +157,15 @@ class HybridMambaDecodeReqToTokenPool(engine.HybridMambaDecodeReqToTokenPool):
         """
         each = 1 + (self.mamba_ping_pong_track_buffer_size if self.enable_mamba_extra_buffer else 0)
         return min(len(self.free_slots), self.mamba_pool.available_size() // each)
+
+    def reserve(self, req: Req) -> None:
+        """Take the row and the state slot of ``req`` out of pools that have been cleared."""
+        self.free_slots.remove(req.req_pool_idx)
+        if req.mamba_pool_idx is not None:
+            self.mamba_pool.reserve(req.mamba_pool_idx)
+            self.req_index_to_mamba_index_mapping[req.req_pool_idx] = req.mamba_pool_idx
+
+    give_last = DecodeReqToTokenPool.give_last
 
 
 def _free_row(pool: Any, req: Req) -> None:
@@ -168,7 +197,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # The same tree, where it loads from a PegaFlow server.
         self.pegaflow = self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
         if self.pegaflow is not None:
-            self.pegaflow.live = lambda: live_on_decode(self)
+            self.pegaflow.live = self._live_beside_loads
         self.num_ranks = dist.get_world_size(self.gloo_group)
         # What a retracted request must save and restore too.
         self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
@@ -177,6 +206,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             options: Any = self.scheduler.server_args
             by_prefix = options.disaggregation_decode_admission == "prefix"
             overtaken = options.disaggregation_decode_max_overtaken if by_prefix else 0
+            self.accounts = Accounts(self.radix, self.num_reserved_decode_tokens, MOST_NEW_TOKENS)
             self.line = self.transfer_queue.line = Line(self.radix, by_prefix, overtaken)
             if self.radix.windows is not None:
                 # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
@@ -396,10 +426,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self.queue:
             self._late = late_step(self.scheduler, self.token_to_kv_pool_allocator.page_size)
         if self._late is not None:
-            rows, free = self._late.rows, self.req_to_token_pool.free_slots
-            # They are taken from the front.
-            free.sort(key=rows.__contains__)
-            self._late_rows = len(rows.intersection(free))
+            self._late_rows = self.req_to_token_pool.give_last(self._late.rows)
 
     def ask_late(self) -> None:
         """Ask for the KV of those whose pages a step in flight used; for the start of the step after it."""
@@ -675,7 +702,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 # In the step in which it has shaken hands nobody has asked before.
                 place.takes_prefix = place.takes_prefix or may_match
                 coming = place.coming = line.look_again(place, now) if may_match and line.may_follow else 0
-                plan = self._plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
+                plan = self.accounts.plan(req, req.origin_input_ids, self._found(place) if may_match else NOTHING)
             except Exception as e:
                 # On all ranks: they ask the same of the same tree.
                 decode_req.lose(e)
@@ -689,7 +716,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 budget = self._budget()
             elif taken is not None:
                 budget.admit(taken, self.num_reserved_decode_tokens)
-                budget.windows_kept = self._windows_kept(budget.windows_retractable, True, admitted)
+                reqs = [dr.req for dr in admitted]
+                budget.windows_kept = self.accounts.windows_kept(self.live(), budget.windows_retractable, reqs)
                 taken = None
             if not budget.covers(plan, promised):
                 if was_blocked is None or was_blocked[0] != req.rid:
@@ -746,14 +774,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return False
         return not free.covers(plan.needed, reserve, kept)
 
-    def _free_or_evictable(self) -> Memory:
-        """Of windows also what lies behind those of running requests; the engine frees that from time to time."""
-        kv, windows = self.radix.pool.available_size() + self.radix.evictable_size(), self.radix.windows
-        if windows is None:
-            return Memory(kv)
-        behind = sum(windows.behind(req) for req in self.running())
-        return Memory(kv, windows.available_size() + behind)
-
     def running(self) -> list[Req]:
         """The requests that decode and have not ended."""
         return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
@@ -768,79 +788,23 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         running = set(map(id, self.scheduler.running_batch.reqs))
         return [req for req in others if id(req) not in running and not req.finished()]
 
-    def ahead(self) -> int:
-        """Tokens that are reserved for the next steps of all live requests."""
-        return self.num_reserved_decode_tokens * (len(self.running()) + len(self.coming()))
+    def live(self) -> LiveReqs:
+        """The requests that hold KV, or are to get theirs back."""
+        quarantined = [dr.req for dr in self.transfer_queue.quarantine]
+        return LiveReqs(self.running(), self.coming(), quarantined, self.retracted_queue)
+
+    def _live_beside_loads(self) -> Live:
+        live = self.live()
+        return live_on_decode(live, self.accounts.ahead(live))
 
     def _budget(self) -> Budget:
-        """What admission has to give in this state. Cost: some figures of each live request."""
-        page, tree, windows = self.token_to_kv_pool_allocator.page_size, self.radix, self.radix.windows
-        running, coming = self.running(), self.coming()
-        # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
-        holders = [req.last_node for req in (*coming, *[dr.req for dr in self.transfer_queue.quarantine])]
-        if self.pegaflow is not None:
-            holders += self.pegaflow.nodes_in_use()
-        in_tree = tree.protected_size_ - tree.held_by(holders)
-        budget = Budget(self._free_or_evictable(), tree.pool.available_size(), in_tree)
-        budget.count(
-            [use_of(req, page, MOST_NEW_TOKENS) for req in running],
-            [use_of(req, page, MOST_NEW_TOKENS) for req in coming],
-        )
-        budget.ahead = self.num_reserved_decode_tokens * (len(running) + len(coming))
-        if self.retracted_queue:
-            budget.retracted = sum(req.seqlen + self.num_reserved_decode_tokens for req in self.retracted_queue)
-        if windows is not None:
-            budget.windows_retractable = sum(windows.rule.held(req.kv_allocated_len) for req in running)
-            budget.windows_kept = self._windows_kept(budget.windows_retractable, count_retracted=True)
-        return budget
-
-    def _windows_kept(
-        self, retractable: int | None, count_retracted: bool, admitted: Sequence[engine.DecodeRequest] = ()
-    ) -> int:
-        """What admission must leave alone of windows: what requests will grow by, and what one can finish with.
-
-        retractable: what retracting all that run brings; None when only the near future counts. admitted: in this step,
-        before.
-        """
-        if self.radix.windows is None:
-            return 0
-        running = self.running()
-        live = {id(req): req for req in (*running, *(dr.req for dr in admitted), *self.coming())}
-        needs = {key: self._window_need(req, req.kv_allocated_len) for key, req in live.items()}
-        kept = sum(need.soon - need.now for need in needs.values())
-        if retractable is not None:
-            # A request that runs can have what all that run hold, also one that is still on its way to there.
-            ours = {id(req) for req in running}
-            lacks = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
-            kept = max(kept, max(lacks, default=0) - retractable)
-        if count_retracted:
-            kept += sum(self._window_need(req, req.seqlen - 1).soon for req in self.retracted_queue)
-        return kept
-
-    def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
-        """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
-        windows = self.radix.windows
-        if windows is None:
-            return NO_WINDOW
-        left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-        return windows.rule.need(num_tokens, left, self.num_reserved_decode_tokens)
+        """What admission has to give in this state."""
+        loading = () if self.pegaflow is None else self.pegaflow.nodes_in_use()
+        return self.accounts.budget(self.live(), loading)
 
     def _committed(self) -> list[Req]:
         """Requests whose KV has come and that do not decode yet."""
         return [*self.transfer_queue.arrived, *self.scheduler.waiting_queue]
-
-    def _plan(self, req: Req, token_ids: list[int], found: PrefixPeek) -> AdmissionPlan:
-        """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
-        page, prefix_len, num_tokens = self.token_to_kv_pool_allocator.page_size, found.length, len(token_ids)
-        left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-        # Rounded up once, over the whole sequence: a request that just fits the pool must not wait for ever.
-        return AdmissionPlan(
-            found=found,
-            delta=pages(num_tokens, page) * page - prefix_len,
-            soon=pages(num_tokens + min(left, self.num_reserved_decode_tokens), page) * page - prefix_len,
-            at_length=pages(num_tokens + min(left, MOST_NEW_TOKENS), page) * page - prefix_len,
-            window=self._window_need(req, num_tokens),
-        )
 
     def _admit(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta and write the request's table; or none of it."""
@@ -942,16 +906,17 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         failed: list[Req] = []
         if not self.retracted_queue or not self._on_all_ranks(self._memory()):
             return resumed
-        reserve = Memory(self.ahead(), self._windows_kept(None, count_retracted=False))
+        live = self.live()
+        reserve = self.accounts.kept_for_resume(live)
         for req in self.retracted_queue:
-            free = self._free_or_evictable()
+            free = self.accounts.free(live.running)
             if self.req_to_token_pool.available_size() <= 0 or self._still_blocked(req, free, reserve):
                 break
             try:
                 token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
                 shared = self.radix.shareable(token_ids)
                 found = self.radix.peek(shared, req.extra_key) if self.radix.takes(req) else NOTHING
-                plan = self._plan(req, token_ids, found)
+                plan = self.accounts.plan(req, token_ids, found)
             except Exception as e:
                 # On all ranks: they ask the same of the same tree.
                 failed.append(req)
@@ -1004,16 +969,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
 
 
-class _Writers:
-    """Polls as done when no prefill can write to a failed request's pages any more."""
-
-    def __init__(self, decode_req: DecodeRequest):
-        self.decode_req = decode_req
-
-    def poll(self) -> int:
-        return KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring
-
-
 class DecodeTransferQueue(engine.DecodeTransferQueue):
     """Transfers of a decode worker with a radix cache; without the flag, every method is the engine's own."""
 
@@ -1057,7 +1012,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _poll_transfers(self) -> list[Req]:
         if not self.queue and not self.quarantine:
             return []
-        pollers = [*self.queue, *(_Writers(dr) for dr in self.quarantine)]
+        pollers = [*self.queue, *(Writers(dr) for dr in self.quarantine)]
         polls = poll_and_all_reduce(pollers, self.gloo_group)
         released = [
             dr for dr, poll in zip(self.quarantine, polls[len(self.queue) :], strict=True) if poll == KVPoll.Success
@@ -1083,11 +1038,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
         for decode_req in released:
-            # Not into the tree: part of it may never have been written. And an error may have come before it got any.
-            if decode_req.req.req_pool_idx is not None:
-                release_kv_cache(decode_req.req, self.tree_cache, is_insert=False)
-            if decode_req.metadata_buffer_index != -1:
-                self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
+            release(decode_req, self.tree_cache, self.req_to_metadata_buffer_idx_allocator)
         self.queue = still
         return arrived
 
@@ -1096,36 +1047,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
         A weight update flushes and takes a refusal for an error that ends the scheduler, so it cannot be told to wait.
         """
-        # One in whose admission something raised has nothing to keep.
-        reqs = [dr.req for dr in self.quarantine if dr.req.req_pool_idx is not None]
-        pool, tree = self.scheduler.req_to_token_pool, self.tree_cache
-        assert isinstance(tree, DecodeRadixCache)
-        allocator, windows = tree.pool, tree.windows
-        page = allocator.page_size
-        tables = []
-        for req in reqs:
-            end = pages(req.kv_allocated_len, page) * page
-            table = pool.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
-            tables.append((table, None if windows is None else windows.of(table)))
-        if not flush():
-            return False
-        for req, (table, window) in zip(reqs, tables, strict=True):
-            # Its prefix went with the tree; what is left of it is the delta, which begins a sequence of its own.
-            length = req.kv_allocated_len - req.cache_protected_len
-            pool.req_to_token[req.req_pool_idx, :length] = table[:length]
-            pool.free_slots.remove(req.req_pool_idx)
-            if req.mamba_pool_idx is not None:
-                states = pool.mamba_pool
-                states.free_slots = states.free_slots[states.free_slots != req.mamba_pool_idx]
-                pool.req_index_to_mamba_index_mapping[req.req_pool_idx] = req.mamba_pool_idx
-            allocator.free_pages = allocator.free_pages[~torch.isin(allocator.free_pages, table[:length] // page)]
-            if windows is not None and window is not None:
-                windows.hold(table[:length], window[:length])
-                req.swa_evicted_seqlen -= req.cache_protected_len
-            req.kv_allocated_len = req.kv_committed_len = length
-            req.last_node, req.cache_protected_len = tree.root_node, 0
-            tree.inc_lock_ref(req.last_node)
-        return True
+        assert isinstance(self.tree_cache, DecodeRadixCache)
+        reqs = [dr.req for dr in self.quarantine]
+        return flush_around(reqs, self.scheduler.req_to_token_pool, self.tree_cache, flush)
 
     def _fail(self, decode_req: engine.DecodeRequest) -> None:
         """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
