@@ -123,7 +123,8 @@ def _brute_force(world: World) -> int:
 def _step(world: World) -> list[Budget]:
     """One step, and the budgets that it made, the last one with all that the step has admitted."""
     queue, budgets, applied = world.queue, [], []
-    make, admit_one = queue._budget, queue._admit_one
+    admission = queue.admission
+    make, admit_one = queue._budget, admission.admit_one
     plans: list[AdmissionPlan] = []
 
     def made() -> Budget:
@@ -132,9 +133,9 @@ def _step(world: World) -> list[Budget]:
         return budgets[-1]
 
     queue._budget = made  # type: ignore[method-assign]
-    queue._admit_one = lambda dr, plan: plans.append(plan) or admit_one(dr, plan)  # type: ignore[method-assign]
+    admission.admit_one = lambda dr, plan, *more: plans.append(plan) or admit_one(dr, plan, *more)
     world.step()
-    queue._budget, queue._admit_one = make, admit_one  # type: ignore[method-assign]
+    queue._budget, admission.admit_one = make, admit_one  # type: ignore[method-assign]
     if plans:
         # What it admits last, it need not take in.
         reserved = queue.num_reserved_decode_tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Use", "use_of"]
+__all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Use", "live_reqs", "use_of"]
 
 
 class Memory(NamedTuple):
@@ -171,13 +171,31 @@ class LiveReqs(NamedTuple):
     retracted: Sequence[Req] = ()
 
 
+def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> LiveReqs:
+    """The live requests of a decode worker, from its scheduler and queues."""
+    batch, last = scheduler.running_batch.reqs, scheduler.last_batch
+    prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
+    # Between admission and decoding: in transfer, committed in this step, committed before, in the prebuilt batch.
+    moving = [dr.req for dr in transfer_queue.queue]
+    coming = [*moving, *transfer_queue.arrived, *scheduler.waiting_queue, *prebuilt]
+    if coming:
+        running = set(map(id, batch))
+        coming = [req for req in coming if id(req) not in running and not req.finished()]
+    return LiveReqs(
+        running=[req for req in batch if not req.finished()],
+        coming=coming,
+        quarantined=[dr.req for dr in transfer_queue.quarantine],
+        retracted=retracted,
+    )
+
+
 class Accounts:
     """What requests take of the memory of one decode worker, and what it has for them."""
 
     def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
         """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `use_of`."""
         self._tree, self._page = tree, tree.page_size
-        self._reserved, self._most_new_tokens = reserved, most_new_tokens
+        self.reserved, self._most_new_tokens = reserved, most_new_tokens
 
     def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
         """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
@@ -187,7 +205,7 @@ class Accounts:
         return AdmissionPlan(
             found=found,
             delta=pages(num_tokens, page) * page - prefix_len,
-            soon=pages(num_tokens + min(left, self._reserved), page) * page - prefix_len,
+            soon=pages(num_tokens + min(left, self.reserved), page) * page - prefix_len,
             at_length=pages(num_tokens + min(left, self._most_new_tokens), page) * page - prefix_len,
             window=self._window_need(req, num_tokens),
         )
@@ -205,7 +223,7 @@ class Accounts:
 
     def ahead(self, live: LiveReqs) -> int:
         """Tokens that are reserved for the next steps of all live requests."""
-        return self._reserved * (len(live.running) + len(live.coming))
+        return self.reserved * (len(live.running) + len(live.coming))
 
     def budget(self, live: LiveReqs, loading: Iterable[TreeNode] = ()) -> Budget:
         """What admission has to give in this state. Cost: some figures of each live request.
@@ -222,7 +240,7 @@ class Accounts:
             [use_of(req, page, self._most_new_tokens) for req in coming],
         )
         if live.retracted:
-            budget.retracted = sum(req.seqlen + self._reserved for req in live.retracted)
+            budget.retracted = sum(req.seqlen + self.reserved for req in live.retracted)
         if tree.windows is not None:
             rule = tree.windows.rule
             budget.windows_retractable = sum(rule.held(req.kv_allocated_len) for req in running)
@@ -259,7 +277,7 @@ class Accounts:
     def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
         """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
         windows = self._tree.windows
-        return NO_WINDOW if windows is None else windows.rule.need(num_tokens, _tokens_left(req), self._reserved)
+        return NO_WINDOW if windows is None else windows.rule.need(num_tokens, _tokens_left(req), self.reserved)
 
 
 def _growth(needs: Iterable[WindowNeed]) -> int:

@@ -5,12 +5,16 @@ Upstream: not in 0.5.10.post1, which frees it at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
 
 if TYPE_CHECKING:
@@ -18,7 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Writers", "flush_around", "release"]
+__all__ = ["Writers", "abort_transfer", "flush_around", "release"]
+
+logger = logging.getLogger(__name__)
 
 
 class Writers:
@@ -31,6 +37,15 @@ class Writers:
         return int(KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring)
 
 
+def abort_transfer(decode_req: DecodeRequest) -> None:
+    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
+    req = decode_req.req
+    message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+    logger.error(message)
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    decode_req.fail()
+
+
 def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
     """Give back what a failed request holds: KV, and its metadata buffer of ``buffers``.
 
@@ -40,6 +55,7 @@ def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
         release_kv_cache(decode_req.req, tree, is_insert=False)
     if decode_req.metadata_buffer_index != -1:
         buffers.free(decode_req.metadata_buffer_index)
+    decode_req.advance(Phase.RELEASED)
 
 
 class _Delta(NamedTuple):

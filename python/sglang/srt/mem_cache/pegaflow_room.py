@@ -5,7 +5,7 @@ Upstream: not in the engine (PR #17221 was closed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
@@ -102,11 +102,11 @@ class Room:
         return tokens
 
 
-def live_on_decode(live: LiveReqs, growth: int) -> Live:
-    """Of a decode worker with a radix cache. growth: tokens that admission keeps for the next steps of ``live``."""
+def live_on_decode(live: LiveReqs, growth: Callable[[LiveReqs], int]) -> Live:
+    """Of a decode worker with a radix cache. growth: what admission keeps for the next steps of these."""
     moving = [req for req in live.coming if _holds(req)]
     ended = [req for req in live.quarantined if _holds(req)]
-    return Live(live.running, moving, ended, growth)
+    return Live(live.running, moving, ended, growth(live))
 
 
 def live_on_scheduler(scheduler: Scheduler) -> Live:
