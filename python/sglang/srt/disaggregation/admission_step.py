@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "Blocked"]
 
+# To get at a member of an enumeration takes longer than what is done with it.
+READY, ADMITTED = Phase.READY, Phase.ADMITTED
+YES, LAST, FOLLOWS, NO_MEMORY = Added.YES, Added.LAST, Added.FOLLOWS, Added.NO_MEMORY
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 
@@ -78,9 +81,11 @@ class Admission:
         blocked = self.blocked
         if step % ABORT_INTERVAL == 0 or blocked is None or not queue:
             return False
-        ready = Phase.READY
-        if not all(dr.phase is ready for dr in queue):
-            return False
+        ready = READY
+        # Without a generator, which would take longer than this in a queue of hundreds.
+        for decode_req in queue:
+            if decode_req.phase is not ready:
+                return False
         return blocked.version == schedule.version() and not budget().covers(blocked.plan, blocked.kept)
 
     def admit(
@@ -121,17 +126,17 @@ class Admission:
                 decode_req.lose(e)
                 continue
             added = adder.add_one(entry, req, plan)
-            if added is Added.FOLLOWS:
+            if added is FOLLOWS:
                 continue
-            if added is Added.NO_MEMORY:
+            if added is NO_MEMORY:
                 if was_blocked is None or was_blocked.rid != req.rid:
                     self._counters.blocked()
                 self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version())
-            if added not in (Added.YES, Added.LAST):
+            if added is not YES and added is not LAST:
                 break
             self.admit_one(decode_req, plan, fence)
             admitted.append(decode_req)
-            if added is Added.LAST:
+            if added is LAST:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
         if admitted:
@@ -158,7 +163,7 @@ class Admission:
             self._counters.followed(plan.found.length - entry.held_alone, entry.waited_s)
         # Others may follow it from now on.
         self._policy.admitted(entry, len(req.origin_input_ids) - plan.found.length)
-        decode_req.advance(Phase.ADMITTED)
+        decode_req.advance(ADMITTED)
         try:
             self.memory.give(req, req.origin_input_ids, plan)
             self.deltas.request(decode_req, fence)
@@ -169,4 +174,4 @@ class Admission:
 
 def _waiting(window: Sequence[DecodeRequest]) -> list[QueueEntry]:
     """The entries of all that could be admitted."""
-    return [dr.entry for dr in window if dr.phase is Phase.READY and dr.error is None and not dr.is_aborted]
+    return [dr.entry for dr in window if dr.phase is READY and dr.error is None and not dr.is_aborted]

@@ -333,7 +333,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not self.has_radix:
             return super().pop_preallocated(rids_to_check)
         # 1. Find out what a step in flight still uses of requests that have ended.
-        fence = Fence()
+        fence = step_in_flight.OPEN
         if self.queue:
             fence = step_in_flight.raise_fence(self.scheduler, self.req_to_token_pool, self.radix.page_size)
         # 2. Commit what has arrived, so that who waited for it goes on in this step.

@@ -32,6 +32,10 @@ class Added(enum.Enum):
     NOT_ITS_TURN = enum.auto()
 
 
+# To get at a member of an enumeration takes longer than what is done with it.
+YES, LAST, FOLLOWS = Added.YES, Added.LAST, Added.FOLLOWS
+
+
 class DecodeAdder:
     """The admissions of one step, kept up by their plans and not by what comes of them."""
 
@@ -71,7 +75,7 @@ class DecodeAdder:
         """
         if entry.coming:
             self.promised = self.promised.plus(Memory(max(0, plan.soon - entry.coming), plan.window.soon))
-            return Added.FOLLOWS
+            return FOLLOWS
         if len(self._reqs) >= self._room:
             return Added.NO_ROOM
         budget = self._budget_now()
@@ -85,7 +89,7 @@ class DecodeAdder:
         self._entries.append(entry)
         self._reqs.append(req)
         evicts = self._agreed_prefixes and plan.delta > budget.available
-        return Added.LAST if evicts else Added.YES
+        return LAST if evicts else YES
 
     def overtaken(self) -> int:
         """At the end of the step: how many others those that were added have overtaken."""

@@ -26,6 +26,8 @@ __all__ = ["Announcements", "LiveRooms", "fail_unreached", "poll_handshake", "ta
 
 logger = logging.getLogger(__name__)
 
+# To get at a member of an enumeration takes longer than what is done with it, for each of hundreds of requests.
+READY, WAITING, FAILED, BOOTSTRAPPING = Phase.READY, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Bootstrapping
 # Requests that prefills are told of in one step.
 ANNOUNCEMENTS = 256
 
@@ -111,7 +113,7 @@ def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:
 def poll_handshake(decode_req: DecodeRequest, loads: PegaFlowTree | None) -> int:
     """What its receiver says, but a request whose prefix ``loads`` still brings has not shaken hands yet."""
     poll = decode_req.poll()
-    if loads is None or decode_req.phase is Phase.READY or poll != KVPoll.WaitingForInput:
+    if loads is None or decode_req.phase is READY or poll != WAITING:
         return poll
     loaded = loads.check_prefetch_progress(decode_req.req.rid)
     return poll if loaded else int(KVPoll.Bootstrapping)
@@ -119,13 +121,13 @@ def poll_handshake(decode_req: DecodeRequest, loads: PegaFlowTree | None) -> int
 
 def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
     """Note for each of ``window`` what all ranks have polled. Returns how many have failed with that."""
-    waiting, failed = KVPoll.WaitingForInput, 0
+    failed = 0
     for decode_req, poll in zip(window, polls, strict=True):
-        if poll == waiting and decode_req.phase is Phase.READY:
+        if poll == WAITING and decode_req.phase is READY:
             continue
-        if poll == KVPoll.Failed:
+        if poll == FAILED:
             failed += _fail(decode_req)
-        elif poll == waiting:
+        elif poll == WAITING:
             n = decode_req.req.sampling_params.n
             if n > 1:
                 # Its samples would be requests of one room. Refused only now that its prefill can be told, which
@@ -133,9 +135,9 @@ def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
                 decode_req.kv_receiver.abort()
                 failed += _fail(decode_req, f"n is {n}. With PD disaggregation n must be 1: send the request n times.")
             else:
-                decode_req.advance(Phase.READY)
+                decode_req.advance(READY)
                 decode_req.req.time_stats.set_bootstrap_done_time()
-        elif poll != KVPoll.Bootstrapping:
+        elif poll != BOOTSTRAPPING:
             decode_req.lose("prefill says that it has sent what it has not been asked for")
     return failed
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefillDeltas"]
 
+DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
+
 
 class PrefillDeltas:
     """Asks prefills for the deltas of one decode rank."""
@@ -53,7 +55,7 @@ class PrefillDeltas:
             state_indices = windows.pages_of(window).tolist()
         decode_req.name_target(page_indices, state_indices)
         if fence.guards(page_indices, state_indices):
-            decode_req.advance(Phase.DEFERRED)
+            decode_req.advance(DEFERRED)
         else:
             self._ask(decode_req)
 
@@ -69,7 +71,7 @@ class PrefillDeltas:
     def ask_deferred(self, decode_reqs: Iterable[DecodeRequest]) -> None:
         """Ask for those of ``decode_reqs`` that waited for a step in flight, which is over."""
         for decode_req in decode_reqs:
-            if decode_req.phase is Phase.DEFERRED:
+            if decode_req.phase is DEFERRED:
                 try:
                     self._ask(decode_req)
                 except Exception as e:
@@ -78,7 +80,7 @@ class PrefillDeltas:
     @staticmethod
     def _ask(decode_req: DecodeRequest) -> None:
         """Send prefill the message that names what it is to write."""
-        decode_req.advance(Phase.ASKED)
+        decode_req.advance(ASKED)
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
         if getattr(receiver, "peer_takes_prefix", False):

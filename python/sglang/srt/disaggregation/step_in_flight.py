@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-__all__ = ["Fence", "LateStep", "late_step", "raise_fence"]
+__all__ = ["OPEN", "Fence", "LateStep", "late_step", "raise_fence"]
 
 
 class LateStep:
@@ -103,7 +103,11 @@ class Fence(NamedTuple):
         return bool(np.isin(page_indices, self.late.pages.cpu()).any())
 
 
+# While no step is in flight.
+OPEN = Fence()
+
+
 def raise_fence(scheduler: Any, rows: Any, page_size: int) -> Fence:
     """The fence for a step of admission. rows: the pool of requests' rows."""
     late = late_step(scheduler, page_size)
-    return Fence() if late is None else Fence(late, rows.give_last(late.rows))
+    return OPEN if late is None else Fence(late, rows.give_last(late.rows))
