@@ -54,8 +54,9 @@ FLAT, LOGARITHM = 1.5, 8.0
 class SilentQueue(Queue):
     """What it would send is dropped."""
 
-    def _request_kv(self, decode_req):
-        pass
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.admission.deltas.request = lambda decode_req, fence: None
 
 
 class Peer:
@@ -177,7 +178,7 @@ class Decode(DecodeWorker):
             admitted, _ = self.queue.pop_preallocated()
             taken = time.thread_time() - began
             assert admitted and req.decode_prefix_len == self._held(len(prompt))
-            self.queue.line.leave(decode_req.place)
+            self.queue.policy.leave(decode_req.entry)
             self.tree.dec_lock_ref(req.last_node)
             self.pool.free(req)
         return taken
@@ -274,7 +275,7 @@ def measure_step(page: int, tp: int, queued: int, lengths: list[int], runs: int)
         for leaf in list(decode.tree.evictable_leaves):
             decode.tree.inc_lock_ref(leaf)
         decode.allocator.alloc(decode.allocator.available_size())
-        decode.queue.num_ranks = tp
+        decode.queue.ranks.size = tp
         requests = [decode.request(prompt) for _ in range(queued)]
         if tp > 1 and queued > 1:
             requests[-1].waiting_for_input = False

@@ -168,7 +168,7 @@ class DrivenDecode(DecodeWorker):
         req.output_ids.append(token)
         req.init_next_round_input(self.tree)
         self.tree.cache_unfinished_req(req)
-        self.queue.line.committed(decode_req.place)
+        self.queue.policy.committed(decode_req.entry)
         self.running.append(req)
 
     def step(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.step_in_flight import Fence
 
 from sim.decode import Receiver, SimulatedQueue
 
@@ -49,8 +50,9 @@ class SharingQueue(SimulatedQueue):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.line.follow = False
+        self.policy.follow = False
+        self._ask, self.admission.deltas.request = self.admission.deltas.request, self._ask_and_share
 
-    def _request_kv(self, decode_req: DecodeRequest) -> None:
-        super()._request_kv(decode_req)
+    def _ask_and_share(self, decode_req: DecodeRequest, fence: Fence) -> None:
+        self._ask(decode_req, fence)
         self.radix.commit_req(decode_req.req)

@@ -363,8 +363,8 @@ class World(DecodeWorker):
             for req in holders:
                 assert self.pool.req_index_to_mamba_index_mapping[req.req_pool_idx] == req.mamba_pool_idx
         # What is known of each prompt that waits, or is waited for, is what the tree would say now.
-        places = [dr.place for dr in self.queue.queue + self.transfer.queue if hasattr(dr, "place")]
-        watches = [place.watch for place in places if place.watch is not None]
+        entries = [dr.entry for dr in self.queue.queue + self.transfer.queue if dr.entry is not None]
+        watches = [entry.watch for entry in entries if entry.watch is not None]
         assert set(watches) == set(self.tree.watches)
         for watch in watches:
             found = self.tree.peek(watch.token_ids, watch.extra_key)
@@ -372,10 +372,10 @@ class World(DecodeWorker):
             assert watch.node is (found.path[-1] if found.path else self.tree.root_node)
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
         # memory, that is not in each step.
-        transfers = {dr.place for dr in self.transfer.queue}
+        transfers = {dr.entry for dr in self.transfer.queue}
         looked_at = not self.queue.retracted_queue
         assert not looked_at or all(
-            place.leader is None or place.leader.owner in transfers or not place.coming for place in places
+            entry.leader is None or entry.leader.owner in transfers or not entry.coming for entry in entries
         )
         # No reader sees KV of another prefix, in requests that run or in the tree.
         for req in self.waiting + self.running:

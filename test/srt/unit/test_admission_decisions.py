@@ -9,8 +9,8 @@ import time
 
 import pytest
 from decode_world import World
-from sglang.srt.disaggregation.decode_admission import Line as Policy
-from sglang.srt.disaggregation.decode_admission import Place as Entry
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy as Policy
+from sglang.srt.disaggregation.decode_admission import QueueEntry as Entry
 from sglang.srt.disaggregation.decode_admission import Turns
 from test_followers import asked, queue
 from test_traps import tokens
@@ -117,7 +117,7 @@ def following() -> tuple[World, list]:
 
 def test_a_wait_ends_once_it_is_agreed_to_be_long_enough():
     world, (_, follower) = following()
-    line, place, now = world.queue.line, follower.place, time.monotonic()
+    line, place, now = world.queue.policy, follower.entry, time.monotonic()
     assert not line.look(place, now) and place.coming == 40
     # Long enough by this rank's clock; it waits until the others say so too.
     assert line.look(place, now + 3600) and place.coming == 40
@@ -129,9 +129,9 @@ def test_a_wait_ends_once_it_is_agreed_to_be_long_enough():
 
 def test_nobody_waits_when_nothing_is_on_its_way():
     world, (leader, follower) = following()
-    line, place = world.queue.line, follower.place
+    line, place = world.queue.policy, follower.entry
     assert line.may_follow and place.leader is not None
-    line.leave(leader.place)
+    line.leave(leader.entry)
     assert not line.may_follow
     line.stop_following([place])
     assert place.leader is None and place.coming == 0
@@ -139,10 +139,10 @@ def test_nobody_waits_when_nothing_is_on_its_way():
 
 def test_another_leader_is_waited_for_anew():
     world, (leader, follower) = following()
-    line, place, now = world.queue.line, follower.place, time.monotonic()
+    line, place, now = world.queue.policy, follower.entry, time.monotonic()
     line.give_up(place)
     assert not line.look(place, now + 3600) and place.coming == 0
-    line.leave(leader.place)
+    line.leave(leader.entry)
     line.admitted(line.enter(tokens(1, 40) + tokens(2, 4), None, 0, "prefill"), 44)
     assert not line.look(place, now + 3600), "from now on"
     assert place.coming == 44

@@ -6,8 +6,7 @@ import pytest
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.disaggregation.decode_budget import Budget, Use
-from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Use
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import NOTHING, PrefixPeek
@@ -178,7 +177,8 @@ def _brute_force(world: World) -> int:
 def _step(world: World) -> list[Budget]:
     """One step, and the budgets that it made, the last one with all that the step has admitted."""
     queue, budgets, applied = world.queue, [], []
-    make, admit_one = queue._budget, queue._admit_one
+    admission = queue.admission
+    make, admit_one = queue._budget, admission.admit_one
     plans: list[AdmissionPlan] = []
 
     def made() -> Budget:
@@ -187,9 +187,9 @@ def _step(world: World) -> list[Budget]:
         return budgets[-1]
 
     queue._budget = made  # type: ignore[method-assign]
-    queue._admit_one = lambda dr, plan: plans.append(plan) or admit_one(dr, plan)  # type: ignore[method-assign]
+    admission.admit_one = lambda dr, plan, *more: plans.append(plan) or admit_one(dr, plan, *more)
     world.step()
-    queue._budget, queue._admit_one = make, admit_one  # type: ignore[method-assign]
+    queue._budget, admission.admit_one = make, admit_one  # type: ignore[method-assign]
     if plans:
         # What it admits last, it need not take in.
         reserved = queue.num_reserved_decode_tokens

@@ -84,7 +84,7 @@ def test_followers_have_windows_of_their_own(page_size):
     world.step()
     assert leader.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in followers)
     end = world.window_start(44)
-    assert [follower.place.coming for follower in followers] == [end, end]
+    assert [follower.entry.coming for follower in followers] == [end, end]
     world.complete(leader)
     world.step()
     assert [follower.req.decode_prefix_len for follower in followers] == [end, end]
@@ -202,7 +202,7 @@ def test_windows_are_kept_for_who_waits_for_a_transfer():
     for decode_req in (leader, follower, other):
         world.handshake(decode_req)
     world.step()
-    assert leader.kv_receiver.asked and follower.place.coming and not other.kv_receiver.asked
+    assert leader.kv_receiver.asked and follower.entry.coming and not other.kv_receiver.asked
     world.complete(leader)
     world.step()
     assert follower.kv_receiver.asked and not other.kv_receiver.asked

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import decode_world
 import numpy as np
@@ -30,6 +32,7 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
+from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -46,6 +49,8 @@ WATCH_PREFILLS = peer_watch.PrefillWatch.run
 WATCH_DECODES = peer_watch.DecodeWatch.run
 SWEEP_SOCKETS = peer_watch.SocketSweep.look
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
+# What the queues have others do for them.
+PARTS_OF_QUEUES = re.compile(r"sglang\.srt\.disaggregation\.(decode_\w+|admission_step|prefill_delta)$")
 PAGE, CHUNK = 4, 3
 PREFILL_SLOT, STATE_SLOTS = 2, 6
 KINDS = {
@@ -317,7 +322,8 @@ class Bench:
         if self.states:
             assert sorted(world.pool.mamba_pool.free_slots.tolist()) == list(range(1, STATE_SLOTS + 1))
         rooms = set(range(FIRST_ROOM, FIRST_ROOM + 1000))
-        for owner in (*[self.manager][: int(managers)], world.queue, world.transfer):
+        owners = [owner for queue in (world.queue, world.transfer) for owner in (queue, *parts(queue).values())]
+        for owner in (*[self.manager][: int(managers)], *owners):
             left = {name for name, book in vars(owner).items() if mentions(book, rooms)}
             assert not left, f"{type(owner).__name__}: {left}"
         if not self.dead:
@@ -325,6 +331,20 @@ class Bench:
             books = {**vars(self.prefill), **vars(self.prefill.rooms)}
             left = {name for name, book in books.items() if mentions(book, rooms)} - {"ended"}
             assert not left, f"prefill: {left}"
+
+
+def parts(owner: Any) -> dict[str, Any]:
+    """What works for a queue, and what works for that, by the path to it: each has books of its own.
+
+    But for rooms, which hold nobody.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(owner).items():
+        ours = PARTS_OF_QUEUES.match(type(value).__module__) and hasattr(value, "__dict__")
+        if ours and not isinstance(value, WeakValueDictionary):
+            found[name] = value
+            found |= {f"{name}.{more}": part for more, part in parts(value).items()}
+    return found
 
 
 def mentions(book: Any, rooms: set[int]) -> bool:
@@ -408,7 +428,8 @@ def unasked(bench: Bench) -> Req:
     bench.scheduler.result_queue = [(batch, SimpleNamespace(copy_done=None))]
     bench.scheduler.process_decode_queue()
     del bench.scheduler.result_queue
-    assert [dr.req for dr in bench.world.queue._unasked] == [req] == [dr.req for dr in bench.world.transfer.queue]
+    deferred = [dr.req for dr in bench.world.transfer.queue if dr.phase is Phase.DEFERRED]
+    assert deferred == [req] == [dr.req for dr in bench.world.transfer.queue]
     return req
 
 
@@ -536,7 +557,7 @@ def prefill_refuses(bench: Bench, req: Req) -> None:
 def foreign_metadata(bench: Bench, req: Req) -> None:
     """A late write of another request lands in its metadata buffer."""
     entry = bench.entry(req)
-    if entry is not None and entry.metadata_buffer_index != -1 and entry not in bench.world.queue._unasked:
+    if entry is not None and entry.metadata_buffer_index != -1 and entry.phase is not Phase.DEFERRED:
         bench.halves[req.rid].send_all()
         bench.world.meta.bootstrap_room[entry.metadata_buffer_index, 0] = 99
 
@@ -614,11 +635,16 @@ def test_parallel_sampling_is_refused_wherever_it_waits(bench: Bench, state: Cal
 # ---- nothing of the code is left out ----
 
 
+def queues_and_parts(bench: Bench) -> dict[str, Any]:
+    queues = {"prealloc": bench.world.queue, "transfer": bench.world.transfer}
+    more = {f"{name}.{path}": part for name, queue in queues.items() for path, part in parts(queue).items()}
+    return queues | more
+
+
 def places(bench: Bench, req: Req) -> set[str]:
     """The lists of the decode worker in which a request is."""
-    owners = {"prealloc": bench.world.queue, "transfer": bench.world.transfer, "scheduler": bench.scheduler}
     found = set()
-    for name, owner in owners.items():
+    for name, owner in {**queues_and_parts(bench), "scheduler": bench.scheduler}.items():
         for attribute, value in vars(owner).items():
             if isinstance(value, list) and any(req in (item, getattr(item, "req", None)) for item in value):
                 found.add(f"{name}.{attribute}")
@@ -633,8 +659,12 @@ def test_the_states_are_all_that_the_code_has(monkeypatch: pytest.MonkeyPatch):
     A list that is added to the queues fails this test until there is a state for it.
     """
     bench = Bench(monkeypatch, "nixl")
-    lists = {f"prealloc.{name}" for name, value in vars(bench.world.queue).items() if isinstance(value, list)}
-    lists |= {f"transfer.{name}" for name, value in vars(bench.world.transfer).items() if isinstance(value, list)}
+    lists = {
+        f"{owner}.{name}"
+        for owner, of in queues_and_parts(bench).items()
+        for name, value in vars(of).items()
+        if isinstance(value, list)
+    }
     seen, polls = set(), set()
     for state in STATES:
         bench = Bench(monkeypatch, "nixl")
@@ -725,10 +755,10 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
 
 # What admission, commit and resume use of the worker, each for one request.
 PARTS = {
-    "the line": lambda w: (w.queue.line, "enter"),
-    "what it waits for": lambda w: (w.queue.line, "look"),
-    "its standing": lambda w: (w.queue.line, "candidate"),
-    "the plan": lambda w: (w.queue, "_plan"),
+    "the policy": lambda w: (w.queue.policy, "enter"),
+    "what it waits for": lambda w: (w.queue.policy, "look"),
+    "its standing": lambda w: (w.queue.policy, "candidate"),
+    "the plan": lambda w: (w.queue.accounts, "plan"),
     "the tree's lock": lambda w: (w.tree, "lock_found"),
     "pages": lambda w: (w.allocator, "alloc_long_runs"),
     "a row": lambda w: (w.pool, "alloc"),
@@ -960,7 +990,7 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
     """Whatever decode had asked for; over NIXL the engine waits for as long as the client, and so does the router."""
     req = state(bench)
     if state is shaken:
-        bench.world.queue.announce()
+        bench.world.queue.end_step()
     heard_of(bench, req)
     half = bench.halves[req.rid]
     threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
@@ -995,7 +1025,7 @@ def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, kind: str):
         sender.init_time -= 1e6
     bench.step()
     assert not bench.halves[req.rid].ended
-    queue._announced_at -= 1e6
+    queue.announcements.announced_at -= 1e6
     bench.step()
     bench.step_until(lambda: max(rooms.waiting[req.bootstrap_room].values()) > before, "the second word")
     make_room(bench)

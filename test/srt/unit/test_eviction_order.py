@@ -85,7 +85,7 @@ def test_evicting_what_is_waited_for_looks_at_few_leaves(queued):
     prompts = [[n % 250, n // 250, *tokens(n % 97, 14)] for n in range(queued)]
     fill(world, *prompts)
     for decode_req in queue(world, *(prompt + tokens(99, 4) for prompt in prompts)):
-        world.queue._place(decode_req)
+        world.queue.schedule.entry_of(decode_req)
     asked = 0
     waiting = world.tree.victims._waiting
 
@@ -112,11 +112,11 @@ def test_leaves_that_are_spared_again_and_again_leave_no_trail():
     for _ in range(200):
         waiting = [world.arrive(prompt + tokens(30, 4)) for prompt in prompts]
         for decode_req in waiting:
-            world.queue._place(decode_req)
+            world.queue.schedule.entry_of(decode_req)
         world.tree.evict_to_watermark()
         for decode_req in waiting:
             world.queue.queue.remove(decode_req)
-            world.queue.line.leave(decode_req.place)
+            world.queue.policy.leave(decode_req.entry)
     assert world.tree.evictable_size() == 8 * 16
     assert len(world.tree.victims._spared_heap) < 100 and len(world.tree.victims._heap) < 100
 

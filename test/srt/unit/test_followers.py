@@ -259,7 +259,7 @@ def test_who_finds_its_prefix_goes_first():
     cold, warm = queue(world, tokens(2, 36), tokens(1, 32) + tokens(3, 4))
     world.step()
     assert asked([cold, warm]) == [False, True]
-    assert cold.place.overtaken == 1
+    assert cold.entry.overtaken == 1
     world.finish(running)
     world.step()
     assert cold.wire.asked
@@ -357,13 +357,13 @@ def test_nobody_starves(arrivals, bound):
             waiting += queue(world, tokens(prefix + 1, 32) + tokens(20 + step, 4 * own), max_new=2)
         elif not waiting:
             break
-        following = {dr.req.rid for dr in waiting if hasattr(dr, "place") and dr.place.coming}
+        following = {dr.req.rid for dr in waiting if dr.entry and dr.entry.coming}
         world.step()
         new = [dr for dr in waiting if dr.wire.asked]
         waiting = [dr for dr in waiting if not dr.wire.asked]
         for decode_req in waiting:
-            if decode_req.req.rid not in following and not decode_req.place.coming:
-                later = sum(dr.place.arrival > decode_req.place.arrival for dr in new)
+            if decode_req.req.rid not in following and not decode_req.entry.coming:
+                later = sum(dr.entry.arrival > decode_req.entry.arrival for dr in new)
                 rid = decode_req.req.rid
                 overtaken[rid] = overtaken.get(rid, 0) + later
         for decode_req in list(world.transfer.queue):
@@ -442,7 +442,7 @@ def test_what_many_wait_for_goes_last():
     fill(world, *prompts)
     # The oldest is waited for by two, the next by one.
     for prompt in (prompts[0], prompts[0], prompts[1]):
-        world.queue._place(world.arrive(prompt + tokens(30, 4)))
+        world.queue.schedule.entry_of(world.arrive(prompt + tokens(30, 4)))
     world.tree.evict_shortfall(3 * 16)
     assert held(world, *prompts) == [16, 16, 0, 0, 0]
     world.tree.evict_shortfall(8)
@@ -458,14 +458,14 @@ def test_of_a_leaf_that_is_waited_for_in_part_the_rest_goes():
     old, new = tokens(1, 32), tokens(2, 32)
     fill(world, old, new)
     waiting = world.arrive(old[:20] + tokens(3, 8))
-    world.queue._place(waiting)
+    world.queue.schedule.entry_of(waiting)
     world.tree.evict_shortfall(12)
     assert held(world, old, new) == [20, 32]
     world.tree.evict_shortfall(32)
     assert held(world, old, new) == [20, 0]
     # Nobody waits for it any more.
     world.queue.queue.remove(waiting)
-    world.queue.line.leave(waiting.place)
+    world.queue.policy.leave(waiting.entry)
     world.tree.evict_shortfall(4)
     assert held(world, old) == [16]
     world.check()
@@ -477,7 +477,7 @@ def test_the_watermark_takes_nothing_that_a_request_waits_for():
     fill(world, wanted, other)
     world.tree.watermark = 96
     waiting = world.arrive(wanted + tokens(3, 8))
-    world.queue._place(waiting)
+    world.queue.schedule.entry_of(waiting)
     for _ in range(10):
         world.tree.evict_to_watermark()
     assert held(world, wanted, other) == [48, 0]

@@ -75,8 +75,8 @@ class Life(RuleBasedStateMachine):
     def patience_ends(self):
         """Whoever waits for another's transfer has waited for long enough."""
         for decode_req in self.world.queue.queue:
-            if hasattr(decode_req, "place"):
-                decode_req.place.since -= 1000
+            if decode_req.entry is not None:
+                decode_req.entry.since -= 1000
 
     @precondition(lambda self: self.world.queue.queue)
     @rule(i=st.integers(0, 9))

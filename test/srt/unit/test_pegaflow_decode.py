@@ -50,7 +50,7 @@ def world(server):
             decode_req = super().arrive(prompt, **options)
             req = decode_req.req
             # As `DecodePreallocQueue.add`, which this world goes without.
-            self.queue._place(decode_req)
+            self.queue.schedule.entry_of(decode_req)
             self.tree.prefetch(req.rid, req.origin_input_ids, req.extra_key)
             return decode_req
 

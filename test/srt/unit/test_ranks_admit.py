@@ -10,9 +10,8 @@ import pytest
 import torch.distributed as dist
 from decode_world import World, aborted
 from ranks import assert_same
-from sglang.srt.disaggregation import decode_admission
+from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.decode_agreement import SHARED_FIGURES, WINDOW, agree
 from test_followers import asked, queue, sent
 from test_traps import Rank, serve, tokens
@@ -22,7 +21,7 @@ def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
     """One request runs at a time, as at --max-running-requests, and requests of a prefix that is there keep coming."""
     me = Rank(rank, 4096)
     world = me.world
-    world.queue.line.max_overtaken = bound
+    world.queue.policy.max_overtaken = bound
     hot = tokens(1, 64)
     (first,) = queue(world, hot + tokens(2, 4))
     me.step()
@@ -41,7 +40,7 @@ def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
             world.pool.free_slots[:] = rows[:1]
         world.step()
         if cold.wire.asked:
-            return [step, cold.place.overtaken, served]
+            return [step, cold.entry.overtaken, served]
         for decode_req in list(world.transfer.queue):
             world.complete(decode_req)
         world.step()
@@ -49,7 +48,7 @@ def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
             if req is not first.req:
                 world.finish(req)
                 served += 1
-    return ["never", cold.place.overtaken, served]
+    return ["never", cold.entry.overtaken, served]
 
 
 @pytest.mark.parametrize("backlog", [7, 9, 40])
@@ -67,8 +66,8 @@ def set_clock(clock: Callable[[], float]) -> None:
         monotonic = staticmethod(clock)
         perf_counter = time.perf_counter
 
-    decode_admission.time = Clock  # type: ignore[attr-defined]
-    DecodePreallocQueue._admit_ready.__globals__["time"] = Clock
+    for module in (decode_admission, decode_schedule, admission_step):
+        module.time = Clock  # type: ignore[attr-defined]
 
 
 def restore_clock() -> None:
@@ -85,17 +84,17 @@ def ticks_between(rank: int, ahead: int) -> list[Any]:
         me.step()
         first, second = queue(me.world, tokens(1, 32) + tokens(3, 4), tokens(1, 32) + tokens(4, 4))
         me.step()
-        assert first.place.coming == second.place.coming == 32
+        assert first.entry.coming == second.entry.coming == 32
         if rank == ahead:
-            first.place.since -= 1000
+            first.entry.since -= 1000
         me.step()
-        first.place.since -= 1000
-        second.place.since -= 1000
+        first.entry.since -= 1000
+        second.entry.since -= 1000
         held = me.world.tree.evictable_size()
         worst = 0
         for _ in range(12):
             me.step()
-            worst = max(worst, me.world.queue._disagreements)
+            worst = max(worst, me.world.queue.ranks.disagreements)
         return [asked([leader, first, second]), worst, held == me.world.tree.evictable_size(), me.decisions]
     finally:
         restore_clock()
@@ -114,12 +113,12 @@ def paces_differ(rank: int, faster: int) -> list[Any]:
     now = [100.0]
     set_clock(lambda: now[0])
     try:
-        me.world.queue.line.transfers.done("b:1", 256, 1.00 if rank == faster else 1.03)
+        me.world.queue.policy.transfers.done("b:1", 256, 1.00 if rank == faster else 1.03)
         (leader,) = queue(me.world, tokens(1, 1024), prefill="a:1")
         me.step()
         (follower,) = queue(me.world, tokens(1, 1020) + tokens(3, 4), prefill="b:1")
         me.step()
-        assert follower.place.coming == 1020
+        assert follower.entry.coming == 1020
         # 1020 tokens at that pace: 3.98 s on one rank and 4.1 s on the other.
         now[0] += 3.9
         worst = steps = 0
@@ -127,7 +126,7 @@ def paces_differ(rank: int, faster: int) -> list[Any]:
             now[0] += 0.001
             steps += 1
             me.step()
-            worst = max(worst, me.world.queue._disagreements)
+            worst = max(worst, me.world.queue.ranks.disagreements)
         return [steps, worst]
     finally:
         restore_clock()
@@ -153,7 +152,7 @@ def prefill_known_on_one(rank: int, knows: int) -> list[Any]:
     worst = 0
     for _ in range(4):
         me.step()
-        worst = max(worst, me.world.queue._disagreements)
+        worst = max(worst, me.world.queue.ranks.disagreements)
     return [asked([leader, follower, other]), follower.req.decode_prefix_len, worst]
 
 
@@ -179,14 +178,14 @@ def test_what_goes_by_a_clock_the_first_rank_decides(pair):
 def fails_to_admit(rank: int) -> list[Any]:
     """An admission fails on one rank, which then has more memory than the other, in the middle of a step."""
     me = Rank(rank, 128)
-    real = me.world.queue._admit
+    real = me.world.queue.memory.give
 
     def admit(req, *args):
         if rank == 1 and req.rid == "r1":
             raise RuntimeError("out of memory on this rank")
         real(req, *args)
 
-    me.world.queue._admit = admit  # type: ignore[method-assign]
+    me.world.queue.memory.give = admit  # type: ignore[method-assign]
     one, two = queue(me.world, tokens(1, 60), tokens(2, 60))
     three = queue(me.world, tokens(3, 60))
     me.world.step()
@@ -215,7 +214,7 @@ def silent_prefill(rank: int, silent: int) -> list[Any]:
         for req in list(me.world.running):
             me.world.finish(req)
     waited = [n for n, dr in enumerate(others) if not dr.wire.asked]
-    return [waited, me.world.queue._disagreements, len(me.world.queue.queue) - silent]
+    return [waited, me.world.queue.ranks.disagreements, len(me.world.queue.queue) - silent]
 
 
 @pytest.mark.parametrize("silent", [100, 300, 1000])
@@ -276,14 +275,14 @@ def test_a_retracted_request_that_is_aborted_holds_nobody_up():
 
 def break_admission(world: World, broken: bool, rid: str) -> None:
     """Have the admission or resume of ``rid`` raise on this rank."""
-    real = world.queue._admit
+    real = world.queue.memory.give
 
     def admit(req, *args):
         if broken and req.rid == rid:
             raise RuntimeError("out of memory on this rank")
         real(req, *args)
 
-    world.queue._admit = admit  # type: ignore[method-assign]
+    world.queue.memory.give = admit  # type: ignore[method-assign]
 
 
 def fails_before_a_blocked_one(rank: int, failing: int) -> list[Any]:
@@ -294,7 +293,7 @@ def fails_before_a_blocked_one(rank: int, failing: int) -> list[Any]:
     requests = queue(me.world, tokens(1, 4), warmup=True) + queue(me.world, tokens(2, 80))
     for _ in range(4):
         me.step()
-    return [aborted(requests[0].req), asked(requests[1:]), me.world.queue._disagreements]
+    return [aborted(requests[0].req), asked(requests[1:]), me.world.queue.ranks.disagreements]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -318,7 +317,7 @@ def full_hit_fails(rank: int, failing: int) -> list[Any]:
     one.kv_receiver.quiet = True
     for _ in range(2):
         me.world.step()
-    return [before, asked([two]), me.world.queue._disagreements]
+    return [before, asked([two]), me.world.queue.ranks.disagreements]
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
 from sglang.srt import server_args
-from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation import decode, step_in_flight
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -191,7 +191,7 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
     assert not sound.wrong and len(sound.told) == 2
     # Neither was lost on the way: a fence that fails costs its request.
     assert all(not isinstance(req.finished_reason, FINISH_ABORT) for req in sound.told)
-    monkeypatch.setitem(decode.DecodePreallocQueue._look_behind.__globals__, "late_step", lambda *args: None)
+    monkeypatch.setattr(step_in_flight, "late_step", lambda *args: None)
     assert play().wrong
 
 

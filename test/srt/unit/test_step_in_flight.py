@@ -13,13 +13,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds, LoopScheduler
 from ranks import assert_same
-from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.managers.io_struct import AbortReq
 
-# The names of the patch file itself.
-CODE = decode.DecodePreallocQueue._look_behind.__globals__
+CODE = vars(step_in_flight)
 
 # Small and long beside the pool, so that it is used up, and the same few tokens, so that they share prefixes.
 prompts = st.lists(st.integers(1, 2), min_size=4, max_size=16)

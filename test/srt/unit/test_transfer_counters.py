@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import prometheus_client
 import pytest
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters, Memory, count_runs, pages
+from sglang.srt.disaggregation.decode_budget import Memory
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters, count_runs, pages
 
 PREFIX = "sglang:"
 

@@ -839,7 +839,7 @@ def herd(rank: int, lost: str) -> list[tuple]:
         # One rank's clock is ahead: it would no longer wait.
         if rank == 1:
             for decode_req in me.world.queue.queue:
-                decode_req.place.since -= 1000
+                decode_req.entry.since -= 1000
 
     plan: dict[int, list] = {4: [arrive], 8: [arrive], 12: [arrive]}
     if lost == "leader":
@@ -1163,7 +1163,7 @@ def test_a_request_that_comes_does_not_look_at_all_that_wait():
     for n in range(1, 9):
         queue.add(Req(f"a{n}", "", tokens(n, 9), SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=n))
     assert len(waiting) == len(queue.rooms) == 8 and waiting.times == 0
-    for kept in (waiting, queue.pending_reqs, queue._unannounced):
+    for kept in (waiting, queue.pending_reqs, queue.announcements.unannounced):
         kept.clear()
     assert not queue.rooms
 

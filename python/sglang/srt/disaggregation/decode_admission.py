@@ -23,17 +23,16 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-    from sglang.srt.mem_cache.prefix_watch import Watch
+    from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
 
 __all__ = [
+    "AdmissionPolicy",
     "Candidate",
-    "Line",
-    "Place",
     "Patience",
+    "QueueEntry",
     "Standing",
     "Transfers",
     "Turns",
@@ -143,8 +142,8 @@ class Transfers:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Place:
-    """A request's place in the line, and after its admission what others may wait for.
+class QueueEntry:
+    """A request's entry with the policy, and after its admission what others may wait for.
 
     arrival: its number. priority: lower goes first. prefill: who computes its prompt. watch: its prompt in the tree;
     None for a warm-up, which shares nothing. overtaken: requests that came later and were admitted before it.
@@ -176,10 +175,25 @@ class Place:
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
 
 
-class Line:
-    """The line of requests before admission, and whom of those in transfer they wait for."""
+class PrefixTree(Protocol):
+    """What the policy asks of the tree."""
 
-    def __init__(self, tree: DecodeRadixCache, follow: bool, max_overtaken: int):
+    watches: PrefixWatches
+
+    def unlocked(self, watch: Watch) -> int:
+        """Tokens of a watched prompt that the tree holds and nobody has locked."""
+
+
+class AdmissionPolicy:
+    """The order of requests before admission, and whom of those in transfer they wait for."""
+
+    @classmethod
+    def of(cls, server_args: Any, tree: PrefixTree) -> AdmissionPolicy:
+        """The policy that the options of a decode worker ask for."""
+        by_prefix = server_args.disaggregation_decode_admission == "prefix"
+        return cls(tree, by_prefix, server_args.disaggregation_decode_max_overtaken if by_prefix else 0)
+
+    def __init__(self, tree: PrefixTree, follow: bool, max_overtaken: int):
         """follow: whether requests wait for transfers of others. max_overtaken: see `Candidate.standing`."""
         self.tree = tree
         self.follow = follow
@@ -190,108 +204,110 @@ class Line:
         self.left = 0
         self._arrivals = itertools.count()
 
-    def enter(self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable) -> Place:
-        """A request joins the line. token_ids: its prompt, None for a warm-up."""
+    def enter(
+        self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
+    ) -> QueueEntry:
+        """A request joins those that wait. token_ids: its prompt, None for a warm-up."""
         watch = None if token_ids is None else self.tree.watches.add(token_ids, extra_key)
-        place = Place(next(self._arrivals), priority, prefill, watch)
+        entry = QueueEntry(next(self._arrivals), priority, prefill, watch)
         if watch is not None:
-            watch.owner = place
-        return place
+            watch.owner = entry
+        return entry
 
-    def leave(self, place: Place) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
         self.left += 1
-        if place.watch is not None:
-            self.tree.watches.remove(place.watch)
-            place.watch = None
+        if entry.watch is not None:
+            self.tree.watches.remove(entry.watch)
+            entry.watch = None
 
     @property
     def may_follow(self) -> bool:
         """Whether there is a transfer under way that somebody could wait for."""
         return self.follow and self.tree.watches.on_the_way > 0
 
-    def stop_following(self, places: Sequence[Place]) -> None:
-        """What `look` does with each of ``places`` while nobody may follow."""
-        for place in places:
-            if place.leader is not None:
-                place.leader, place.coming = None, 0
+    def stop_following(self, entries: Sequence[QueueEntry]) -> None:
+        """What `look` does with each of ``entries`` while nobody may follow."""
+        for entry in entries:
+            if entry.leader is not None:
+                entry.leader, entry.coming = None, 0
 
-    def look(self, place: Place, now: float) -> bool:
-        """Find the transfer under way for which ``place`` is to wait: `Place.coming` is what it brings, or 0.
+    def look(self, entry: QueueEntry, now: float) -> bool:
+        """Find the transfer under way for which ``entry`` is to wait: `QueueEntry.coming` is what it brings, or 0.
 
         Returns whether by this rank's clock it has waited long enough. It waits on until `give_up`: the clocks of TP
         ranks differ, and what each measures of a prefill, so that is agreed on first.
         """
-        found = self._leader(place)
+        found = self._leader(entry)
         if found is None:
-            place.leader, place.coming = None, 0
+            entry.leader, entry.coming = None, 0
             return False
         leader, coming = found
-        if place.leader is not leader:
-            place.leader, place.since, place.gave_up = leader, now, False
-        if place.gave_up:
-            place.coming = 0
+        if entry.leader is not leader:
+            entry.leader, entry.since, entry.gave_up = leader, now, False
+        if entry.gave_up:
+            entry.coming = 0
             return False
-        place.coming = coming
-        if place.following_since is None and place.watch is not None:
-            place.following_since, place.held_alone = now, place.watch.length
-        lead: Place = leader.owner
-        same = lead.prefill == place.prefill
-        pace = self.transfers.pace(place.prefill)
-        return now - place.since > self.patience.allowed(same, pace, lead.lacked, coming)
+        entry.coming = coming
+        if entry.following_since is None and entry.watch is not None:
+            entry.following_since, entry.held_alone = now, entry.watch.length
+        lead: QueueEntry = leader.owner
+        same = lead.prefill == entry.prefill
+        pace = self.transfers.pace(entry.prefill)
+        return now - entry.since > self.patience.allowed(same, pace, lead.lacked, coming)
 
-    def look_again(self, place: Place, now: float) -> int:
-        """`Place.coming` later in the same step, when another request may have become its leader."""
-        self.look(place, now)
-        return place.coming
+    def look_again(self, entry: QueueEntry, now: float) -> int:
+        """`QueueEntry.coming` later in the same step, when another request may have become its leader."""
+        self.look(entry, now)
+        return entry.coming
 
-    def give_up(self, place: Place) -> None:
-        """Have ``place`` wait for its leader no longer; for another that comes it may."""
-        place.gave_up, place.coming = True, 0
+    def give_up(self, entry: QueueEntry) -> None:
+        """Have ``entry`` wait for its leader no longer; for another that comes it may."""
+        entry.gave_up, entry.coming = True, 0
 
-    def _leader(self, place: Place) -> tuple[Watch, int] | None:
-        if place.watch is None or not place.takes_prefix or not self.may_follow:
+    def _leader(self, entry: QueueEntry) -> tuple[Watch, int] | None:
+        if entry.watch is None or not entry.takes_prefix or not self.may_follow:
             return None
-        return self.tree.watches.leader(place.watch)
+        return self.tree.watches.leader(entry.watch)
 
-    def held(self, place: Place) -> tuple[int, int]:
+    def held(self, entry: QueueEntry) -> tuple[int, int]:
         """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
-        if place.watch is None:
+        if entry.watch is None:
             return 0, 0
-        return place.watch.length, self.tree.unlocked(place.watch)
+        return entry.watch.length, self.tree.unlocked(entry.watch)
 
-    def candidate(self, place: Place, prompt: int) -> Candidate:
+    def candidate(self, entry: QueueEntry, prompt: int) -> Candidate:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
-        held, unlocked = self.held(place)
-        return Candidate(place.arrival, place.priority, prompt, held, unlocked, place.coming, place.overtaken)
+        held, unlocked = self.held(entry)
+        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, entry.coming, entry.overtaken)
 
-    def admitted(self, place: Place, lacked: int) -> None:
+    def admitted(self, entry: QueueEntry, lacked: int) -> None:
         """A request was admitted and asks for ``lacked`` tokens: others may follow it from now on."""
-        place.admitted_at, place.lacked = time.monotonic(), lacked
-        if place.watch is not None:
-            self.tree.watches.lead(place.watch, least_to_follow(lacked))
+        entry.admitted_at, entry.lacked = time.monotonic(), lacked
+        if entry.watch is not None:
+            self.tree.watches.lead(entry.watch, least_to_follow(lacked))
 
-    def committed(self, place: Place) -> None:
-        """What ``place`` asked for has arrived and is in the tree."""
-        if place.watch is not None:
-            self.transfers.done(place.prefill, place.lacked, time.monotonic() - place.admitted_at)
-        self.leave(place)
+    def committed(self, entry: QueueEntry) -> None:
+        """What ``entry`` asked for has arrived and is in the tree."""
+        if entry.watch is not None:
+            self.transfers.done(entry.prefill, entry.lacked, time.monotonic() - entry.admitted_at)
+        self.leave(entry)
 
-    def slack(self, waiting: Sequence[Place]) -> int:
+    def slack(self, waiting: Sequence[QueueEntry]) -> int:
         """Requests that may go out of their turn before another of ``waiting`` has been overtaken as often as may be.
 
         Who has been goes before them, and does not count.
         """
-        left = (self.max_overtaken - place.overtaken for place in waiting)
+        left = (self.max_overtaken - entry.overtaken for entry in waiting)
         return min((n for n in left if n > 0), default=len(waiting))
 
-    def passed_by(self, waiting: Sequence[Place], admitted: Sequence[Place]) -> int:
+    def passed_by(self, waiting: Sequence[QueueEntry], admitted: Sequence[QueueEntry]) -> int:
         """``admitted`` have been, ``waiting`` could have been instead and were not. Returns how many were overtaken."""
-        arrivals = sorted(place.arrival for place in admitted)
+        arrivals = sorted(entry.arrival for entry in admitted)
         overtaken = 0
-        for place in waiting:
-            later = len(arrivals) - bisect_right(arrivals, place.arrival)
-            place.overtaken += later
+        for entry in waiting:
+            later = len(arrivals) - bisect_right(arrivals, entry.arrival)
+            entry.overtaken += later
             overtaken += later > 0
         return overtaken
 
@@ -299,32 +315,32 @@ class Line:
 class Turns:
     """The turns of one step of admission.
 
-    waiting: the places of all that could be admitted in it, also of those that come too late in the order to be looked
+    waiting: the entries of all that could be admitted in it, also of those that come too late in the order to be looked
     at. Whoever is left out of this is overtaken and never counted, and with that for ever.
     """
 
-    def __init__(self, line: Line, waiting: Sequence[Place]):
-        self._line = line
+    def __init__(self, policy: AdmissionPolicy, waiting: Sequence[QueueEntry]):
+        self._policy = policy
         self._waiting = waiting
         # How many may still go out of their turn; and those whose turn it is, the next one last.
-        self._slack = line.slack([place for place in waiting if not place.coming])
-        self._in_turn = sorted(waiting, key=lambda place: (-place.priority, -place.arrival))
+        self._slack = policy.slack([entry for entry in waiting if not entry.coming])
+        self._in_turn = sorted(waiting, key=lambda entry: (-entry.priority, -entry.arrival))
 
-    def take(self, place: Place) -> bool:
-        """Whether ``place`` may be admitted next, in its turn or out of it."""
+    def take(self, entry: QueueEntry) -> bool:
+        """Whether ``entry`` may be admitted next, in its turn or out of it."""
         turns = self._in_turn
         # Who waits for a transfer is not passed by; this request itself stays.
         while turns and (turns[-1].coming or turns[-1].admitted_at):
             turns.pop()
         # None are left: there are no others, or all wait for a transfer, or did when they were looked at.
-        if not turns or place is turns[-1]:
+        if not turns or entry is turns[-1]:
             return True
         if self._slack <= 0:
             return False
         self._slack -= 1
         return True
 
-    def end(self, admitted: Sequence[Place]) -> int:
+    def end(self, admitted: Sequence[QueueEntry]) -> int:
         """These have been admitted. Returns how many others were overtaken."""
-        left = [place for place in self._waiting if not place.admitted_at and not place.coming]
-        return self._line.passed_by(left, admitted)
+        left = [entry for entry in self._waiting if not entry.admitted_at and not entry.coming]
+        return self._policy.passed_by(left, admitted)

@@ -11,12 +11,17 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "agree", "are_alike"]
+__all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
+
+logger = logging.getLogger(__name__)
 
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not.
@@ -28,6 +33,8 @@ _STATE = SHARED_FIGURES + 2 * CANDIDATES
 # Of the requests of the window, that many stand in one figure, a bit each.
 _BITS = 32
 _WORDS = WINDOW // _BITS
+# Steps that TP ranks may disagree in a row before they drop what they can differ in.
+DISAGREEMENTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,3 +109,83 @@ def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
 
 def _bits(words: Sequence[int]) -> list[int]:
     return [n * _BITS + bit for n, word in enumerate(words) if word for bit in range(_BITS) if -word >> bit & 1]
+
+
+class RankState(NamedTuple):
+    """What must be the same on all ranks for them to decide alike.
+
+    queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows. buffers: for metadata. order: of
+    each candidate its place in the window, and what it waits for. leaders: see `PrefixWatches`.
+    """
+
+    queued: int
+    retracted: int
+    memory: Sequence[int]
+    buffers: int
+    order: Sequence[tuple[int, int]]
+    leaders: int
+
+    def figures(self, rooms: int) -> list[int]:
+        """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
+        available, windows, evictable, rows = self.memory
+        # Of an admission that failed on one rank there may be nothing else that differs.
+        line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers}"
+        order = zlib.crc32(line.encode())
+        return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leaders]
+
+
+class Ranks:
+    """The TP ranks of a decode worker, which take the same decisions in the same steps."""
+
+    def __init__(self, group: dist.ProcessGroup, give_up: Callable[[], None]):
+        """give_up: drops what the ranks can differ in; called on all of them when they have disagreed for long."""
+        self.group, self.size = group, dist.get_world_size(group)
+        self._give_up = give_up
+        # Steps in a row in which they were not in the same state.
+        self.disagreements = 0
+        # Of the window when the ranks last compared it, a digest of its rooms.
+        self._rooms: tuple[Sequence[Any], int] = ((), 0)
+
+    def are_alike(self, figures: Sequence[int]) -> bool:
+        """Whether these figures are the same on all ranks."""
+        return self.size == 1 or are_alike(self.group, figures)
+
+    def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
+        """A digest of the rooms of ``window``, which is compared by identity; ``rooms`` is asked if it has changed."""
+        if self._rooms[0] != window:
+            self._rooms = window, zlib.crc32(",".join(map(str, rooms())).encode())
+        return self._rooms[1]
+
+    def agree(
+        self,
+        shared: Sequence[int],
+        held: Sequence[tuple[int, int]],
+        polls: Sequence[int],
+        capable: Sequence[bool],
+        expired: Sequence[int],
+    ) -> Agreement | None:
+        """As `agree`; None to skip the step, on all ranks alike."""
+        told = agree(self.group, shared, held, polls, capable, expired)
+        if told.in_step:
+            self.disagreements = 0
+            return told
+        self._note_disagreement(told)
+        return None
+
+    def _note_disagreement(self, told: Agreement) -> None:
+        """If skipping steps does not help for long, give up what the ranks can differ in: the unlocked tree.
+
+        All ranks see each disagreement in the same step, so they also come here together.
+        """
+        self.disagreements += 1
+        if self.disagreements % DISAGREEMENTS:
+            return
+        logger.error(
+            "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, "
+            "available for windows, evictable, retracted, order and rows, leaders): lowest %s, highest %s. "
+            "The unlocked part of the tree is dropped on all of them.",
+            self.disagreements,
+            told.low,
+            told.high,
+        )
+        self._give_up()

@@ -10,15 +10,57 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_prefix import AdmissionPlan, Memory, pages
+from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Budget", "Use", "use_of"]
+__all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Use", "live_reqs", "use_of"]
+
+
+class Memory(NamedTuple):
+    """Tokens of KV; and of windows, where layers with a sliding window have a pool of their own."""
+
+    kv: int
+    windows: int = 0
+
+    def plus(self, other: Memory) -> Memory:
+        return Memory(self.kv + other.kv, self.windows + other.windows)
+
+    def covers(self, need: Memory, *kept: Memory) -> bool:
+        """Whether this is enough for ``need`` and all that is kept for others."""
+        kv, windows = self
+        for other in kept:
+            kv -= other.kv
+            windows -= other.windows
+        return kv >= need.kv and windows >= need.windows
+
+
+class AdmissionPlan(NamedTuple):
+    """What admitting one request takes. All figures are tokens.
+
+    found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
+    locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
+    and the reserved decode steps. at_length: the same for all tokens the request may generate. window: the same three
+    of windows.
+    """
+
+    found: PrefixPeek
+    delta: int
+    soon: int
+    at_length: int
+    window: WindowNeed = NO_WINDOW
+
+    @property
+    def needed(self) -> Memory:
+        """What must be there, free or evictable, for the near future."""
+        return Memory(self.soon + self.found.evictable, self.window.soon)
 
 
 class Use(NamedTuple):
@@ -114,3 +156,134 @@ class Budget:
         self.ahead += ahead
         self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.windows - plan.window.now)
         self.available -= plan.delta
+
+
+class LiveReqs(NamedTuple):
+    """The requests that hold KV, or are to get theirs back.
+
+    running: those that decode and have not ended. coming: those that do not decode yet, and will. quarantined: those
+    that have failed and whose KV a prefill may still write to. retracted: those that wait for memory to come back.
+    """
+
+    running: Sequence[Req] = ()
+    coming: Sequence[Req] = ()
+    quarantined: Sequence[Req] = ()
+    retracted: Sequence[Req] = ()
+
+
+def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> LiveReqs:
+    """The live requests of a decode worker, from its scheduler and queues."""
+    batch, last = scheduler.running_batch.reqs, scheduler.last_batch
+    prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
+    # Between admission and decoding: in transfer, committed in this step, committed before, in the prebuilt batch.
+    moving = [dr.req for dr in transfer_queue.queue]
+    coming = [*moving, *transfer_queue.arrived, *scheduler.waiting_queue, *prebuilt]
+    if coming:
+        running = set(map(id, batch))
+        coming = [req for req in coming if id(req) not in running and not req.finished()]
+    return LiveReqs(
+        running=[req for req in batch if not req.finished()],
+        coming=coming,
+        quarantined=[dr.req for dr in transfer_queue.quarantine],
+        retracted=retracted,
+    )
+
+
+class Accounts:
+    """What requests take of the memory of one decode worker, and what it has for them."""
+
+    def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
+        """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `use_of`."""
+        self._tree, self._page = tree, tree.page_size
+        self.reserved, self._most_new_tokens = reserved, most_new_tokens
+
+    def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
+        """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
+        page, prefix_len, num_tokens = self._page, found.length, len(token_ids)
+        left = _tokens_left(req)
+        # Rounded up once, over the whole sequence: a request that just fits the pool must not wait for ever.
+        return AdmissionPlan(
+            found=found,
+            delta=pages(num_tokens, page) * page - prefix_len,
+            soon=pages(num_tokens + min(left, self.reserved), page) * page - prefix_len,
+            at_length=pages(num_tokens + min(left, self._most_new_tokens), page) * page - prefix_len,
+            window=self._window_need(req, num_tokens),
+        )
+
+    def free(self, running: Iterable[Req]) -> Memory:
+        """What is free or evictable.
+
+        Of windows also what lies behind those of ``running`` requests; the engine frees that from time to time.
+        """
+        kv, windows = self._tree.pool.available_size() + self._tree.evictable_size(), self._tree.windows
+        if windows is None:
+            return Memory(kv)
+        behind = sum(windows.behind(req) for req in running)
+        return Memory(kv, windows.available_size() + behind)
+
+    def ahead(self, live: LiveReqs) -> int:
+        """Tokens that are reserved for the next steps of all live requests."""
+        return self.reserved * (len(live.running) + len(live.coming))
+
+    def budget(self, live: LiveReqs, loading: Iterable[TreeNode] = ()) -> Budget:
+        """What admission has to give in this state. Cost: some figures of each live request.
+
+        loading: nodes of the tree that are locked for loads and saves.
+        """
+        page, tree, running, coming = self._page, self._tree, live.running, live.coming
+        # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
+        holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
+        in_tree = tree.protected_size_ - tree.held_by(holders)
+        budget = Budget(self.free(running), tree.pool.available_size(), in_tree, ahead=self.ahead(live))
+        budget.count(
+            [use_of(req, page, self._most_new_tokens) for req in running],
+            [use_of(req, page, self._most_new_tokens) for req in coming],
+        )
+        if live.retracted:
+            budget.retracted = sum(req.seqlen + self.reserved for req in live.retracted)
+        if tree.windows is not None:
+            rule = tree.windows.rule
+            budget.windows_retractable = sum(rule.held(req.kv_allocated_len) for req in running)
+            budget.windows_kept = self.windows_kept(live, budget.windows_retractable)
+        return budget
+
+    def kept_for_resume(self, live: LiveReqs) -> Memory:
+        """What a retracted request that comes back must leave alone."""
+        return Memory(self.ahead(live), self._windows_growth(live))
+
+    def windows_kept(self, live: LiveReqs, retractable: int, admitted: Sequence[Req] = ()) -> int:
+        """What admission must leave alone of windows: what requests will grow by, and what one can finish with.
+
+        retractable: what retracting all that run brings. admitted: in this step, before.
+        """
+        if self._tree.windows is None:
+            return 0
+        needs = self._window_needs(live, admitted)
+        # A request that runs can have what all that run hold, also one that is still on its way to there.
+        ours = {id(req) for req in live.running}
+        lacks = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
+        kept = max(_growth(needs.values()), max(lacks, default=0) - retractable)
+        return kept + sum(self._window_need(req, req.seqlen - 1).soon for req in live.retracted)
+
+    def _windows_growth(self, live: LiveReqs) -> int:
+        """What live requests will take of windows in the near future."""
+        return 0 if self._tree.windows is None else _growth(self._window_needs(live).values())
+
+    def _window_needs(self, live: LiveReqs, admitted: Sequence[Req] = ()) -> dict[int, WindowNeed]:
+        """By the ``id`` of the request."""
+        reqs = {id(req): req for req in (*live.running, *admitted, *live.coming)}
+        return {key: self._window_need(req, req.kv_allocated_len) for key, req in reqs.items()}
+
+    def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
+        """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
+        windows = self._tree.windows
+        return NO_WINDOW if windows is None else windows.rule.need(num_tokens, _tokens_left(req), self.reserved)
+
+
+def _growth(needs: Iterable[WindowNeed]) -> int:
+    return sum(need.soon - need.now for need in needs)
+
+
+def _tokens_left(req: Req) -> int:
+    """Tokens that a request may still generate."""
+    return max(0, req.sampling_params.max_new_tokens - len(req.output_ids))

@@ -8,14 +8,12 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -26,9 +24,7 @@ __all__ = [
     "DECODE_PREFIX_VERSION",
     "DIGEST",
     "GIVEN_UP",
-    "AdmissionPlan",
     "KvTransferCounters",
-    "Memory",
     "QUEUED",
     "check_decode_prefix",
     "check_prefix_frames",
@@ -100,45 +96,6 @@ def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len
             f"decode_prefix_len {prefix_len} leaves {expected} pages of a prompt of {prompt_len} tokens, "
             f"but decode allocated {num_delta_pages}"
         )
-
-
-class Memory(NamedTuple):
-    """Tokens of KV; and of windows, where layers with a sliding window have a pool of their own."""
-
-    kv: int
-    windows: int = 0
-
-    def plus(self, other: Memory) -> Memory:
-        return Memory(self.kv + other.kv, self.windows + other.windows)
-
-    def covers(self, need: Memory, *kept: Memory) -> bool:
-        """Whether this is enough for ``need`` and all that is kept for others."""
-        kv, windows = self
-        for other in kept:
-            kv -= other.kv
-            windows -= other.windows
-        return kv >= need.kv and windows >= need.windows
-
-
-class AdmissionPlan(NamedTuple):
-    """What admitting one request takes. All figures are tokens.
-
-    found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
-    locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
-    and the reserved decode steps. at_length: the same for all tokens the request may generate. window: the same three
-    of windows.
-    """
-
-    found: PrefixPeek
-    delta: int
-    soon: int
-    at_length: int
-    window: WindowNeed = NO_WINDOW
-
-    @property
-    def needed(self) -> Memory:
-        """What must be there, free or evictable, for the near future."""
-        return Memory(self.soon + self.found.evictable, self.window.soon)
 
 
 class KvTransferCounters:

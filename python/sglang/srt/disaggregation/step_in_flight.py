@@ -11,14 +11,15 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-__all__ = ["LateStep", "late_step"]
+__all__ = ["OPEN", "Fence", "LateStep", "late_step", "raise_fence"]
 
 
 class LateStep:
@@ -63,6 +64,10 @@ class LateStep:
         """Of what the engine calls the state: `windows` or `states`, whichever the model has."""
         return self.states if self.batch.window_cache_loc is None else self.windows
 
+    def uses(self, row: int, slots: torch.Tensor) -> bool:
+        """Whether it may still read ``row`` or write to ``slots`` of KV."""
+        return row in self.rows or bool(torch.isin(slots // self.page_size, self.pages).any())
+
 
 def late_step(scheduler: Any, page_size: int) -> LateStep | None:
     """The step whose result has not been processed, if a request that it was launched with has ended; else None.
@@ -75,3 +80,34 @@ def late_step(scheduler: Any, page_size: int) -> LateStep | None:
     batch, result = steps[-1]
     ended = [i for i, req in enumerate(batch.reqs) if req.finished()]
     return LateStep(batch, ended, result.copy_done, page_size) if ended else None
+
+
+class Fence(NamedTuple):
+    """What one step of admission must keep from others while a step is in flight.
+
+    A request may be given pages that this step still uses at once, but its prefill is asked for KV when that has been
+    processed. Rows that it reads go to nobody meanwhile. Steps do not use metadata buffers.
+
+    late: the step, if some of its requests have ended. rows: how many of the free rows it reads.
+    """
+
+    late: LateStep | None = None
+    rows: int = 0
+
+    def guards(self, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
+        """Whether the step may still write to what a prefill is about to be asked to write."""
+        if self.late is None:
+            return False
+        if state_indices is not None and not self.late.writes.isdisjoint(state_indices):
+            return True
+        return bool(np.isin(page_indices, self.late.pages.cpu()).any())
+
+
+# While no step is in flight.
+OPEN = Fence()
+
+
+def raise_fence(scheduler: Any, rows: Any, page_size: int) -> Fence:
+    """The fence for a step of admission. rows: the pool of requests' rows."""
+    late = late_step(scheduler, page_size)
+    return OPEN if late is None else Fence(late, rows.give_last(late.rows))

@@ -179,13 +179,12 @@ class Scheduler(engine.Scheduler):
         """
         began = time.monotonic()
         queue = self.disagg_decode_prealloc_queue
-        queue.ask_late()
+        queue.begin_step()
         super().process_decode_queue()
         if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
-        if queue.has_radix:
-            queue.announce()
+        queue.end_step()
         if self._has_plain_pool():
             free = self._available_tokens() + self.tree_cache.evictable_size()
             self.kv_used_peak = max(self.kv_used_peak, self.max_total_num_tokens - free)

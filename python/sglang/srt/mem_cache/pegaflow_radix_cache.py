@@ -576,9 +576,7 @@ class PegaFlowTree(RadixCache):
     def keep_fenced(self) -> None:
         """Take what the server may still read or write out of an allocator that has been cleared, until it is done."""
         if self._fenced:
-            allocator = self.token_to_kv_pool_allocator
-            held = torch.cat([one.slots for one in self._fenced]) // self.page_size
-            allocator.free_pages = allocator.free_pages[~torch.isin(allocator.free_pages, held)]
+            self.token_to_kv_pool_allocator.reserve(torch.cat([one.slots for one in self._fenced]))
 
     def _unfence(self, one: Save | Load) -> None:
         self._fenced.remove(one)

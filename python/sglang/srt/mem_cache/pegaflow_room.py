@@ -5,13 +5,14 @@ Upstream: not in the engine (PR #17221 was closed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.mem_cache.decode_radix_cache import climb
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_budget import LiveReqs
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
@@ -101,12 +102,11 @@ class Room:
         return tokens
 
 
-def live_on_decode(queue: Any) -> Live:
-    """Of a decode worker with a radix cache; ``queue``: its `DecodePreallocQueue`."""
-    running = queue.running()
-    moving = [req for req in queue.coming() if _holds(req)]
-    ended = [dr.req for dr in queue.transfer_queue.quarantine if _holds(dr.req)]
-    return Live(running, moving, ended, queue.ahead())
+def live_on_decode(live: LiveReqs, growth: Callable[[LiveReqs], int]) -> Live:
+    """Of a decode worker with a radix cache. growth: what admission keeps for the next steps of these."""
+    moving = [req for req in live.coming if _holds(req)]
+    ended = [req for req in live.quarantined if _holds(req)]
+    return Live(live.running, moving, ended, growth(live))
 
 
 def live_on_scheduler(scheduler: Scheduler) -> Live:

@@ -86,11 +86,10 @@ class WindowSlots:
         """Write a window that was saved to the slots that it has now."""
         self.allocator.get_kvcache().swa_kv_pool.load_cpu_copy(window, self.of(table[self.rule.start(len(table)) :]))
 
-    def hold(self, slots: torch.Tensor, own: torch.Tensor) -> None:
+    def reserve(self, slots: torch.Tensor, own: torch.Tensor) -> None:
         """Take ``own`` back out of a pool that has been cleared, for ``slots`` of the other; 0: it had none."""
         used = own > 0
-        taken = torch.unique(own[used] // self.rule.page_size)
-        self.pool.free_pages = self.pool.free_pages[~torch.isin(self.pool.free_pages, taken)]
+        self.pool.reserve(own[used])
         self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
 
     def behind(self, req: Req) -> int:

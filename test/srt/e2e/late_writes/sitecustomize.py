@@ -39,9 +39,9 @@ def _patch(module):
 
     def late(scheduler, batch, *args):
         if os.environ.get("LATE_WRITES_FENCE") == "0":
-            from sglang.srt.disaggregation import decode
+            from sglang.srt.disaggregation import step_in_flight
 
-            decode.DecodePreallocQueue.ask_late.__globals__["late_step"] = lambda *args: None
+            step_in_flight.late_step = lambda *args: None
         result = run_batch(scheduler, batch, *args)
         if batch.forward_mode.is_decode():
             before = getattr(scheduler, "late_step_before", None)

@@ -1,0 +1,177 @@
+"""Admission of one step: plan, add, give memory, ask for the delta; for requests whose handshake is done, in order.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_allocation import RequestMemory
+    from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+    from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
+    from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
+    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["Admission", "Blocked"]
+
+# To get at a member of an enumeration takes longer than what is done with it.
+READY, ADMITTED = Phase.READY, Phase.ADMITTED
+YES, LAST, FOLLOWS, NO_MEMORY = Added.YES, Added.LAST, Added.FOLLOWS, Added.NO_MEMORY
+# Steps of a blocked queue between two looks for aborted requests in it.
+ABORT_INTERVAL = 16
+
+
+class Blocked(NamedTuple):
+    """A request that did not fit: what it takes, what was kept from it, and the state in which it was asked."""
+
+    rid: str
+    plan: AdmissionPlan
+    kept: Memory
+    version: tuple[int, ...]
+
+
+class Admission:
+    """Admits requests of one rank."""
+
+    def __init__(
+        self,
+        tree: DecodeRadixCache,
+        policy: AdmissionPolicy,
+        accounts: Accounts,
+        memory: RequestMemory,
+        deltas: PrefillDeltas,
+        counters: KvTransferCounters,
+    ):
+        """deltas: where what the tree lacks of a request comes from."""
+        self._tree, self._policy, self._accounts = tree, policy, accounts
+        self.memory, self.deltas, self._counters = memory, deltas, counters
+        # The request at which the last step ended for lack of memory.
+        self.blocked: Blocked | None = None
+
+    def has_nothing_new(
+        self,
+        step: int,
+        queue: Sequence[DecodeRequest],
+        retracted: Sequence[Req],
+        schedule: Schedule,
+        budget: Callable[[], Budget],
+    ) -> bool:
+        """Whether a step can be left out: all handshakes are done and what goes next still does not fit.
+
+        Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
+        decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
+
+        step: its number. retracted: these go first. Cost: the same for prompts of any length.
+        """
+        if retracted:
+            return step % ABORT_INTERVAL != 0
+        blocked = self.blocked
+        if step % ABORT_INTERVAL == 0 or blocked is None or not queue:
+            return False
+        ready = READY
+        # Without a generator, which would take longer than this in a queue of hundreds.
+        for decode_req in queue:
+            if decode_req.phase is not ready:
+                return False
+        return blocked.version == schedule.version() and not budget().covers(blocked.plan, blocked.kept)
+
+    def admit(
+        self,
+        agreed: Agreed,
+        fence: Fence,
+        rows: int,
+        live: Callable[[], LiveReqs],
+        budget: Callable[[], Budget],
+        schedule: Schedule,
+        several_ranks: bool,
+    ) -> list[DecodeRequest]:
+        """Admit candidates in the order given, until one does not fit.
+
+        rows: that are free for them. live, budget: the state, as it is when it is asked for.
+        """
+        now, window = time.monotonic(), agreed.window
+        reserved = self._accounts.reserved
+        adder = DecodeAdder(
+            self._policy,
+            min(rows, self.deltas.room()),
+            budget,
+            lambda retractable, reqs: self._accounts.windows_kept(live(), retractable, reqs),
+            reserved,
+            (lambda: _waiting(window)) if len(window) > 1 else None,
+            agreed_prefixes=several_ranks,
+        )
+        was_blocked, self.blocked = self.blocked, None
+        admitted: list[DecodeRequest] = []
+        for decode_req, may_match in agreed.candidates:
+            if decode_req.is_aborted or decode_req.error is not None:
+                continue
+            req, entry = decode_req.req, decode_req.entry
+            try:
+                plan = self._plan(decode_req, entry, may_match, now)
+            except Exception as e:
+                # On all ranks: they ask the same of the same tree.
+                decode_req.lose(e)
+                continue
+            added = adder.add_one(entry, req, plan)
+            if added is FOLLOWS:
+                continue
+            if added is NO_MEMORY:
+                if was_blocked is None or was_blocked.rid != req.rid:
+                    self._counters.blocked()
+                self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version())
+            if added is not YES and added is not LAST:
+                break
+            self.admit_one(decode_req, plan, fence)
+            admitted.append(decode_req)
+            if added is LAST:
+                # What the ranks have agreed on of the next request's prefix may be gone.
+                break
+        if admitted:
+            self._counters.overtaken(adder.overtaken())
+        return admitted
+
+    def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, now: float) -> AdmissionPlan:
+        """What admitting a request takes, and in ``entry.coming`` what the transfer brings for which it waits, if any.
+
+        may_match: whether it may use what the tree holds, as far as its prefill and the other ranks go.
+        """
+        req, policy = decode_req.req, self._policy
+        may_match = may_match and self._tree.takes(req)
+        # In the step in which it has shaken hands nobody has asked before.
+        entry.takes_prefix = entry.takes_prefix or may_match
+        entry.coming = policy.look_again(entry, now) if may_match and policy.may_follow else 0
+        found = self._tree.found(entry.watch) if may_match and entry.watch is not None else NOTHING
+        return self._accounts.plan(req, req.origin_input_ids, found)
+
+    def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan, fence: Fence) -> None:
+        """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""
+        req, entry = decode_req.req, decode_req.entry
+        if entry.following_since is not None:
+            self._counters.followed(plan.found.length - entry.held_alone, entry.waited_s)
+        # Others may follow it from now on.
+        self._policy.admitted(entry, len(req.origin_input_ids) - plan.found.length)
+        decode_req.advance(ADMITTED)
+        try:
+            self.memory.give(req, req.origin_input_ids, plan)
+            self.deltas.request(decode_req, fence)
+        except Exception as e:
+            # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
+            decode_req.lose(e)
+
+
+def _waiting(window: Sequence[DecodeRequest]) -> list[QueueEntry]:
+    """The entries of all that could be admitted."""
+    return [dr.entry for dr in window if dr.phase is READY and dr.error is None and not dr.is_aborted]

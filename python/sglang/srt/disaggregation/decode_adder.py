@@ -1,0 +1,106 @@
+"""Adds requests to a step of admission until one does not fit; as the engine's ``PrefillAdder``, figures in and out.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry, Turns
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+__all__ = ["Added", "DecodeAdder"]
+
+
+class Added(enum.Enum):
+    """What comes of a request that is to be added."""
+
+    YES = enum.auto()
+    # It is added, and nobody after it in this step.
+    LAST = enum.auto()
+    # It waits for the transfer of another; the next may be added.
+    FOLLOWS = enum.auto()
+    # Not it, nor anybody after it: there is no row or buffer left, too little memory, or it is the turn of another.
+    NO_ROOM = enum.auto()
+    NO_MEMORY = enum.auto()
+    NOT_ITS_TURN = enum.auto()
+
+
+# To get at a member of an enumeration takes longer than what is done with it.
+YES, LAST, FOLLOWS = Added.YES, Added.LAST, Added.FOLLOWS
+
+
+class DecodeAdder:
+    """The admissions of one step, kept up by their plans and not by what comes of them."""
+
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        room: int,
+        budget: Callable[[], Budget],
+        windows_kept: Callable[[int, Sequence[Req]], int],
+        reserved: int,
+        waiting: Callable[[], Sequence[QueueEntry]] | None,
+        agreed_prefixes: bool,
+    ):
+        """room: requests for which there is a row and a buffer.
+
+        budget: what the step has to give. windows_kept: what must be left of windows, by what retractions bring and the
+        requests admitted so far. reserved: tokens kept for a request's next steps. waiting: the entries of all that
+        could be admitted; None where there is no other. All three are asked at most when somebody could be admitted.
+        agreed_prefixes: whether an eviction may cost a prefix that ranks have agreed on, and so ends the step.
+        """
+        self._policy, self._room, self._reserved = policy, room, reserved
+        self._find_budget, self._windows_kept, self._waiting = budget, windows_kept, waiting
+        self._agreed_prefixes = agreed_prefixes
+        self._budget: Budget | None = None
+        self._turns: Turns | None = None
+        # The last admission, which the budget has not been told of.
+        self._untold: AdmissionPlan | None = None
+        self._entries: list[QueueEntry] = []
+        self._reqs: list[Req] = []
+        # Kept for those that wait for a transfer of others and will then go first.
+        self.promised = Memory(0)
+
+    def add_one(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> Added:
+        """Add ``req``, whose admission takes ``plan``, if it fits. If so it is to be admitted before the next is asked.
+
+        ``entry.coming`` says what a transfer brings for which it waits.
+        """
+        if entry.coming:
+            self.promised = self.promised.plus(Memory(max(0, plan.soon - entry.coming), plan.window.soon))
+            return FOLLOWS
+        if len(self._reqs) >= self._room:
+            return Added.NO_ROOM
+        budget = self._budget_now()
+        if not budget.covers(plan, self.promised):
+            return Added.NO_MEMORY
+        if self._turns is None and self._waiting is not None:
+            self._turns = Turns(self._policy, self._waiting())
+        if self._turns is not None and not self._turns.take(entry):
+            return Added.NOT_ITS_TURN
+        self._untold = plan
+        self._entries.append(entry)
+        self._reqs.append(req)
+        evicts = self._agreed_prefixes and plan.delta > budget.available
+        return LAST if evicts else YES
+
+    def overtaken(self) -> int:
+        """At the end of the step: how many others those that were added have overtaken."""
+        return self._turns.end(self._entries) if self._entries and self._turns is not None else 0
+
+    def _budget_now(self) -> Budget:
+        budget = self._budget
+        if budget is None:
+            budget = self._budget = self._find_budget()
+        elif self._untold is not None:
+            budget.admit(self._untold, self._reserved)
+            budget.windows_kept = self._windows_kept(budget.windows_retractable, self._reqs)
+            self._untold = None
+        return budget

@@ -1,0 +1,117 @@
+"""Retracted requests come back: matched anew, and only what the tree has lost is restored from host memory.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.admission_step import Blocked
+from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, LiveReqs, Memory
+from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_agreement import Ranks
+    from sglang.srt.disaggregation.decode_allocation import RequestMemory
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["Resumption"]
+
+logger = logging.getLogger(__name__)
+
+
+class Resumption:
+    """Resumes retracted requests of one rank, as all others do: while one has other memory than the rest, none does."""
+
+    def __init__(self, tree: DecodeRadixCache, accounts: Accounts, memory: RequestMemory, rows: Any, ranks: Ranks):
+        """rows: the pool of requests' rows."""
+        self._tree, self._accounts, self._memory = tree, accounts, memory
+        self._rows, self._ranks = rows, ranks
+        # The first that did not fit.
+        self._blocked: Blocked | None = None
+
+    def resume(
+        self,
+        retracted: Sequence[Req],
+        live: LiveReqs,
+        version: Callable[[], tuple[int, ...]],
+        tell: Callable[[Req], None],
+    ) -> tuple[list[Req], int]:
+        """Bring back the first of ``retracted``, as many as fit. Returns them, and how many have failed among them.
+
+        version: see `Schedule.version`. tell: tells the client of one whose KV cannot be brought back.
+        """
+        resumed: list[Req] = []
+        failed = 0
+        if not retracted or not self._ranks.are_alike(self._memory.figures()):
+            return resumed, failed
+        kept = self._accounts.kept_for_resume(live)
+        for req in retracted:
+            free = self._accounts.free(live.running)
+            if self._rows.available_size() <= 0 or self._is_blocked(req, free, kept, version):
+                break
+            token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
+            try:
+                plan = self._plan(req, token_ids)
+            except Exception as e:
+                # On all ranks: they ask the same of the same tree.
+                failed += 1
+                self._fail(req, e, tell)
+                continue
+            if not free.covers(plan.needed, kept):
+                self._blocked = Blocked(req.rid, plan, Memory(0), version())
+                break
+            self._blocked = None
+            error = self._bring_back(req, token_ids, plan)
+            alike = self._ranks.are_alike([error is None])
+            if error is not None or not alike:
+                failed += 1
+                self._fail(req, error or RuntimeError("another TP rank could not"), tell)
+                continue
+            kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
+            resumed.append(req)
+        return resumed, failed
+
+    def _is_blocked(self, req: Req, free: Memory, kept: Memory, version: Callable[[], tuple[int, ...]]) -> bool:
+        """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough.
+
+        Costs the same for any prompt.
+        """
+        blocked = self._blocked
+        if blocked is None or blocked.rid != req.rid or blocked.version != version():
+            return False
+        return not free.covers(blocked.plan.needed, kept, blocked.kept)
+
+    def _plan(self, req: Req, token_ids: list[int]) -> AdmissionPlan:
+        found = NOTHING
+        if self._tree.takes(req):
+            found = self._tree.peek(self._tree.shareable(token_ids), req.extra_key)
+        return self._accounts.plan(req, token_ids, found)
+
+    def _bring_back(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> Exception | None:
+        """Give a retracted request its KV again; returns what went wrong, maybe on this rank only."""
+        try:
+            self._memory.give(req, token_ids, plan)
+            req.is_retracted = False
+            req.restore_kv_cache(self._rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
+        except Exception as e:
+            return e
+        return None
+
+    def _fail(self, req: Req, error: Exception, tell: Callable[[Req], None]) -> None:
+        """Abort a retracted request whose KV cannot be brought back. On all ranks, wherever the error was."""
+        message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
+        logger.error(message, exc_info=error)
+        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        req.is_retracted = False
+        tell(req)
+        if req.req_pool_idx is not None:
+            release_kv_cache(req, self._tree, is_insert=False)
+        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None

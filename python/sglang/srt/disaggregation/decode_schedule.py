@@ -1,0 +1,232 @@
+"""Which requests of the queue one step of admission looks at, in which order, and what the TP ranks agree on of it.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "priority_sign", "takes_prefix"]
+
+READY = Phase.READY
+# Places of the window that are not given to requests whose handshake is done, where the queue is longer than it.
+HANDSHAKES = WINDOW // 4
+
+
+class Window(NamedTuple):
+    """The requests that a step looks at, and of each its entry."""
+
+    requests: Sequence[DecodeRequest]
+    entries: list[QueueEntry]
+
+
+class Agreed(NamedTuple):
+    """What a step of admission works on.
+
+    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not.
+    """
+
+    candidates: Iterable[tuple[DecodeRequest, bool]]
+    window: Sequence[DecodeRequest]
+
+
+class OwnFigures(NamedTuple):
+    """Figures of this rank that the others must have too: lengths of two queues, `RequestMemory.figures`, buffers."""
+
+    queued: int
+    retracted: int
+    memory: Sequence[int]
+    buffers: int
+
+
+def takes_prefix(decode_req: DecodeRequest) -> bool:
+    """Whether a prefix may be named to the prefill of a request."""
+    return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
+
+
+def priority_sign(scheduler: Any) -> int:
+    """What priorities are multiplied with so that lower goes first, as in the engine's order; 0: they do not count."""
+    if not getattr(scheduler, "enable_priority_scheduling", False):
+        return 0
+    return 1 if scheduler.schedule_low_priority_values_first else -1
+
+
+class Schedule:
+    """Puts the requests of one queue in the order of a policy."""
+
+    def __init__(self, policy: AdmissionPolicy, tree: DecodeRadixCache, priority_sign: Callable[[], int]):
+        """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count."""
+        self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
+        # The last order of admission, and the state in which it was found.
+        self._ordered: tuple[tuple, list[int]] | None = None
+
+    def version(self) -> tuple[int, ...]:
+        """What must have changed for a request that did not fit to fit now, other than free memory."""
+        tree = self._tree
+        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders, self._policy.left
+
+    def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
+        """The entry of a request with the policy, whose queue it joins when it is first asked for."""
+        if decode_req.entry is not None:
+            return decode_req.entry
+        req, sign = decode_req.req, self._priority_sign()
+        priority = sign * req.priority if sign else 0
+        prompt = None if is_warmup(req) else req.origin_input_ids
+        prefill = getattr(decode_req.kv_receiver, "bootstrap_addr", None)
+        try:
+            entry = self._policy.enter(prompt, req.extra_key, priority, prefill)
+        except Exception as e:
+            # On all ranks: they ask the same of the same tree.
+            decode_req.lose(e)
+            entry = self._policy.enter(None, None, priority, prefill)
+        return decode_req.enter(entry)
+
+    # ---- the window ----
+
+    def window(self, queue: Sequence[DecodeRequest], turn: int) -> Window:
+        """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are ready go first.
+
+        turn: advanced with each step. All ranks find the same: they have agreed on whose handshake is done.
+        """
+        requests = self._first(queue, turn) if len(queue) > WINDOW else queue
+        entry_of = self.entry_of
+        return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
+
+    def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
+        ready = [dr for dr in queue if dr.phase is READY]
+        if self._priority_sign():
+            ready.sort(key=lambda dr: self.entry_of(dr).priority)
+        ready = ready[: WINDOW - HANDSHAKES]
+        others = [dr for dr in queue if dr.phase is not READY]
+        room = WINDOW - len(ready)
+        if len(others) > room:
+            # By turns: those of a prefill that does not answer must not hide all that come after them.
+            first = turn * room % len(others)
+            others = [*others[first:], *others[:first]][:room]
+        return ready + others
+
+    # ---- what is decided, by one rank or by several ----
+
+    def decide(self, window: Window) -> Agreed:
+        """What a single rank goes on to do, when it has taken in what has been polled."""
+        requests, entries = window
+        for i in self._follow(window, alone=True):
+            self._policy.give_up(entries[i])
+        ready = [requests[i] for i in self._order(window)]
+        # Asked one by one: most of a long queue stands behind the first that does not fit.
+        return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
+
+    def agree(
+        self,
+        window: Window,
+        polls: Sequence[int],
+        ranks: Ranks,
+        own: OwnFigures,
+        take_polls: Callable[[Sequence[int]], None],
+    ) -> Agreed | None:
+        """What several ranks go on to do, agreed on in one collective; None to skip the step.
+
+        Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
+        skip the step. A request of which their trees hold different prefixes goes without one.
+
+        take_polls: takes in what all have polled.
+        """
+        requests, entries = window
+        policy = self._policy
+        # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
+        expired = self._follow(window, alone=False)
+        order = self._order(window)
+        picked = list(islice((i for i in order if not entries[i].coming), CANDIDATES))
+        late = [i for i, dr in enumerate(requests) if dr.phase is not READY][: CANDIDATES - len(picked)]
+        chosen = set(picked)
+        order = [i for i in order if i in chosen or entries[i].coming]
+        picked += late
+        told = ranks.agree(
+            self._state(own, window, order).figures(self._rooms_digest(ranks, window)),
+            [policy.held(entries[i]) for i in picked],
+            polls,
+            [takes_prefix(dr) for dr in requests],
+            expired,
+        )
+        if told is None:
+            return None
+        take_polls(told.polls)
+        if policy.may_follow:
+            for entry, capable in zip(entries, told.capable, strict=True):
+                entry.takes_prefix = bool(capable)
+        for i in told.expired:
+            # From the next step on; the order of this one is agreed.
+            policy.give_up(entries[i])
+        same = dict(zip(picked, told.same, strict=True))
+        going = [i for i in (*order, *late) if requests[i].phase is READY]
+        return Agreed([(requests[i], bool(told.capable[i]) and same.get(i, True)) for i in going], requests)
+
+    def _state(self, own: OwnFigures, window: Window, order: Sequence[int]) -> RankState:
+        line = [(i, window.entries[i].coming) for i in order]
+        return RankState(own.queued, own.retracted, own.memory, own.buffers, line, self._tree.watches.leaders)
+
+    @staticmethod
+    def _rooms_digest(ranks: Ranks, window: Window) -> int:
+        return ranks.rooms_digest(window.entries, lambda: [dr.req.bootstrap_room for dr in window.requests])
+
+    def _follow(self, window: Window, alone: bool) -> list[int]:
+        """Find out for each request that is ready whether it waits for the transfer of another.
+
+        alone: whether there is one rank, which need not be agreed with on whose prefill takes a prefix. Returns the
+        indices of those that by this rank's clock have waited long enough.
+        """
+        policy = self._policy
+        if not policy.may_follow:
+            policy.stop_following(window.entries)
+            return []
+        now, expired = time.monotonic(), []
+        for i, decode_req in enumerate(window.requests):
+            if decode_req.phase is not READY:
+                continue
+            entry = window.entries[i]
+            if alone:
+                entry.takes_prefix = takes_prefix(decode_req)
+            try:
+                if policy.look(entry, now):
+                    expired.append(i)
+            except Exception as e:
+                decode_req.lose(e)
+        return expired
+
+    # ---- the order ----
+
+    def _order(self, window: Window) -> list[int]:
+        """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
+        requests, entries = window
+        ready = [i for i, dr in enumerate(requests) if dr.phase is READY]
+        if len(ready) < 2:
+            return ready
+        # The same requests, of which the same wait for others, and the same tree: the same order.
+        tree = self._tree
+        coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
+        seen: tuple[Any, ...] = (self.version(), tree.evictable_size(), tree.protected_size(), ready, coming, entries)
+        if self._ordered is None or self._ordered[0] != seen:
+            candidates = [self._candidate(requests[i], entries[i]) for i in ready]
+            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]
+            self._ordered = seen, order
+        return self._ordered[1]
+
+    def _candidate(self, decode_req: DecodeRequest, entry: QueueEntry) -> Candidate:
+        try:
+            return self._policy.candidate(entry, len(decode_req.req.origin_input_ids))
+        except Exception as e:
+            decode_req.lose(e)
+            return Candidate(entry.arrival, entry.priority, 0, 0, 0, 0, entry.overtaken)

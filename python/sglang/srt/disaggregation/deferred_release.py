@@ -1,0 +1,105 @@
+"""Memory of failed requests is released when no prefill can write to it any more, and stays theirs through a flush.
+
+Upstream: not in 0.5.10.post1, which frees it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.mem_cache.common import release_kv_cache
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["Writers", "abort_transfer", "flush_around", "release"]
+
+logger = logging.getLogger(__name__)
+
+
+class Writers:
+    """Polls as done when no prefill can write to a failed request's pages any more."""
+
+    def __init__(self, decode_req: DecodeRequest):
+        self.decode_req = decode_req
+
+    def poll(self) -> int:
+        return int(KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring)
+
+
+def abort_transfer(decode_req: DecodeRequest) -> None:
+    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
+    req = decode_req.req
+    message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+    logger.error(message)
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    decode_req.fail()
+
+
+def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
+    """Give back what a failed request holds: KV, and its metadata buffer of ``buffers``.
+
+    Nothing enters the tree: part of it may never have been written. An error may have come before it got any.
+    """
+    if decode_req.req.req_pool_idx is not None:
+        release_kv_cache(decode_req.req, tree, is_insert=False)
+    if decode_req.metadata_buffer_index != -1:
+        buffers.free(decode_req.metadata_buffer_index)
+    decode_req.advance(Phase.RELEASED)
+
+
+class _Delta(NamedTuple):
+    """Slots of a request beyond its prefix, int64, whole pages; and those of the window pool, 0 where there is none."""
+
+    slots: torch.Tensor
+    windows: torch.Tensor | None
+
+
+def flush_around(reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]) -> bool:
+    """Flush the pools of a worker that has no other requests; ``reqs`` keep row, state, delta and its window.
+
+    rows: the pool of these. flush: clears tree and pools; what it returns is returned, and if False nothing changes.
+    """
+    # One in whose admission something raised has nothing to keep.
+    reqs = [req for req in reqs if req.req_pool_idx is not None]
+    deltas = [_delta(req, rows, tree) for req in reqs]
+    if not flush():
+        return False
+    for req, delta in zip(reqs, deltas, strict=True):
+        _keep(req, delta, rows, tree)
+    return True
+
+
+def _delta(req: Req, rows: Any, tree: DecodeRadixCache) -> _Delta:
+    page = tree.page_size
+    end = pages(req.kv_allocated_len, page) * page
+    slots = rows.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
+    return _Delta(slots, None if tree.windows is None else tree.windows.of(slots))
+
+
+def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
+    """Take what ``req`` had out of pools that have been cleared.
+
+    Its prefix went with the tree; what is left of it is the delta, which begins a sequence of its own.
+    """
+    length = req.kv_allocated_len - req.cache_protected_len
+    slots = delta.slots[:length]
+    rows.reserve(req)
+    rows.req_to_token[req.req_pool_idx, :length] = slots
+    tree.pool.reserve(slots)
+    if tree.windows is not None and delta.windows is not None:
+        tree.windows.reserve(slots, delta.windows[:length])
+        req.swa_evicted_seqlen -= req.cache_protected_len
+    req.kv_allocated_len = req.kv_committed_len = length
+    req.last_node, req.cache_protected_len = tree.root_node, 0
+    tree.inc_lock_ref(req.last_node)

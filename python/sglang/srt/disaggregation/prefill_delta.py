@@ -1,0 +1,90 @@
+"""Where the delta of an admitted request comes from: its prefill, which is asked for the pages that the tree lacks.
+
+Another place that deltas come from would be a class with the same methods.
+
+Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.utils import kv_to_page_indices
+from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["PrefillDeltas"]
+
+DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
+
+
+class PrefillDeltas:
+    """Asks prefills for the deltas of one decode rank."""
+
+    def __init__(self, tree: DecodeRadixCache, rows: Any, buffers: Any, buffer_indices: Any):
+        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these."""
+        self._tree, self._rows = tree, rows
+        self._buffers, self._buffer_indices = buffers, buffer_indices
+
+    def room(self) -> int:
+        """Requests that it can take on now."""
+        return self._buffer_indices.available_size()
+
+    def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
+        """Ask for the delta of a request that has its memory, now or when the step behind ``fence`` is over."""
+        req, windows = decode_req.req, self._tree.windows
+        req.transfer_prefix_len = req.decode_prefix_len
+        index = self._buffer_indices.alloc()
+        decode_req.take_buffer(index)
+        if not is_warmup(req):
+            self._expect_metadata(decode_req.kv_receiver, index)
+        table = self._rows.req_to_token[req.req_pool_idx]
+        delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
+        page_indices, state_indices = kv_to_page_indices(delta, self._tree.page_size), None
+        if req.mamba_pool_idx is not None:
+            # However much of the prompt decode holds: no state of a prefix is kept.
+            state_indices = [int(req.mamba_pool_idx)]
+        elif windows is not None:
+            window = table[req.swa_evicted_seqlen : len(req.origin_input_ids)]
+            state_indices = windows.pages_of(window).tolist()
+        decode_req.name_target(page_indices, state_indices)
+        if fence.guards(page_indices, state_indices):
+            decode_req.advance(DEFERRED)
+        else:
+            self._ask(decode_req)
+
+    def _expect_metadata(self, receiver: Any, index: int) -> None:
+        """Have ``receiver`` look for its own room in buffer ``index``, and wait for its writers if it fails."""
+        # A room left by the buffer's last user would read as corruption; 0 reads as not there yet. On a device, the
+        # copy of the page numbers waits for it, and so does what is asked for.
+        room = self._buffers.bootstrap_room[index]
+        room.zero_()
+        receiver.metadata_room = lambda: int(room[0])
+        receiver.fenced = True
+
+    def ask_deferred(self, decode_reqs: Iterable[DecodeRequest]) -> None:
+        """Ask for those of ``decode_reqs`` that waited for a step in flight, which is over."""
+        for decode_req in decode_reqs:
+            if decode_req.phase is DEFERRED:
+                try:
+                    self._ask(decode_req)
+                except Exception as e:
+                    decode_req.lose(e)
+
+    @staticmethod
+    def _ask(decode_req: DecodeRequest) -> None:
+        """Send prefill the message that names what it is to write."""
+        decode_req.advance(ASKED)
+        req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
+        pages, states = decode_req.page_indices, decode_req.state_indices
+        if getattr(receiver, "peer_takes_prefix", False):
+            receiver.send_metadata(pages, index, states, decode_prefix_len=req.decode_prefix_len)
+        else:
+            receiver.send_metadata(pages, index, states)
+        req.time_stats.set_decode_transfer_queue_entry_time()

@@ -1,0 +1,181 @@
+"""One step of admission, in figures; and the phases that a request goes through."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from decode_world import World, aborted
+from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+from test_followers import queue
+from test_traps import tokens
+
+# Nobody here asks the tree.
+NO_TREE: Any = SimpleNamespace(watches=SimpleNamespace(on_the_way=0))
+
+
+def plan(tokens: int) -> AdmissionPlan:
+    return AdmissionPlan(NOTHING, tokens, tokens, tokens)
+
+
+class Step:
+    """A step with memory for 100 tokens; requests arrive in the order of their numbers."""
+
+    def __init__(self, available: int = 100, room: int = 8, **more: Any):
+        self.budgets = 0
+        self.entries = [QueueEntry(n, 0, None, None) for n in range(4)]
+        options = {"max_overtaken": 1, "waiting": lambda: self.entries, "agreed_prefixes": False, **more}
+        self.policy = AdmissionPolicy(NO_TREE, True, options.pop("max_overtaken"))
+        kept = options.pop("windows_kept", lambda retractable, reqs: 0)
+        self.adder = DecodeAdder(self.policy, room, lambda: self._budget(available), kept, 4, **options)
+
+    def _budget(self, available: int) -> Budget:
+        self.budgets += 1
+        return Budget(Memory(100, 100), available, 0)
+
+    def add(self, number: int, tokens: int, coming: int = 0) -> Added:
+        entry = self.entries[number]
+        entry.coming = coming
+        added = self.adder.add_one(entry, SimpleNamespace(rid=number), plan(tokens))
+        if added in (Added.YES, Added.LAST):
+            entry.admitted_at = 1.0
+        return added
+
+
+def test_requests_are_added_until_one_does_not_fit():
+    step = Step()
+    assert [step.add(0, 40), step.add(1, 40), step.add(2, 40)] == [Added.YES, Added.YES, Added.NO_MEMORY]
+    assert step.budgets == 1, "kept up, not asked for again"
+    assert step.adder.overtaken() == 0
+
+
+def test_what_is_reserved_for_the_next_steps_is_kept_up():
+    step = Step()
+    assert step.add(0, 50) is Added.YES
+    # 50 are left, and 4 of them are for the next steps of the first.
+    assert step.add(1, 47) is Added.NO_MEMORY and step.add(1, 46) is Added.YES
+
+
+def test_memory_is_kept_for_who_follows():
+    step = Step()
+    assert step.add(0, 90, coming=60) is Added.FOLLOWS
+    assert step.adder.promised == Memory(30)
+    assert step.add(1, 71) is Added.NO_MEMORY and step.add(1, 70) is Added.YES
+
+
+def test_no_row_or_buffer_is_left():
+    step = Step(room=1)
+    assert [step.add(0, 1), step.add(1, 1)] == [Added.YES, Added.NO_ROOM]
+    assert Step(room=0).add(0, 1) is Added.NO_ROOM
+
+
+def test_nobody_is_overtaken_more_often_than_the_bound():
+    step = Step(max_overtaken=1)
+    assert [step.add(2, 1), step.add(3, 1)] == [Added.YES, Added.NOT_ITS_TURN]
+    # The first two were passed by once.
+    assert step.adder.overtaken() == 2
+    assert [entry.overtaken for entry in step.entries] == [1, 1, 0, 0]
+
+
+def test_an_eviction_ends_the_step_where_ranks_have_agreed_on_prefixes():
+    assert Step(available=9, agreed_prefixes=True).add(0, 10) is Added.LAST
+    assert Step(available=10, agreed_prefixes=True).add(0, 10) is Added.YES
+    assert Step(available=9).add(0, 10) is Added.YES
+
+
+def test_windows_of_those_added_are_kept():
+    asked: list[list[int]] = []
+
+    def kept(retractable: int, reqs: Any) -> int:
+        asked.append([req.rid for req in reqs])
+        return 0
+
+    step = Step(windows_kept=kept)
+    step.add(0, 1)
+    step.add(1, 1)
+    step.add(2, 1)
+    assert asked == [[0], [0, 1]]
+
+
+# ---- phases ----
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Phase]]:
+    """By request, the phases into which it has come."""
+    seen: dict[str, list[Phase]] = {}
+    advance = DecodeRequest.advance
+
+    def note(decode_req: DecodeRequest, phase: Phase) -> None:
+        assert phase is not decode_req.phase
+        seen.setdefault(decode_req.req.rid, [decode_req.phase]).append(phase)
+        advance(decode_req, phase)
+
+    monkeypatch.setattr(DecodeRequest, "advance", note)
+    return seen
+
+
+ASKED = [Phase.HANDSHAKE, Phase.READY, Phase.ADMITTED, Phase.ASKED]
+
+
+def test_the_phases_of_a_request(phases: dict[str, list[Phase]]):
+    world = World()
+    fine, fails, refused = queue(world, tokens(1, 9), tokens(2, 9), tokens(3, 9))
+    refused.req.sampling_params.n = 2
+    assert fine.phase is Phase.HANDSHAKE and fine.entry is None
+    world.step()
+    assert refused not in world.queue.queue and aborted(refused.req)
+    world.complete(fine)
+    fails.kv_receiver.abort()
+    world.step()
+    fails.kv_receiver.quiet = True
+    world.step()
+    assert phases == {
+        fine.req.rid: [*ASKED, Phase.COMMITTED],
+        fails.req.rid: [*ASKED, Phase.QUARANTINED, Phase.RELEASED],
+        refused.req.rid: [Phase.HANDSHAKE, Phase.RELEASED],
+    }
+    world.check()
+
+
+def test_an_admission_that_fails_asks_nobody(phases: dict[str, list[Phase]], monkeypatch: pytest.MonkeyPatch):
+    world = World()
+    (one,) = queue(world, tokens(1, 9))
+    monkeypatch.setattr(world.pool, "write", lambda *args: 1 / 0)
+    world.step()
+    one.kv_receiver.quiet = True
+    for _ in range(2):
+        world.step()
+    expected = [Phase.HANDSHAKE, Phase.READY, Phase.ADMITTED, Phase.QUARANTINED, Phase.RELEASED]
+    assert phases == {one.req.rid: expected}
+    world.check()
+
+
+def test_prefill_is_asked_when_the_step_in_flight_is_over(phases: dict[str, list[Phase]]):
+    """Every request takes the pages of the one before, which a step still writes to when it has ended."""
+    loop = Loop(size=16, page_size=4, reserved=0)
+    made: list[DecodeRequest] = []
+
+    def between() -> None:
+        if len(made) < 6 and not loop.queue.queue:
+            made.append(loop.arrive([1, 2, 1, 2, 1 + len(made) % 2], max_new=4))
+            loop.handshake(made[-1])
+        for decode_req in loop.asked:
+            if decode_req.kv_receiver.state != KVPoll.Success:
+                loop.complete(decode_req)
+        if len(made) == 6 and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 200
+
+    loop.run(between)
+    ways = [phases[decode_req.req.rid] for decode_req in made]
+    deferred = [*ASKED[:-1], Phase.DEFERRED, Phase.ASKED, Phase.COMMITTED]
+    assert all(way in (deferred, [*ASKED, Phase.COMMITTED]) for way in ways) and deferred in ways
