@@ -92,6 +92,8 @@ class DecodeRequest(engine.DecodeRequest):
     def why(self) -> str:
         """Why it failed, as far as this rank knows, after a colon."""
         try:
+            if isinstance(self.kv_receiver, CommonKVReceiver):
+                return f": {self.error or self.kv_receiver.failure()}"
             self.kv_receiver.failure_exception()
         except Exception as e:
             return f": {self.error or e}"
