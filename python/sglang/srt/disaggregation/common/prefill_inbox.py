@@ -8,6 +8,7 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -45,15 +46,17 @@ class Backend(Generic[Peer]):
 
     rank_word: what a decode rank is called in errors. can_tell: whether one whose message cannot be used is to be told
     so and can be; its second argument says whether the message is one of a decode worker with a radix cache.
-    dummies_answer: whether a dummy rank answers a request for a room that has failed. late_cancel: what to answer who
-    gives up a room that has ended, by why it failed if it did; None for nothing. early_cancel: what to remember of a
-    room that is given up before its request has come, and what to answer, by the refusal in full. in_the_way: what of
-    an earlier request of a room keeps a new one from beginning, if anything.
+    dummies_answer: whether a dummy rank answers a request for a room that has failed. notes_silent_peers: whether it is
+    noted when a decode worker without the flag asks, since any room may wait there unsaid. late_cancel: what to answer
+    who gives up a room that has ended, by why it failed if it did; None for nothing. early_cancel: what to remember of
+    a room that is given up before its request has come, and what to answer, by the refusal in full. in_the_way: what
+    of an earlier request of a room keeps a new one from beginning, if anything.
     """
 
     rank_word: str
     can_tell: Callable[[Peer, bool], bool]
     dummies_answer: bool
+    notes_silent_peers: bool
     late_cancel: Callable[[str | None], str | None]
     early_cancel: Callable[[str], tuple[str, str]]
     in_the_way: Callable[[int], str | None] = lambda room: None
@@ -95,6 +98,8 @@ class PrefillInbox(Generic[Peer]):
     def _on_request(self, message: Request[Peer]) -> None:
         """Take a request for KV; its room may begin when all decode ranks have asked."""
         books, room, info, word = self._books, message.room, message.info, self._backend.rank_word
+        if self._backend.notes_silent_peers and not info.names_prefix:
+            books.rooms.silent_peer_at = time.monotonic()
         asked = books.asked.get(room, {})
         if message.name not in asked and not message.is_dummy:
             books.last_words.begin(room, message.peer, info.names_prefix)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,7 @@ def _backend(queued: QueuedChunks) -> Backend[Peer]:
         rank_word="session",
         can_tell=lambda peer, names_prefix: names_prefix,
         dummies_answer=False,
+        notes_silent_peers=False,
         # Nothing is told to one that has been told of a success.
         late_cancel=lambda failure: failure or GIVEN_UP,
         early_cancel=lambda refusal: (refusal, GIVEN_UP),
@@ -403,6 +405,11 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         raise engine.KVTransferError(self.bootstrap_room, reason)
 
 
+def _head(receiver: Any) -> list[bytes]:
+    manager = receiver.kv_mgr
+    return head(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
+
+
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     """Mooncake receiver that asks for the delta."""
 
@@ -433,7 +440,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
         def frames(is_dummy: bool) -> list[bytes]:
             return [
-                *self._head(),
+                *_head(self),
                 b"" if is_dummy else pages,
                 b"" if is_dummy else str(aux_index).encode("ascii"),
                 b"" if is_dummy else states,
@@ -508,11 +515,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if manager.staging is not None:
             manager.staging.drop(room)
 
-    def _head(self) -> list[bytes]:
-        return head(self.bootstrap_room, self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.session_id)
-
     def _word(self, word: bytes) -> list[bytes]:
-        return [*self._head(), word]
+        return [*_head(self), word]
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""

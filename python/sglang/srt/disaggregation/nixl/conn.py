@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
     Reader,
     Registration,
-    Request,
     check_prefix_frames,
     head,
     prefix_frames,
@@ -174,6 +173,7 @@ class NixlKVManager(engine.NixlKVManager):
                 rank_word="agent",
                 can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
                 dummies_answer=True,
+                notes_silent_peers=True,
                 late_cancel=lambda failure: None if failure is None else GIVEN_UP,
                 early_cancel=lambda refusal: (GIVEN_UP, refusal),
             ),
@@ -198,8 +198,6 @@ class NixlKVManager(engine.NixlKVManager):
         if isinstance(message, Registration):
             self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message.frames))
             return
-        if isinstance(message, Request) and not message.info.names_prefix:
-            self.rooms.silent_peer_at = time.monotonic()
         self.inbox.take(message)
 
     def _add_remote_peer(self, decode_kv_args) -> None:
@@ -475,6 +473,11 @@ class NixlKVSender(engine.NixlKVSender):
         raise RuntimeError(reason)
 
 
+def _head(receiver: Any) -> list[bytes]:
+    manager = receiver.kv_mgr
+    return [engine.GUARD, *head(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name)]
+
+
 class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
@@ -508,7 +511,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
         def frames(is_dummy: bool) -> list[bytes]:
             return [
-                *self._head(),
+                *_head(self),
                 b"" if is_dummy else pages,
                 str(aux_index).encode("ascii"),
                 b"%d" % self.required_dst_info_num,
@@ -555,12 +558,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
-    def _head(self) -> list[bytes]:
-        manager = self.kv_mgr
-        return [engine.GUARD, *head(self.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name)]
-
     def _word(self, word: bytes) -> list[bytes]:
-        return [*self._head(), word]
+        return [*_head(self), word]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
