@@ -27,7 +27,8 @@ import test_nixl_wire as nixl_wire
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import peer_liveness, peer_watch
+from sglang.srt.disaggregation.common import peer_liveness, peer_watch, prefill_peers
+from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
@@ -43,7 +44,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_pd_radix.tools.cluster import free_ports
 
 # The names of the patch file itself.
-CODE = common.CommonKVManager.why_unreached.__globals__
+CODE = vars(prefill_peers)
 REALLY_REFUSING = peer_liveness.refusing
 WATCH_PREFILLS = peer_watch.PrefillWatch.run
 WATCH_DECODES = peer_watch.DecodeWatch.run
@@ -135,8 +136,8 @@ class Bench:
         # Another name of the same prefill, for those that go on when the first is lost.
         self.other_host = "localhost"
         self.manager.prefill_info_table[f"{self.other_host}:{self.port}"] = self.manager.prefill_info_table[address]
-        self.manager.prefix_peers[f"{self.other_host}:{self.port}"] = True
-        self.manager.listening_peers |= {address, f"{self.other_host}:{self.port}"}
+        known = dataclasses.replace(self.manager.prefills.of(address), queued=True)
+        self.manager.prefills.capabilities |= {address: known, f"{self.other_host}:{self.port}": known}
         self.address = address
         self.info = self.manager.prefill_info_table[address]
         # A request that has most of the memory, see `short_of_memory`.
@@ -538,7 +539,7 @@ def time_runs_out(bench: Bench, req: Req) -> None:
     receiver = bench.receiver(req)
     if receiver is not None:
         receiver.made_at -= 1e6
-        receiver.cancelled_at -= 1e6
+        receiver.state.given_up_at -= 1e6
         if receiver.init_time is not None:
             receiver.init_time -= 1e6
 
@@ -744,7 +745,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
             bench.abort(AbortReq(rid=req.rid))
         for _ in range(3):
             bench.step()
-        receiver.cancelled_at -= 1e6
+        receiver.state.given_up_at -= 1e6
         for entry in bench.world.transfer.quarantine:
             entry.failed_at -= 1e6
         bench.drain()
@@ -912,7 +913,7 @@ def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkey
 
     (port,) = free_ports(1)
     monkeypatch.setattr(ENGINE_MANAGER, "try_ensure_parallel_info", other_page_size)
-    monkeypatch.setattr(common.CommonKVManager, "_ask_for_prefix", lambda manager, addr: 1)
+    monkeypatch.setattr(prefill_peers.PrefillPeers, "ask_for_prefix", lambda peers, addr: 1)
     req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
     assert timed(bench, req) < 2
     assert "Page size mismatch" in req.finished_reason.message
@@ -1007,7 +1008,7 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
         half.step()
         bench.prefill.settle()
         time.sleep(0.005)
-    assert "is gone" in half.sender.why()
+    assert "is gone" in half.sender.failure_reason()
     rooms = bench.prefill.rooms
     assert not rooms.live.keys() & {req.bootstrap_room} and not rooms.refused and not rooms.waiting
 
@@ -1052,7 +1053,7 @@ def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, ki
     if kind == "mooncake":
         half.sender.init_time -= bench.prefill.bootstrap_timeout + 1
     half.step()
-    assert half.ended and "timed out" in half.sender.why()
+    assert half.ended and "timed out" in half.sender.failure_reason()
 
 
 def test_beside_decode_workers_without_the_flag_prefill_waits_for_what_they_may_hold(bench: Bench, kind: str):
@@ -1067,19 +1068,20 @@ def test_beside_decode_workers_without_the_flag_prefill_waits_for_what_they_may_
     # One of them asks for another room.
     info = dataclasses.replace(next(iter(next(iter(bench.prefill.transfer_infos.values())).values())))
     info.room, info.dummy = 1 << 40, None
-    bench.prefill._on_request(info)
+    bench.prefill.inbox.take(Request(info.room, info.agent_name, info.agent_name, info))
     half.step()
     assert not half.ended
     bench.prefill.rooms.silent_peer_at -= bench.prefill.bootstrap_timeout + 1
     half.step()
-    assert half.ended and "timed out" in half.sender.why()
+    assert half.ended and "timed out" in half.sender.failure_reason()
     bench.prefill.forget(info.room)
 
 
 def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench, kind: str):
     if kind == "mooncake":
         pytest.skip("the engine itself has a time-out here")
-    bench.manager.listening_peers.clear()
+    for addr, known in bench.manager.prefills.capabilities.items():
+        bench.manager.prefills.capabilities[addr] = dataclasses.replace(known, queued=False)
     req = short_of_memory(bench)
     bench.halves[req.rid].sender.made_at -= 1e6
     bench.step()
@@ -1138,18 +1140,21 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
 def test_prefill_gives_up_kv_that_decode_does_not_take(bench: Bench, flag: bool):
     """Of a decode worker without the flag the engine goes on to wait."""
     if not flag:
-        bench.manager.prefix_peers.clear()
+        bench.manager.prefills.capabilities.clear()
     req = sent_in_part(bench)
     sender = bench.halves[req.rid].sender
-    assert not sender.has_failed_late() and sender.lost() is None
-    sender._due_at -= bench.prefill.transfer_timeout
-    assert (sender.lost() is not None) == flag == sender.has_failed_late()
+    sender.fail_if_overdue()
+    assert not sender.has_failed() and sender.failure_reason() is None
+    sender.state.due_at -= bench.prefill.transfer_timeout
+    reason = sender.failure_reason()
+    sender.fail_if_overdue()
+    assert (reason is not None) == flag == sender.has_failed()
     # The client is told the reason before the books are closed.
-    assert not flag or "has not got all of its KV" in sender.why()
+    assert not flag or "has not got all of its KV" in sender.failure_reason()
     bench.drain()
     assert bench.told(req) == 1 and has_failed(bench, req) == flag
     if flag:
-        assert sender.why() in req.finished_reason.message
+        assert sender.failure_reason() in req.finished_reason.message
         bench.assert_books_closed()
 
 
@@ -1157,7 +1162,7 @@ def test_a_prefill_that_stood_still_writes_nothing_any_more(bench: Bench):
     """It goes on when decode has long given the request up, and its pages away."""
     req = begun(bench)
     half = bench.halves[req.rid]
-    half.sender._due_at = 0.0
+    half.sender.state.due_at = 0.0
     half.send(CHUNK)
     assert half.sender.has_failed() and half.sender.curr_idx == 0
     bench.drain()

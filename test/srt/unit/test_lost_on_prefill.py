@@ -64,7 +64,7 @@ def test_what_waits_for_its_turn_is_not_computed_at_all(loop: PrefillLoop, late:
         if len(scheduler.steps) == 1 and scheduler.tp_rank == 0:
             assert [req.bootstrap_room for req in scheduler.waiting_queue] == [ROOM]
             if late:
-                reqs[0].disagg_kv_sender._due_at = 0.0
+                reqs[0].disagg_kv_sender.state.due_at = 0.0
             else:
                 lose(loop)
 
@@ -123,7 +123,7 @@ def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop, mon
     loop.run(6)
     assert not any(scheduler.told for scheduler in loop.schedulers)
     for req in reqs:
-        req.disagg_kv_sender._due_at -= 1001
+        req.disagg_kv_sender.state.due_at -= 1001
     loop.run(2)
     for scheduler in loop.schedulers:
         ((req, _),) = scheduler.told

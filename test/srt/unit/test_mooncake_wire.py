@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn, wire
 from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
@@ -44,6 +45,7 @@ from sglang_pd_radix.tools.cluster import free_ports
 
 ENGINE_RECEIVER = MooncakeKVReceiver.__mro__[1]
 ADDR = "10.0.0.9:8998"
+DIGESTS = Capabilities(version=1, digests=True)
 LAYERS, HEADS, HEAD_BYTES, NUM_PAGES, NUM_AUX = 2, 4, 8, 64, 8
 
 
@@ -450,7 +452,7 @@ def test_a_message_without_a_prefix_is_the_engines_and_one_with_it_only_appends(
     assert long == [engines[0] + [b"128", b"1" if dummy else b"0"]]
     assert TransferInfo.from_zmq(short[0]).decode_prefix_len is None
     assert not TransferInfo.from_zmq(long[0]).wants_digest
-    receiver.kv_mgr.page_digests, receiver.kv_mgr.digest_peers = object(), {ADDR}
+    receiver.kv_mgr.page_digests, receiver.kv_mgr.prefills = object(), SimpleNamespace(of=lambda addr: DIGESTS)
     receiver.bootstrap_addr = ADDR
     verified = frames_of(receiver, lambda: receiver.send_metadata(indices, 3, states, decode_prefix_len=128))
     assert verified == [long[0] + [b"digest"]]
@@ -586,14 +588,14 @@ def test_a_reason_that_comes_while_another_is_told_is_not_kept(world: World, mon
 def test_a_reason_that_comes_to_decode_while_another_is_told_is_not_kept(world: World, monkeypatch) -> None:
     """Before it has asked for anything, so that it waits for no writer either."""
     manager = world.decode[0].manager
-    tell = manager.failure_reason
+    tell = manager.take_reason
 
     def told(room: int, *default: str) -> str:
         reason = tell(room, *default)
         manager.fail_room(room, "and another one")
         return reason
 
-    monkeypatch.setattr(manager, "failure_reason", told)
+    monkeypatch.setattr(manager, "take_reason", told)
     request = world.request(1, 10, 4).start_decode()
     request.receivers[0].fail("out of luck")
     assert reasons(request.receivers)[0].endswith("out of luck")
@@ -706,7 +708,7 @@ def test_a_full_hit_has_nothing_to_verify(world: World) -> None:
 
 
 def test_a_prefill_without_digests_is_used_unverified(world: World) -> None:
-    verified(world).decode[0].manager.digest_peers.clear()
+    verified(world).decode[0].manager.prefills.capabilities[world.addr] = Capabilities(version=1)
     request = world.request(1, 8, 0)
     request.bootstrap().send()
     request.finish()
@@ -1059,7 +1061,7 @@ def test_nothing_queued_is_written_for_what_decode_must_have_given_up(world: Wor
     ahead.send()
     assert prefill.library.writing.wait(5)
     request.send(3)
-    request.senders[0]._due_at = time.monotonic()
+    request.senders[0].state.due_at = time.monotonic()
     prefill.library.gate.set()
     until(lambda: not prefill.manager.queued, "the queue is empty")
     assert not any(pool[request.decode_pages].any() for pool in decode.kv)
@@ -1176,7 +1178,7 @@ def test_pages_of_an_aborted_request_are_kept_until_its_write_is_done(world: Wor
     request.senders[0].send(np.arange(1, 3, dtype=np.int32))
     assert library.writing.wait(5)
     give_up(request)
-    until(lambda: request.senders[0].poll() is not None and request.senders[0]._failed(), "prefill hears of it")
+    until(lambda: request.senders[0].poll() is not None and request.senders[0].has_failed(), "prefill hears of it")
     time.sleep(0.05)
     assert not request.receivers[0].writers_done() and request.senders[0].poll() == KVPoll.WaitingForInput
     library.gate.set()
@@ -1578,7 +1580,7 @@ def test_ranks_that_share_heads_send_slices(monkeypatch) -> None:
     world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
     world.prefill[0].manager.kv_args.total_kv_head_num = HEADS // 2
     request = world.request(1, 8, 0).bootstrap()
-    assert all(world.prefill[0].manager._piece_pages(info) == 0 for info in request.senders[0]._infos.values())
+    assert all(world.prefill[0].manager._piece_pages(info) == 0 for info in request.senders[0].state.asked.values())
     world.close()
 
 
@@ -1592,7 +1594,7 @@ def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
     time.sleep(0.3)
     request.wait_senders(KVPoll.WaitingForInput)
     (port,) = free_ports(1)
-    for info in request.senders[0]._infos.values():
+    for info in request.senders[0].state.asked.values():
         info.dst_port = port
     request.wait_senders(KVPoll.Failed)
     assert "which was to grant staging memory, is gone" in reasons(request.senders)[0]
@@ -1652,8 +1654,7 @@ def test_a_piece_that_cannot_be_right_fails_its_room_only(monkeypatch, frames: l
 def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:
     """It would fill it by its own grid. Its requests for cells are left unanswered, and it sends slices."""
     world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
-    world.decode[0].manager.prefix_peers[world.addr] = False
-    world.decode[0].manager.piece_peers.clear()
+    world.decode[0].manager.prefills.capabilities.clear()
     world.request(1, 8, None).start_prefill()
     receiver = MooncakeKVReceiver(world.decode[0].manager, world.addr, 1)
     receiver.init(0)
@@ -1852,7 +1853,7 @@ def test_a_failure_in_the_engines_words_does_not_say_that_nothing_is_written_any
     request.wait_receivers(KVPoll.Failed)
     (receiver,) = request.receivers
     reasons(request.receivers)
-    receiver.cancelled_at = time.monotonic()
+    receiver.state.given_up_at = time.monotonic()
     assert not receiver.writers_done()
-    world.decode[0].manager.prefix_peers[world.addr] = False
+    world.decode[0].manager.prefills.capabilities.clear()
     assert receiver.writers_done()

@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import handshakes, peer_watch
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import (
@@ -43,6 +44,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
+DIGESTS = Capabilities(version=1, digests=True)
 PAGE, ITEM, STATE_ITEM = 4, 64, 96
 GOOD, BAD = 101, 102
 
@@ -250,7 +252,7 @@ class World:
             info = common.PrefillServerInfo(prefill_tp, prefill_cp, 1, len(stages), PAGE, "auto", True)
             rank.manager._resolve_rank_mapping(info)
             rank.manager.prefill_info_table[ADDR] = info
-            rank.manager.prefix_peers[ADDR] = True
+            rank.manager.prefills.capabilities[ADDR] = Capabilities(version=1)
         self.sockets = []
         for rank in self.prefill:
             socket = zmq.Context.instance().socket(zmq.PUSH)
@@ -470,7 +472,7 @@ def test_flag_on_the_message_is_the_documented_one():
 def test_with_digests_the_message_has_one_frame_more():
     receiver, pages_asked = bare(), np.array([7], np.int32)
     plain = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
-    receiver.kv_mgr.page_digests, receiver.kv_mgr.digest_peers = object(), {ADDR}
+    receiver.kv_mgr.page_digests, receiver.kv_mgr.prefills = object(), SimpleNamespace(of=lambda addr: DIGESTS)
     receiver.bootstrap_addr = ADDR
     ours = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
     assert ours == [[*frames, b"digest"] for frames in plain]
@@ -487,7 +489,7 @@ def test_the_registration_is_the_engines_byte_for_byte():
 
 def test_a_prefill_without_the_patch_gets_the_engines_message(world):
     """Whether a prefix may be named is a property of the peer and not of this worker."""
-    world.decode[0].manager.prefix_peers[ADDR] = False
+    world.decode[0].manager.prefills.capabilities.clear()
     receiver = NixlKVReceiver(world.decode[0].manager, ADDR, BAD)
     assert not receiver.peer_takes_prefix
 
@@ -505,7 +507,7 @@ def with_digests(world: World) -> World:
         pool.k_buffer, pool.v_buffer = ([heads[:, mine].repeat(2, 1, 1) for _ in rank.layers] for _ in "kv")
         num_layers = rank.manager.num_layers if rank.manager.pp_size > 1 else None
         rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, 8, num_layers)
-        rank.manager.digest_peers.add(ADDR)
+        rank.manager.prefills.capabilities[ADDR] = DIGESTS
     return world
 
 

@@ -323,7 +323,7 @@ def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
     assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "state": 1}
     manager = world.decode[0].manager
-    assert world.addr in manager.digest_peers and world.addr not in manager.piece_peers
+    assert manager.prefills.of(world.addr).digests and not manager.prefills.of(world.addr).pieces
 
 
 # ---- context parallelism: every rank has all KV, and the first sends ----

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.common.authentication import NotTrusted
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 
 
-def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, SimpleNamespace]:
-    """The version that decode takes the prefill to have, and decode's books after that."""
+def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, list[Capabilities]]:
+    """The version that decode takes the prefill to have, and what it has noted of it after that."""
 
     class Bootstrap(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -31,31 +31,25 @@ def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, Si
 
     server = HTTPServer(("127.0.0.1", 0), Bootstrap)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    books = SimpleNamespace(
-        server_args=SimpleNamespace(speculative_algorithm=None),
-        has_state=has_state,
-        prefix_peers={},
-        piece_peers=set(),
-        digest_peers=set(),
-        listening_peers=set(),
-    )
+    own = SimpleNamespace(speculative_algorithm=None)
+    peers = PrefillPeers(lambda: own, lambda: has_state, lambda: False, lambda addr: True)
     try:
-        return CommonKVManager._ask_for_prefix(books, f"127.0.0.1:{server.server_port}"), books
+        return peers.ask_for_prefix(f"127.0.0.1:{server.server_port}"), list(peers.capabilities.values())
     finally:
         server.shutdown()
         server.server_close()
 
 
 def test_a_prefill_that_understands_it():
-    version, books = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
-    assert version == DECODE_PREFIX_VERSION and list(books.prefix_peers.values()) == [True]
-    assert len(books.listening_peers) == 1 and not books.piece_peers and not books.digest_peers
+    version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
+    assert version == DECODE_PREFIX_VERSION and found.takes_prefix
+    assert found.queued and not found.pieces and not found.digests
 
 
 @pytest.mark.parametrize("can", ["digests", "stage_digests"])
 def test_either_kind_of_digest_will_do(can):
-    _, books = ask(200, {"version": DECODE_PREFIX_VERSION, "pieces": True, can: True})
-    assert len(books.digest_peers) == len(books.piece_peers) == 1 and not books.listening_peers
+    _, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "pieces": True, can: True})
+    assert found.digests and found.pieces and not found.queued
 
 
 @pytest.mark.parametrize(
@@ -63,9 +57,9 @@ def test_either_kind_of_digest_will_do(can):
 )
 def test_a_prefill_that_does_not_is_sent_none(status, body):
     """The bare engine, one that has it switched off, and one of a later release."""
-    version, books = ask(status, body)
+    version, [found] = ask(status, body)
     assert version is not None and version != DECODE_PREFIX_VERSION
-    assert list(books.prefix_peers.values()) == [False]
+    assert not found.takes_prefix
 
 
 def test_one_that_would_not_send_the_state_is_sent_none():
@@ -81,8 +75,8 @@ def test_another_secret_is_said_at_once():
 
 @pytest.mark.parametrize(("status", "body"), [(500, b"oops"), (402, b"?"), (200, b"no json"), (200, {}), (200, [])])
 def test_an_answer_that_says_nothing_is_asked_for_again(status, body):
-    version, books = ask(status, body)
-    assert version is None and not books.prefix_peers
+    version, found = ask(status, body)
+    assert version is None and not found
 
 
 def test_one_that_speculates_otherwise_is_of_no_use():

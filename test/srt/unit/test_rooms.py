@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import rooms as module
 from sglang.srt.disaggregation.common.rooms import Rooms
-from sglang.srt.disaggregation.decode_prefix import GIVEN_UP
+from sglang.srt.disaggregation.common.wire import GIVEN_UP
 
 
 def sender(room: int, *polls: KVPoll) -> SimpleNamespace:

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_wat
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, nothing_listens, refusing
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from test_nixl_wire import until
@@ -202,7 +203,7 @@ def test_no_message_to_a_prefill_that_reads_nothing_is_waited_for(world: Any, de
     """ZeroMQ waited when its queue was full, for good, and so did who wanted the socket's lock."""
     manager = world.decode[0].manager
     first, second = (world.request(room, 24, 8).start_prefill().start_decode().receivers[0] for room in (1, 2))
-    manager.listening_peers.add(first.bootstrap_addr)
+    manager.prefills.capabilities[first.bootstrap_addr] = Capabilities(version=1, queued=True)
     for receiver in (first, second):
         receiver.fenced = True
         receiver.bootstrap_infos = [{**info, "rank_port": deaf} for info in receiver.bootstrap_infos]
@@ -237,20 +238,20 @@ def test_a_request_that_one_prefill_rank_does_not_take_is_ended_by_all(monkeypat
         in_time(lambda: fill(receiver))
     with pytest.raises(NotTaken):
         request.ask()
-    assert receiver.asked
+    assert receiver.state.asked
     receiver.fail("not taken")
     in_time(receiver.cancel)
-    assert receiver._untold == receiver.bootstrap_infos[1:] and not receiver.writers_done()
+    assert receiver.state.untold == receiver.bootstrap_infos[1:] and not receiver.writers_done()
     # It goes on, and takes messages.
     receiver.bootstrap_infos[1]["rank_port"] = unasked["rank_port"]
-    receiver._told_at -= 1e6
+    receiver.state.told_at -= 1e6
     assert not receiver.writers_done()
     request.wait_senders(KVPoll.Failed)
     for rank in world.prefill:
         rank.manager.settle()
         assert not rank.manager.cancels
     until(receiver.writers_done, "both ranks have answered")
-    assert not receiver._untold
+    assert not receiver.state.untold
 
 
 def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any, monkeypatch) -> None:
@@ -261,7 +262,7 @@ def test_a_rank_whose_request_never_came_is_answered_all_the_same(world: Any, mo
         # Lost with the connection.
         cut.setattr(receiver, "_send_to", lambda peer, frames: None)
         request.ask()
-    assert receiver.asked
+    assert receiver.state.asked
     receiver.fail("lost")
     receiver.cancel()
     request.wait_senders(KVPoll.Failed)

@@ -208,7 +208,7 @@ def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
 def test_a_prefill_that_forgets_the_state_of_a_full_hit_is_named_no_prefix(over_mooncake, monkeypatch, says_so):
     """One with an earlier version of this package. What it is not named a prefix for, it sends in full."""
     manager, addr = over_mooncake.decode[0].manager, over_mooncake.addr
-    assert manager.prefix_peers[addr]
+    assert manager.prefills.of(addr).takes_prefix
     get = common.requests.get
 
     def older(url: str, **options):
@@ -218,7 +218,7 @@ def test_a_prefill_that_forgets_the_state_of_a_full_hit_is_named_no_prefix(over_
         return reply
 
     monkeypatch.setattr(common.requests, "get", older)
-    assert manager._ask_for_prefix(addr) == int(says_so)
-    assert manager.prefix_peers[addr] == says_so
+    assert manager.prefills.ask_for_prefix(addr) == int(says_so)
+    assert manager.prefills.of(addr).takes_prefix == says_so
     manager.kv_args.state_data_ptrs = []
-    assert manager._ask_for_prefix(addr) == 1
+    assert manager.prefills.ask_for_prefix(addr) == 1

@@ -542,7 +542,6 @@ class LateReceiver(Receiver):
     kv_mgr = SimpleNamespace(record_failure=lambda room, reason: None)
     digest_pages = None
     once_metadata_landed = CommonKVReceiver.once_metadata_landed
-    _once_verified = CommonKVReceiver._once_verified
 
     def _is_overdue(self) -> bool:
         return False

@@ -19,6 +19,7 @@ from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.admission_step import Admission
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_agreement import Ranks
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
@@ -140,6 +141,8 @@ class DecodeRequest(engine.DecodeRequest):
     def why(self) -> str:
         """Why it failed, as far as this rank knows, after a colon."""
         try:
+            if isinstance(self.kv_receiver, CommonKVReceiver):
+                return f": {self.error or self.kv_receiver.failure()}"
             self.kv_receiver.failure_exception()
         except Exception as e:
             return f": {self.error or e}"

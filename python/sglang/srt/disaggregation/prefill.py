@@ -81,8 +81,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 computing.disagg_kv_sender.poll()
             for req in self.disagg_prefill_inflight_queue:
                 sender = req.disagg_kv_sender
-                if isinstance(sender, CommonKVSender) and not req.finished() and sender.has_failed_late():
-                    self._tell_lost(req, sender.why())
+                if isinstance(sender, CommonKVSender) and not req.finished():
+                    sender.fail_if_overdue()
+                    if sender.has_failed():
+                        self._tell_lost(req, sender.failure_reason())
         return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
 
     def lost_requests(self) -> dict[str, str]:
@@ -94,7 +96,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         lost: dict[str, str] = {}
         for req in unpolled:
             sender = getattr(req, "disagg_kv_sender", None)
-            reason = sender.lost() if isinstance(sender, CommonKVSender) and not req.finished() else None
+            reason = sender.failure_reason() if isinstance(sender, CommonKVSender) and not req.finished() else None
             if reason is not None:
                 lost[req.rid] = reason
         return lost
@@ -105,7 +107,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         def lose(req: Req | None) -> bool:
             if req is None or req.rid not in recv_req.reasons or not isinstance(req.disagg_kv_sender, CommonKVSender):
                 return False
-            req.disagg_kv_sender.lose(recv_req.reasons[req.rid])
+            # It may have failed here for a reason of its own. Decode is told when nothing is being written.
+            req.disagg_kv_sender.heed()
+            req.disagg_kv_sender.fail(recv_req.reasons[req.rid])
+            req.disagg_kv_sender.poll()
             self._tell_lost(req, recv_req.reasons[req.rid])
             return True
 

@@ -69,28 +69,33 @@ def install() -> None:
 
 
 def _patch(module: Any) -> None:
-    from sglang.srt.disaggregation import decode
+    from sglang.srt.disaggregation import decode, prefill_delta
 
     when_made(module.Scheduler, _watch)
-    request, commit = decode.DecodePreallocQueue._request_kv, decode.DecodeTransferQueue._commit_transfer_to_req
+    request, commit = prefill_delta.PrefillDeltas.request, decode.DecodeTransferQueue._commit_transfer_to_req
 
-    def request_kv(queue: Any, decode_req: Any) -> None:
-        queue.scheduler.kv_faults.asked(decode_req.req)
-        request(queue, decode_req)
+    def request_delta(deltas: Any, decode_req: Any, fence: Any) -> None:
+        _of_this_process[-1].asked(decode_req.req)
+        request(deltas, decode_req, fence)
 
     def commit_transfer(queue: Any, decode_req: Any) -> bool:
         req = decode_req.req
         arrived = commit(queue, decode_req)
         if arrived:
-            queue.scheduler.kv_faults.arrived(req)
+            _of_this_process[-1].arrived(req)
         return arrived
 
-    decode.DecodePreallocQueue._request_kv = request_kv
+    prefill_delta.PrefillDeltas.request = request_delta
     decode.DecodeTransferQueue._commit_transfer_to_req = commit_transfer
 
 
+# A scheduler is a process.
+_of_this_process: list[Faults] = []
+
+
 def _watch(scheduler: Any) -> None:
-    scheduler.kv_faults = faults = Faults(Path(os.environ[DIRECTORY]), scheduler)
+    faults = Faults(Path(os.environ[DIRECTORY]), scheduler)
+    _of_this_process.append(faults)
     finish = scheduler.tree_cache.cache_finished_req
 
     def finish_and_spoil(req: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,77 @@ class Connections:
         attempt.make(fetch)
         return attempt
 
+    def join(
+        self, addr: str, dp_rank: int, is_known: bool, fetcher: Callable[[], Callable[[], None]]
+    ) -> Connection | None:
+        """The attempt to wait for, begun if need be; None where the ranks are known, and know this worker's memory.
+
+        is_known: whether it is known where they listen. fetcher: makes what a thread does to learn it.
+        """
+        attempt = self.get(addr, dp_rank)
+        if attempt is not None and attempt.over and (attempt.reason is not None or not is_known):
+            # It is of no use any more.
+            self.done(addr, dp_rank, attempt)
+            attempt = None
+        if attempt is None and not is_known:
+            attempt = self.start(addr, dp_rank, fetcher())
+        return attempt
+
     def done(self, addr: str, dp_rank: int, attempt: Connection) -> None:
         """It has failed, or the ranks have been sent what they must know."""
         if self._attempts.get((addr, dp_rank)) is attempt:
             del self._attempts[addr, dp_rank]
+
+
+def known_ranks(pool: Mapping[str, list[dict]], keys: Iterable[str]) -> list[list[dict]] | None:
+    """Where the ranks of a prefill listen, as the engine keeps it by these keys; None while that is not known."""
+    known = [pool.get(key) for key in keys]
+    return None if None in known else [infos for infos in known if infos is not None]
+
+
+class NotConnected(Exception):
+    """Where the ranks of a prefill listen is being asked."""
+
+
+class Handshake:
+    """One request's handshake with the ranks of a prefill's DP rank, made when it takes no waiting.
+
+    dp_rank: with which it is still to be made. connection: the attempt to reach that which is waited for.
+    """
+
+    def __init__(self) -> None:
+        self.dp_rank: int | None = None
+        self.connection: Connection | None = None
+
+    def due(self) -> int | None:
+        """The DP rank with which it can go on now."""
+        return None if self.connection is not None and not self.connection.over else self.dp_rank
+
+    def reach(
+        self,
+        connections: Connections,
+        addr: str,
+        dp_rank: int,
+        known: Callable[[], list[list[dict]] | None],
+        fetcher: Callable[[], Callable[[], None]],
+    ) -> tuple[list[list[dict]], bool]:
+        """Where the ranks listen, and whether they have still to be told of this worker's memory.
+
+        known: what is known of that. fetcher: makes what a thread does to learn it. Raises NotConnected while that is
+        under way, and ConnectionError where it was of no use.
+        """
+        if self.connection is not None and self.connection.reason is not None:
+            connections.done(addr, dp_rank, self.connection)
+            raise ConnectionError(self.connection.reason)
+        ranks = known()
+        attempt = connections.join(addr, dp_rank, ranks is not None, fetcher)
+        if attempt is None:
+            return ranks or [], False
+        self.connection = attempt
+        if not attempt.over:
+            raise NotConnected
+        connections.done(addr, dp_rank, attempt)
+        ranks = known()
+        if attempt.reason is not None or ranks is None:
+            raise ConnectionError(attempt.reason or "it was lost in the meantime")
+        return ranks, True

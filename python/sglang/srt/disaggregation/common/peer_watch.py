@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
@@ -29,6 +30,21 @@ def host_and_port(addr: str) -> Endpoint:
     """Of an address as the engine writes it."""
     parsed = NetworkAddress.parse(addr)
     return parsed.host, parsed.port
+
+
+def ports_of(
+    prefills: Iterable[str], connections: Mapping[str, Iterable[Mapping[str, Any]]]
+) -> dict[str, set[Endpoint]]:
+    """Of each prefill, by address, where its schedulers listen, or else its bootstrap server.
+
+    connections: the engine's, by a prefill's address and three ranks, with underscores between.
+    """
+    found: dict[str, set[Endpoint]] = {addr: set() for addr in prefills}
+    for key, infos in connections.items():
+        addr = key.rsplit("_", 3)[0]
+        if addr in found:
+            found[addr].update((info["rank_ip"], info["rank_port"]) for info in infos)
+    return {addr: ports or {host_and_port(addr)} for addr, ports in found.items()}
 
 
 class SocketSweep:

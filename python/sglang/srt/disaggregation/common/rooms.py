@@ -8,16 +8,41 @@ Upstream: not in 0.5.10.post1.
 
 from __future__ import annotations
 
+import enum
+import logging
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_prefix import GIVEN_UP
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
+
+logger = logging.getLogger(__name__)
 
 # Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
 REMEMBERED_ROOMS = 65536
+
+
+class Verdict(enum.Enum):
+    """What becomes of decode's request for KV."""
+
+    TAKEN = enum.auto()
+    # It was the last that the room waited for: it may begin.
+    READY = enum.auto()
+    # It cannot be right, or not be met.
+    REFUSED = enum.auto()
+    # The request has failed here before decode asked for it.
+    TOO_LATE = enum.auto()
+    REPEATED = enum.auto()
+
+
+class Judged(NamedTuple):
+    """A verdict, and why."""
+
+    verdict: Verdict
+    reason: str = ""
 
 
 class Rooms:
@@ -58,7 +83,8 @@ class Rooms:
 
     def reopen(self, room: int) -> None:
         """Forget that ``room`` has ended: what is asked for it now is of a new request."""
-        self.ended.pop(room, None)
+        with self.lock:
+            self.ended.pop(room, None)
 
     def end(self, room: int, reason: str | None = None) -> None:
         """Remember that ``room`` has ended, and why if it failed."""
@@ -82,14 +108,51 @@ class Rooms:
             if self.failure(room) is None:
                 _remember(self.refused, room, reason)
 
+    def refuse_request(self, room: int, reason: str) -> str:
+        """`refuse` it, in the words in which both workers' clients are told; returns them."""
+        reason = f"refused decode's request for KV: {reason}"
+        logger.error("Room %s: %s", room, reason)
+        self.refuse(room, reason)
+        return reason
+
     def take_refusal(self, room: int) -> str | None:
         """Why decode's request for ``room`` was refused, or that decode has given it up. It leaves the book."""
-        return self.refused.pop(room, None)
+        with self.lock:
+            return self.refused.pop(room, None)
 
     def give_up(self, room: int, reason: str = GIVEN_UP) -> None:
         """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
-        self.refused[room] = reason
-        self.given_up.append(self.live[room])
+        with self.lock:
+            self.refused[room] = reason
+            self.given_up.append(self.live[room])
+
+    def on_request(
+        self, message: Request, asked: Mapping[str, Any], stranger: str | None, in_the_way: str | None
+    ) -> Judged:
+        """What becomes of a decode rank's request for KV.
+
+        asked: what decode ranks have asked for of this room, by name. stranger: that this one has not said where its
+        memory is, if so. in_the_way: what of an earlier request of the room keeps a new one from beginning, if any.
+        """
+        room, info = message.room, message.info
+        with self.lock:
+            if info.names_prefix:
+                self.hear(info.endpoint, info.dst_port)
+            if stranger is not None:
+                return Judged(Verdict.REFUSED, stranger)
+            ended = self.failure(room)
+            if ended is not None and info.names_prefix:
+                return Judged(Verdict.TOO_LATE, ended)
+            if in_the_way is not None and not asked and info.names_prefix:
+                return Judged(Verdict.REFUSED, in_the_way)
+            if message.name in asked:
+                return Judged(Verdict.REPEATED)
+            counts = {other.required_dst_info_num for other in (*asked.values(), info)}
+            if len(counts) > 1 or min(counts) < 1:
+                return Judged(Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask")
+            # A room that ended well may be used again, as in the engine.
+            self.reopen(room)
+        return Judged(Verdict.READY if len(asked) + 1 == info.required_dst_info_num else Verdict.TAKEN)
 
     def wait(self, room: int, host: str, port: int) -> None:
         """Note that ``room`` waits in a decode rank, which will ask for it."""
@@ -154,3 +217,11 @@ def _remember(book: dict, room: Any, value: Any) -> None:
     book[room] = value
     while len(book) > REMEMBERED_ROOMS:
         del book[next(iter(book))]
+
+
+def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
+    """How many rooms each book mentions. books: dicts and sets by room; of dicts of sets, each set is counted."""
+    held = {"live": len(rooms.live), "given_up": len(rooms.given_up)}
+    for name, book in books.items():
+        held[name] = sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
+    return held

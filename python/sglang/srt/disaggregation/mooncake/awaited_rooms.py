@@ -6,33 +6,8 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_prefix import wire_int
-
-
-@dataclass(frozen=True)
-class End:
-    """The word of a prefill rank that the transfer of a room is over.
-
-    said: why it failed, or the claim about what was sent. A failure without that does not mean that the rank writes no
-    more: so the engine says it.
-    """
-
-    succeeded: bool
-    rank: int
-    said: str | None
-
-    @classmethod
-    def read(cls, room: int, frames: list[bytes]) -> End:
-        """From a message. Raises ValueError for what is none."""
-        if len(frames) not in (3, 4):
-            raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
-        status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
-        if status not in (KVPoll.Success, KVPoll.Failed):
-            raise ValueError(f"room {room} cannot end with status {status}")
-        return cls(status == KVPoll.Success, rank, frames[3].decode("ascii", "replace") if len(frames) == 4 else None)
+from sglang.srt.disaggregation.mooncake.wire import End
 
 
 class AwaitedRooms:

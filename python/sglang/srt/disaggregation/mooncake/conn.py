@@ -5,32 +5,31 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.last_words import LastWords
-from sglang.srt.disaggregation.decode_prefix import (
-    CANCEL,
-    DECODE_PREFIX_VERSION,
-    DIGEST,
-    GIVEN_UP,
-    QUEUED,
-    count_runs,
-    wire_int,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.delta_sender import Phase
+from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, head, prefix_frames
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms, End
+from sglang.srt.disaggregation.mooncake import wire
+from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
+from sglang.srt.disaggregation.mooncake.decode_inbox import DecodeInbox
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
 from sglang.srt.disaggregation.mooncake.staging import StagingKVManager
-from sglang.srt.disaggregation.mooncake.transfer_info import TransferInfo
-from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
-from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Inbox, Peer, head, listeners, say_failed
+from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
+from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
+from sglang.srt.disaggregation.mooncake.wire import Peer
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -44,119 +43,85 @@ __all__ = [
 ]
 
 
-class MooncakeKVManager(StagingKVManager):
+@dataclasses.dataclass
+class TransferInfo(PrefixedInfo, engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds."""
+
+
+# Why a request failed of which this decode rank knows no reason.
+ELSEWHERE = "failed on another rank of decode"
+
+READER: Reader[Peer] = Reader(
+    peer=lambda frames: Peer.read(frames[1:3]),
+    name=lambda info: info.mooncake_session_id,
+    info=TransferInfo.from_zmq,
+)
+
+
+def _backend(queued: QueuedChunks) -> Backend[Peer]:
+    return Backend(
+        rank_word="session",
+        can_tell=lambda peer, names_prefix: names_prefix,
+        dummies_answer=False,
+        notes_silent_peers=False,
+        # Nothing is told to one that has been told of a success.
+        late_cancel=lambda failure: failure or GIVEN_UP,
+        early_cancel=lambda refusal: (refusal, GIVEN_UP),
+        # They would be written to the new request's pages, and end it.
+        in_the_way=lambda room: (
+            "chunks of an earlier request of this room are still queued" if room in queued else None
+        ),
+    )
+
+
+class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
-    room_books = (*StagingKVManager.room_books, "cancels", "queued", "awaited_rooms")
+    room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
         """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
         # Before the engine's: it starts the threads.
-        self.watched_queues: list[WatchedQueue] = []
+        self.watched_queues = WatchedQueues()
         # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
-        # Prefill: decode ranks that gave a room up and have not been answered.
-        self.cancels: dict[int, set[Peer]] = {}
-        # Prefill: and which of them have been.
-        self.last_words: LastWords[Peer] = LastWords()
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
         super().__init__(*args, **kwargs)
 
-    # ---- prefill: messages of decode workers ----
-
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only messages that it can read."""
-        self.server_socket = Inbox(self.server_socket, self._check_on_prefill)
+        self.inbox: PrefillInbox[Peer] = PrefillInbox(
+            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.last_words),
+            _backend(self.queued),
+            self,
+        )
+        self.server_socket = wire.Inbox(self.server_socket, self._check_on_prefill)
         super().start_prefill_thread()
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
-        """Take requests for one room's KV; whether the engine may take this message (staging, a registration)."""
-        kind = frames[0]
-        if kind in (b"WATERMARK", b"STAGING_RSP"):
-            return self._takes_engine_staging(frames)
-        if kind == b"None":
-            registration = engine.KVArgsRegisterInfo.from_zmq(frames)
-            if not registration.mooncake_session_id.rpartition(":")[2].isdecimal():
-                raise ValueError(f"session id {registration.mooncake_session_id!r} does not end in a port")
+        """Take messages about one room; whether the engine may take this one (its own staging, a registration)."""
+        if frames[0] in wire.ENGINE_STAGING:
+            return self.takes_engine_staging(frames)
+        grant = wire.Grant.read(frames)
+        if grant is not None:
+            self._on_grant(grant)
+            return False
+        message = READER.read(frames)
+        if isinstance(message, Registration):
+            session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
+            if not session.rpartition(":")[2].isdecimal():
+                raise ValueError(f"session id {session!r} does not end in a port")
             return True
-        room = wire_int(kind, "room")
-        if frames[4:] == [CANCEL]:
-            with self.rooms.lock:
-                self._on_cancel(room, Peer.read(frames[1:3]))
-            return False
-        if frames[4:] == [QUEUED]:
-            self.rooms.wait(room, frames[1].decode("ascii"), wire_int(frames[2], "port"))
-            return False
-        if frames[4:5] == [GRANT]:
-            self._on_grant(room, frames)
-            return False
-        try:
-            info = TransferInfo.from_zmq(frames)
-            with self.rooms.lock:
-                self._on_request(info)
-        except (ValueError, IndexError) as e:
-            self._refuse(room, frames, str(e))
+        self.inbox.take(message)
         return False
 
-    def _on_request(self, info: TransferInfo) -> None:
-        """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
-        room, session = info.room, info.mooncake_session_id
-        if info.names_prefix:
-            self.rooms.hear(info.endpoint, info.dst_port)
-        infos = self.transfer_infos.get(room, {})
-        if session not in infos and not info.is_dummy:
-            self.last_words.begin(room, Peer(info.endpoint, info.dst_port), info.names_prefix)
-        if session not in self.decode_kv_args_table:
-            raise ValueError(f"session {session!r} has not registered its memory")
-        ended = self.rooms.failure(room)
-        if ended is not None and info.names_prefix:
-            # The request failed here before decode had asked for it.
-            self._tell_when_quiet(room, listeners([info]), ended)
-            return
-        if room in self.queued and not infos and info.names_prefix:
-            # They would be written to this request's pages, and end it.
-            raise ValueError("chunks of an earlier request of this room are still queued")
-        if session in infos:
-            logger.error("Ignored a repeated request of decode session %s for room %s", session, room)
-            return
-        counts = {other.required_dst_info_num for other in (*infos.values(), info)}
-        if len(counts) > 1 or min(counts) < 1:
-            raise ValueError(f"it says that {sorted(counts)} decode ranks will ask")
-        # A room that ended well may be used again, as in the engine.
-        self.rooms.reopen(room)
-        self.transfer_infos.setdefault(room, {})[session] = info
-        if len(self.transfer_infos[room]) == info.required_dst_info_num:
-            self.update_status(room, KVPoll.WaitingForInput)
-
-    def _refuse(self, room: int, frames: list[bytes], reason: str) -> None:
-        """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
-        reason = self.refuse(room, reason)
-        if len(frames) > 8:
-            peer = Peer.read(frames[1:3])
-            self.last_words.begin(room, peer, True)
-            self._tell_when_quiet(room, {peer}, reason)
-
-    def _on_cancel(self, room: int, peer: Peer) -> None:
-        """Decode gave ``room`` up and keeps its pages until this rank has answered, or said that all is written.
-
-        A request that is here answers when its writes are done; one that has not come yet is refused when it comes.
-        """
-        if self.rooms.has_ended(room):
-            # Nothing, where it has been told of its success.
-            self._tell_when_quiet(room, {peer}, self.rooms.failure(room) or GIVEN_UP)
-        elif room in self.rooms.live:
-            self.cancels.setdefault(room, set()).add(peer)
-            self.rooms.give_up(room)
-        else:
-            self.end_room(room, self.refuse(room, GIVEN_UP))
-            self.request_status.pop(room, None)
-            self._tell_when_quiet(room, {peer}, GIVEN_UP)
-
-    # ---- prefill: sending ----
+    def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
+        """Whom to tell that a request failed."""
+        return wire.listeners(infos.values())
 
     def add_transfer_request(
         self,
@@ -246,7 +211,7 @@ class MooncakeKVManager(StagingKVManager):
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
         watched = WatchedQueue(queue, executor, lambda chunk: self._prepare(chunk, staging_buffer), self._on_chunk_done)
-        self.watched_queues.append(watched)
+        self.watched_queues.join(watched)
         self.queued.writers.add(threading.get_ident())
         while True:
             try:
@@ -260,7 +225,7 @@ class MooncakeKVManager(StagingKVManager):
     def _prepare(self, chunk, staging_buffer) -> bool | None:
         """See `WatchedQueue`. Not of a request that decode must have given up while this worker stood still."""
         sender = self.queued.sender(chunk.room)
-        late = sender and sender._overdue()
+        late = sender and sender.overdue()
         if late:
             # The scheduler has perhaps not seen it yet, and decode may have given its pages away.
             self.fail_room(chunk.room, late)
@@ -273,9 +238,7 @@ class MooncakeKVManager(StagingKVManager):
 
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written to decode at this moment."""
-        return any(watched.room == room for watched in self.watched_queues)
-
-    # ---- prefill: failures ----
+        return self.watched_queues.are_writing(room)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Adds, on prefill, that the end of a write says nothing where its request has failed elsewhere meanwhile.
@@ -306,33 +269,19 @@ class MooncakeKVManager(StagingKVManager):
     def end_room(self, room: int, reason: str | None = None) -> None:
         """Adds that chunks of it that wait for staging memory wait no more."""
         super().end_room(room, reason)
-        for watched in self.watched_queues:
-            watched.wake(room)
+        self.watched_queues.wake(room)
 
-    def tell_failure(self, room: int, infos: Iterable[TransferInfo], reason: str) -> None:
-        """End ``room`` here and tell decode, so that it need not wait for its time-out.
-
-        Chunks of it that are still queued are not sent.
-        """
-        with self.rooms.lock:
-            self.end_room(room, reason)
-            cancels = self.cancels.pop(room, set())
-        self._tell_when_quiet(room, listeners(infos) | cancels, reason)
-
-    def _tell_when_quiet(self, room: int, peers: set[Peer], reason: str) -> None:
+    def tell_failure(self, room: int, peers: Iterable[Peer], reason: str) -> None:
         """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then.
 
         Not those who have been told of its end.
         """
-        peers = self.last_words.take(room, peers)
+        untold = self.last_words.take(room, peers)
 
         def tell() -> None:
-            say_failed(self.last_words, room, self._rank, peers, reason)
+            wire.say_failed(self.last_words, room, self._rank, untold, reason)
 
-        if not any(watched.defer(room, tell) for watched in self.watched_queues):
-            tell()
-
-    # ---- decode: prefill workers that are gone, and their messages ----
+        self.watched_queues.when_quiet(room, tell)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over what the scheduler changes."""
@@ -347,36 +296,16 @@ class MooncakeKVManager(StagingKVManager):
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
-        self.server_socket = Inbox(self.server_socket, self._check_on_decode)
+        inbox = DecodeInbox(self.rooms, self.awaited_rooms, self)
+        self.server_socket = wire.Inbox(self.server_socket, inbox.check)
         super().start_decode_thread()
 
-    def _check_on_decode(self, frames: list[bytes]) -> bool:
-        """Take metadata and the end of transfers; whether the engine may take this message (staging)."""
-        kind = frames[0]
-        if kind in (b"CHUNK_READY", b"STAGING_REQ"):
-            return self._takes_engine_staging(frames)
-        is_aux = kind == self.AUX_DATA_HEADER
-        room = wire_int(frames[1] if is_aux else kind, "room")
-        if room not in self.awaited_rooms:
-            logger.debug("Message for room %s, which nobody waits for", room)
-            return False
-        if not is_aux and self.staging is not None and frames[1] in (STAGE, STAGED):
-            try:
-                self._on_piece(self.staging, room, frames)
-            except Exception as e:
-                logger.exception("Room %s: a piece of its KV is lost", room)
-                self.fail_room(room, f"prefill's KV cannot be used: {e}")
-            return False
-        end = None if is_aux else End.read(room, frames)
-        if end is not None and self.enable_staging and not self.has_radix:
-            return end.said is None
-        with self.rooms.lock:
-            # The scheduler may just have closed its books.
-            if room in self.awaited_rooms:
-                self._handle_aux_data(frames) if end is None else self._on_end(room, end)
-        return False
+    @property
+    def leaves_ends_to_the_engine(self) -> bool:
+        """Whether the engine must hear of the end of transfers: without the flag, it empties its staging buffer."""
+        return self.enable_staging and not self.has_radix
 
-    def _on_end(self, room: int, end: End) -> None:
+    def on_end(self, room: int, end: wire.End) -> None:
         """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
         self.awaited_rooms.hear(room, end)
         if not end.succeeded:
@@ -394,28 +323,29 @@ class MooncakeKVManager(StagingKVManager):
 class MooncakeKVSender(engine.MooncakeKVSender):
     """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
 
-    _told = _closed = False
+    def on_failure(self) -> None:
+        """Tells decode at once, where nothing is being written, and else when that is so."""
+        self._tell(self.failure_reason())
 
-    def tell_failure(self, reason: str) -> None:
-        """Tell every decode rank that asked this one for KV, once."""
-        if self._told:
-            return
-        self._told = True
-        with self.kv_mgr.rooms.lock:
-            infos = self._infos or dict(self.kv_mgr.transfer_infos.get(self.bootstrap_room, {}))
-        self.kv_mgr.tell_failure(self.bootstrap_room, infos.values(), reason)
+    def _tell(self, reason: str) -> None:
+        """End the room here, and tell every decode rank that asked this one for KV, once.
+
+        Chunks of it that are still queued are not sent.
+        """
+        if self.state.reach(Phase.TOLD):
+            self.kv_mgr.tell_failure(self.bootstrap_room, self.end_failed_room(reason), reason)
 
     def abort(self) -> None:
         """Adds to the engine's abort that decode is told, and that what has failed is not aborted."""
-        if self._failed():
+        if self.has_failed():
             return
         super().abort()
-        self.tell_failure("aborted on prefill")
+        self._tell("aborted on prefill")
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
-        self._heed_refusal()
-        if self._failed():
+        self.heed()
+        if self.has_failed():
             return
         try:
             super().send(kv_indices, state_indices)
@@ -436,33 +366,32 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.init_time = max(self.init_time, time.time() - unheard)
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
-            self._heed_refusal()
-            if status == KVPoll.WaitingForInput and not self._failed():
+            self.heed()
+            if status == KVPoll.WaitingForInput and not self.has_failed():
                 self.accept_decode_prefix()
-            if self.kv_mgr.enable_staging and not self._failed():
-                reason = self.kv_mgr.why_ungranted(self.bootstrap_room, self._infos.values(), self.made_at)
+            if self.kv_mgr.enable_staging and not self.has_failed():
+                reason = self.kv_mgr.why_ungranted(self.bootstrap_room, self.state.asked.values(), self.made_at)
                 if reason is not None:
                     self.fail(reason)
-        if self._failed():
-            # Once it has been reported, a chunk that is taken from the queue only to be dropped does not take it back.
-            if not self._closed and self.kv_mgr.is_writing(self.bootstrap_room):
-                return KVPoll.WaitingForInput
-            self._close_failed("no reason was recorded")
-            return KVPoll.Failed
-        return status
+        if not self.has_failed():
+            return status
+        # Once it has been reported, a chunk that is taken from the queue only to be dropped does not take it back.
+        if self.state.phase < Phase.CLOSED and self.kv_mgr.is_writing(self.bootstrap_room):
+            return KVPoll.WaitingForInput
+        self._close()
+        return KVPoll.Failed
 
-    def _close_failed(self, default: str) -> None:
+    def _close(self) -> None:
         """Tell decode, and close the books but for the reason."""
-        if not self._closed:
-            self._closed = True
-            self.tell_failure(self.why(default))
+        self._tell(self.failure_reason())
+        if self.state.reach(Phase.CLOSED):
             self.clear()
 
     def clear(self) -> None:
         """Adds that the room is remembered as ended, and that nothing is left of one that failed."""
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
-        if self._failed():
+        if self.has_failed():
             manager.forget(room)
         else:
             manager.end_room(room)
@@ -471,9 +400,14 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     def failure_exception(self) -> None:
         """Replaces the engine's: decode is told also by the ranks on which nothing went wrong."""
-        self.conclude_state = KVPoll.Failed
-        self._close_failed("failed on another rank of prefill")
-        raise engine.KVTransferError(self.bootstrap_room, self.why())
+        reason = self.take_reason("failed on another rank of prefill")
+        self._close()
+        raise engine.KVTransferError(self.bootstrap_room, reason)
+
+
+def _head(receiver: Any) -> list[bytes]:
+    manager = receiver.kv_mgr
+    return head(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
@@ -495,27 +429,26 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         """
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         if decode_prefix_len is None or self.bootstrap_infos is None:
-            self.asked = True
+            self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         if self._offers_staging and self.require_staging:
             self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
         verify = self.ask_for_digest(kv_indices)
+        pages = kv_indices.astype(np.int32).tobytes()
         states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
-        for peer in self.bootstrap_infos:
-            dummy = peer["is_dummy"]
-            frames = [
-                *head(self.kv_mgr, self.bootstrap_room, self.session_id),
-                b"" if dummy else kv_indices.astype(np.int32).tobytes(),
-                b"" if dummy else str(aux_index).encode("ascii"),
-                b"" if dummy else states,
+
+        def frames(is_dummy: bool) -> list[bytes]:
+            return [
+                *_head(self),
+                b"" if is_dummy else pages,
+                b"" if is_dummy else str(aux_index).encode("ascii"),
+                b"" if is_dummy else states,
                 b"%d" % self.required_dst_info_num,
-                b"%d" % decode_prefix_len,
-                b"%d" % dummy,
-                *([DIGEST] if verify else []),
+                *prefix_frames(decode_prefix_len, is_dummy, verify),
             ]
-            self._send_to(peer, frames)
-            self.asked = True
+
+        self.ask(frames)
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
@@ -532,11 +465,16 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def failure_exception(self) -> None:
         """Replaces the engine's, which closes the books, and with them the reason where all has arrived, before."""
-        reason = self.kv_mgr.failure_reason(self.bootstrap_room, "failed on another rank of decode")
+        error = engine.KVTransferError(self.bootstrap_room, self.kv_mgr.take_reason(self.bootstrap_room, ELSEWHERE))
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
-        raise engine.KVTransferError(self.bootstrap_room, reason)
+        raise error
+
+    def failure(self) -> Exception:
+        """Replaces the base class's: an error of the engine's."""
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, ELSEWHERE)
+        return engine.KVTransferError(self.bootstrap_room, reason)
 
     def claims(self) -> Iterable[str]:
         """Replaces the base class's: they came with the messages of success."""
@@ -545,7 +483,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     @property
     def _offers_staging(self) -> bool:
         """Whether this worker has a staging buffer and this request's prefill asks for pieces of it."""
-        return self.kv_mgr.staging is not None and self.bootstrap_addr in self.kv_mgr.piece_peers
+        return self.kv_mgr.staging is not None and self.kv_mgr.prefills.of(self.bootstrap_addr).pieces
 
     def _register_kv_args(self) -> None:
         """Adds that with a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
@@ -578,7 +516,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             manager.staging.drop(room)
 
     def _word(self, word: bytes) -> list[bytes]:
-        return [*head(self.kv_mgr, self.bootstrap_room, self.session_id), word]
+        return [*_head(self), word]
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""

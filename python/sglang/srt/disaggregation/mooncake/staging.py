@@ -8,20 +8,28 @@ Upstream: not in 0.5.10.post1.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
-from sglang.srt.disaggregation.decode_prefix import wire_int
-from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake.wire import GRANT, STAGE, STAGED, Peer, check_engine_staging, head, post
+from sglang.srt.disaggregation.common.wire import head
+from sglang.srt.disaggregation.mooncake.wire import (
+    GRANT,
+    STAGE,
+    STAGED,
+    Grant,
+    Peer,
+    Wanted,
+    Written,
+    check_engine_staging,
+    post,
+)
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+    from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, TransferInfo
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +37,17 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 2
 
 
-class StagingKVManager(engine.MooncakeKVManager):
-    """The part of both workers' managers that is about staging buffers."""
+# The engine's class comes behind.
+Base: Any = object
+
+
+class StagingKVManager(Base):
+    """The part of both workers' managers that is about staging buffers. `conn.py` puts it before the engine's."""
 
     def __init__(self, *args, **kwargs):
         """Adds the books of pieces. Before the engine's own, which starts the threads."""
         # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
-        self.piece_sizes: dict[str, tuple[engine.KVArgsRegisterInfo, int]] = {}
+        self.piece_sizes: dict[str, tuple[KVArgsRegisterInfo, int]] = {}
         # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
@@ -43,7 +55,7 @@ class StagingKVManager(engine.MooncakeKVManager):
         self.staging_told = False
         super().__init__(*args, **kwargs)
 
-    def _takes_engine_staging(self, frames: list[bytes]) -> bool:
+    def takes_engine_staging(self, frames: list[bytes]) -> bool:
         """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
         kind = frames[0]
         if kind == b"STAGING_REQ" and (self.has_radix or not self.enable_staging):
@@ -76,7 +88,7 @@ class StagingKVManager(engine.MooncakeKVManager):
                 logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
         return most
 
-    def _find_piece_pages(self, theirs: engine.KVArgsRegisterInfo) -> int:
+    def _find_piece_pages(self, theirs: KVArgsRegisterInfo) -> int:
         if theirs.staging is None or self.is_mla_backend or theirs.dst_attn_tp_size == self.attn_tp_size:
             return 0
         layers, page_size = self.kv_buffer_tensors["k_buffers"], self.kv_args.page_size
@@ -115,16 +127,12 @@ class StagingKVManager(engine.MooncakeKVManager):
         except Exception as e:
             self.fail_room(info.room, f"could not ask decode at {info.endpoint} for staging memory: {e}")
 
-    def _on_grant(self, room: int, frames: list[bytes]) -> None:
-        if len(frames) != 7:
-            raise ValueError(f"a grant of staging memory has 7 frames, this one of room {room} has {len(frames)}")
-        start, offset = wire_int(frames[5], "first page"), wire_int(frames[6], "offset")
+    def _on_grant(self, grant: Grant) -> None:
         with self.rooms.lock:
-            info = self.transfer_infos.get(room, {}).get(frames[3].decode("ascii"))
+            info = self.transfer_infos.get(grant.room, {}).get(grant.session)
         if info is not None:
-            info.grants[start] = offset
-            for watched in self.watched_queues:
-                watched.wake(room)
+            info.grants[grant.start] = grant.offset
+            self.watched_queues.wake(grant.room)
 
     def _write_granted(self, chunk, staging_buffer) -> bool | None:
         """Write those parts of a chunk for which decode has granted memory; see `WatchedQueue`."""
@@ -197,8 +205,7 @@ class StagingKVManager(engine.MooncakeKVManager):
 
     def why_ungranted(self, room: int, infos: Iterable[TransferInfo], since: float) -> str | None:
         """Why ``room``, whose request came ``since`` then, will get no staging memory of decode any more, if so."""
-        waits = [at for watched in self.watched_queues if (at := watched.since.get(room)) is not None]
-        waited = time.monotonic() - min(waits) if waits else 0.0
+        waited = self.watched_queues.waited_s(room)
         if waited < PATIENCE_S:
             return None
         if waited > self.bootstrap_timeout:
@@ -233,20 +240,19 @@ class StagingKVManager(engine.MooncakeKVManager):
             buffer = self.staging_offer.buffer.buffer
             self.staging = DeltaStaging(buffer, k_buffers, v_buffers, page_size, self.attn_tp_size, rank)
 
-    def _on_piece(self, staging: DeltaStaging, room: int, frames: list[bytes]) -> None:
+    def on_piece(self, room: int, piece: Wanted | Written) -> None:
         """Prefill wants staging memory for a piece, or has written it. Raises ValueError when that cannot be right."""
-        if len(frames) != (7 if frames[1] == STAGE else 4):
-            raise ValueError(f"a message about a piece of a delta has {len(frames)} frames")
-        rank, start = wire_int(frames[2], "prefill rank"), wire_int(frames[3], "first page")
-        if frames[1] == STAGED:
-            staging.written(room, start, rank)
+        assert self.staging is not None
+        if isinstance(piece, Written):
+            self.staging.written(room, piece.start, piece.rank)
             return
-        peer = Peer.read(frames[5:7])
+        peer = piece.peer
 
         def grant(offset: int) -> None:
+            begin = head(room, self.local_ip, self.rank_port, self.get_session_id())
             try:
-                post(peer, [*head(self, room, self.get_session_id()), GRANT, b"%d" % start, b"%d" % offset])
+                post(peer, [*begin, GRANT, b"%d" % piece.start, b"%d" % offset])
             except Exception as e:
                 self.fail_room(room, f"could not grant staging memory to prefill at {peer.endpoint}: {e}")
 
-        staging.ask(room, start, wire_int(frames[4], "pages"), rank, grant)
+        self.staging.ask(room, piece.start, piece.num_pages, piece.rank, grant)

@@ -1,4 +1,4 @@
-"""Decode's request for KV over Mooncake, with the prefix it holds. `conn.py` puts it in the place of the engine's.
+"""Decode's request for KV over Mooncake, with the prefix it holds. `conn.py` puts it before the engine's.
 
 Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 """
@@ -6,13 +6,16 @@ Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from sglang.srt.disaggregation.decode_prefix import check_prefix_frames, wire_int
-from sglang.srt.disaggregation.mooncake import conn as engine
+from sglang.srt.disaggregation.common.wire import check_prefix_frames, wire_int
+
+# The engine's class comes behind.
+Base: Any = object
 
 
 @dataclasses.dataclass
-class TransferInfo(engine.TransferInfo):
+class PrefixedInfo(Base):
     """Decode's request for KV, with the prefix it holds.
 
     decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
@@ -31,7 +34,7 @@ class TransferInfo(engine.TransferInfo):
         return self.decode_prefix_len is not None
 
     @classmethod
-    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
+    def from_zmq(cls, msg: list[bytes]) -> PrefixedInfo:
         """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends.
 
         Raises ValueError for a message that cannot be right.

@@ -117,3 +117,33 @@ class WatchedQueue:
                 return False
             self.afterwards.append(job)
             return True
+
+
+class WatchedQueues:
+    """Those of all transfer threads of a worker. Each joins when its thread begins."""
+
+    def __init__(self) -> None:
+        self._all: list[WatchedQueue] = []
+
+    def join(self, watched: WatchedQueue) -> None:
+        """One more."""
+        self._all.append(watched)
+
+    def are_writing(self, room: int) -> bool:
+        """Whether a worker is busy with a chunk of ``room``."""
+        return any(watched.room == room for watched in self._all)
+
+    def wake(self, room: int) -> None:
+        """Have the workers look again at what waits of ``room``."""
+        for watched in self._all:
+            watched.wake(room)
+
+    def waited_s(self, room: int) -> float:
+        """Seconds for which something of ``room`` has waited for staging memory."""
+        waits = [at for watched in self._all if (at := watched.since.get(room)) is not None]
+        return time.monotonic() - min(waits) if waits else 0.0
+
+    def when_quiet(self, room: int, job: Callable[[], None]) -> None:
+        """Do ``job`` when no worker is busy with a chunk of ``room``: by the one that is, or here and now."""
+        if not any(watched.defer(room, job) for watched in self._all):
+            job()

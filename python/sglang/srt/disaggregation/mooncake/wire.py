@@ -1,6 +1,6 @@
-"""What the messages over Mooncake's ZMQ sockets are made of, and a socket that lets only good ones through.
+"""Messages over Mooncake's ZMQ sockets, parsed once into typed values, and a socket that lets only good ones through.
 
-docs/protocol.md has the frames.
+docs/protocol.md has the frames; those that both backends share are in `common/wire.py`.
 
 Upstream: not in 0.5.10.post1.
 """
@@ -16,12 +16,12 @@ import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.decode_prefix import wire_int
+from sglang.srt.disaggregation.common.wire import wire_int
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.last_words import LastWords
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferInfo
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,83 @@ class Peer:
     def read(cls, frames: list[bytes]) -> Peer:
         """From two frames of a message. Raises ValueError for what is no address."""
         return cls(frames[0].decode("ascii"), wire_int(frames[1], "port"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Grant:
+    """Decode has memory for the piece of a room that begins at page ``start``: at ``offset`` in its staging buffer."""
+
+    room: int
+    session: str
+    start: int
+    offset: int
+
+    @classmethod
+    def read(cls, frames: list[bytes]) -> Grant | None:
+        """From a message; None for another. Raises ValueError for what cannot be right."""
+        if frames[4:5] != [GRANT]:
+            return None
+        room = wire_int(frames[0], "room")
+        if len(frames) != 7:
+            raise ValueError(f"a grant of staging memory has 7 frames, this one of room {room} has {len(frames)}")
+        start, offset = wire_int(frames[5], "first page"), wire_int(frames[6], "offset")
+        return cls(room, frames[3].decode("ascii"), start, offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Prefill's ``rank`` wants staging memory for ``num_pages`` pages of a delta from ``start`` on; ``peer`` is it."""
+
+    rank: int
+    start: int
+    num_pages: int
+    peer: Peer
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Prefill's ``rank`` has written its part of the piece that begins with page ``start``."""
+
+    rank: int
+    start: int
+
+
+def is_piece(frames: list[bytes]) -> bool:
+    """Whether a message to decode is about a piece of a delta."""
+    return frames[1] in (STAGE, STAGED)
+
+
+def read_piece(frames: list[bytes]) -> Wanted | Written:
+    """From a message for which `is_piece` holds. Raises ValueError for what cannot be right."""
+    if len(frames) != (7 if frames[1] == STAGE else 4):
+        raise ValueError(f"a message about a piece of a delta has {len(frames)} frames")
+    rank, start = wire_int(frames[2], "prefill rank"), wire_int(frames[3], "first page")
+    if frames[1] == STAGED:
+        return Written(rank, start)
+    return Wanted(rank, start, wire_int(frames[4], "pages"), Peer.read(frames[5:7]))
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The word of a prefill rank that the transfer of a room is over.
+
+    said: why it failed, or the claim about what was sent. A failure without that does not mean that the rank writes no
+    more: so the engine says it.
+    """
+
+    succeeded: bool
+    rank: int
+    said: str | None
+
+    @classmethod
+    def read(cls, room: int, frames: list[bytes]) -> End:
+        """From a message. Raises ValueError for what is none."""
+        if len(frames) not in (3, 4):
+            raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
+        status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
+        if status not in (KVPoll.Success, KVPoll.Failed):
+            raise ValueError(f"room {room} cannot end with status {status}")
+        return cls(status == KVPoll.Success, rank, frames[3].decode("ascii", "replace") if len(frames) == 4 else None)
 
 
 class Inbox:
@@ -79,11 +156,6 @@ def check_engine_staging(frames: list[bytes]) -> None:
         # An offset may be negative: there is no memory.
         int(number.decode("ascii"))
     b"".join(rest[numbers:]).decode("ascii")
-
-
-def head(manager: MooncakeKVManager, room: int, session: str) -> list[bytes]:
-    """The frames with which each of decode's messages about a request begins: the room, and who it is."""
-    return [b"%d" % room, manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, session.encode("ascii")]
 
 
 def post(peer: Peer, frames: list[bytes]) -> None:

@@ -15,19 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
-from sglang.srt.disaggregation.common.last_words import LastWords
-from sglang.srt.disaggregation.decode_prefix import (
-    CANCEL,
-    DECODE_PREFIX_VERSION,
-    DIGEST,
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+from sglang.srt.disaggregation.common.delta_sender import Phase
+from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
+from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
-    QUEUED,
+    Reader,
+    Registration,
     check_prefix_frames,
-    count_runs,
+    head,
+    prefix_frames,
     wire_int,
 )
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
+from sglang.srt.disaggregation.nixl import wire
+from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -109,28 +112,34 @@ class TransferStatus(engine.TransferStatus):
             complete &= self.claims.keys()
         return complete & self.state_from if self.expects_state else complete
 
+    def hear(self, agent: str, said: wire.Notification, num_expected: int) -> None:
+        """Note what a prefill agent has said. num_expected: of agents to hear from."""
+        if isinstance(said, wire.Chunk):
+            self.chunks.setdefault(agent, set()).add(said.number)
+            if said.last:
+                self.num_chunks[agent] = said.number + 1
+                self.num_expected = num_expected
+        elif isinstance(said, wire.Metadata):
+            self.aux_from.add(agent)
+        elif isinstance(said, wire.State):
+            self.state_from.add(agent)
+        elif isinstance(said, wire.Claim):
+            self.claims[agent] = said.text
+        else:
+            self.is_failure = True
+            self.failed_from.add(agent)
+
     def is_quiet(self) -> bool:
         """Whether every expected agent has either written all it announced or said that it writes no more."""
         return len(self._complete() | self.failed_from) >= self.num_expected
 
 
-class _OneAtATime:
-    """A NIXL agent that several threads use; NIXL itself takes no lock unless it listens on a port."""
-
-    def __init__(self, agent):
-        self._agent, self._lock = agent, threading.Lock()
-
-    def __getattr__(self, name: str):
-        value = getattr(self._agent, name)
-        if not callable(value):
-            return value
-
-        def locked(*args, **kwargs):
-            with self._lock:
-                return value(*args, **kwargs)
-
-        setattr(self, name, locked)
-        return locked
+# What NIXL has before each of decode's messages is the engine's guard; behind it they are read as these.
+READER: Reader[str] = Reader(
+    peer=lambda frames: frames[3].decode("ascii"),
+    name=lambda info: info.agent_name,
+    info=lambda frames: TransferInfo.from_zmq(frames),
+)
 
 
 class NixlKVManager(engine.NixlKVManager):
@@ -146,10 +155,6 @@ class NixlKVManager(engine.NixlKVManager):
         self.posted: list = []
         # Whether this rank writes the metadata of what is being sent, or only says that it has nothing to write.
         self.writes_metadata = True
-        # Decode agents that gave a live room up, and wait for an answer whether they had asked for it or not.
-        self.cancels: dict[int, set[str]] = {}
-        # Which decode agents have been told that what they asked for has failed.
-        self.last_words: LastWords[str] = LastWords()
         # Failed senders whose writes were still under way when the engine let go of them.
         self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
@@ -157,11 +162,23 @@ class NixlKVManager(engine.NixlKVManager):
     def register_buffer_to_engine(self) -> None:
         """Adds a lock to the agent of a prefill worker, which the thread that reads messages uses too."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.agent = _OneAtATime(self.agent)
+            self.agent = LockedAgent(self.agent)
         super().register_buffer_to_engine()
 
     def _start_bootstrap_thread(self) -> None:
         """Replaces the engine's thread, which ends at the first message it cannot read, and with it all bootstraps."""
+        self.inbox: PrefillInbox[str] = PrefillInbox(
+            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.last_words),
+            Backend(
+                rank_word="agent",
+                can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
+                dummies_answer=True,
+                notes_silent_peers=True,
+                late_cancel=lambda failure: None if failure is None else GIVEN_UP,
+                early_cancel=lambda refusal: (GIVEN_UP, refusal),
+            ),
+            self,
+        )
 
         def receive() -> None:
             while True:
@@ -174,58 +191,14 @@ class NixlKVManager(engine.NixlKVManager):
         threading.Thread(target=receive, daemon=True, name="nixl-bootstrap").start()
 
     def _on_message(self, frames: list[bytes]) -> None:
-        """Take one message of a decode worker: its registration, or its request for one room's KV."""
+        """Take one message of a decode worker: its registration, or one about a room."""
         if frames[0] != engine.GUARD:
             raise ValueError(f"it does not start with {engine.GUARD!r}; is something else using this port?")
-        message = frames[1:]
-        if message[0] == b"None":
-            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message))
+        message = READER.read(frames[1:])
+        if isinstance(message, Registration):
+            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message.frames))
             return
-        room = wire_int(message[0], "room")
-        if message[4:] == [CANCEL]:
-            self._on_cancel(room, message[3].decode("ascii"))
-            return
-        if message[4:] == [QUEUED]:
-            self.rooms.wait(room, message[1].decode("ascii"), wire_int(message[2], "port"))
-            return
-        agent_name = message[3].decode("ascii", "replace") if len(message) > 3 else ""
-        if agent_name in self.decode_kv_args_table:
-            self.last_words.begin(room, agent_name)
-        try:
-            info = TransferInfo.from_zmq(message)
-        except (ValueError, IndexError) as e:
-            self._refuse(room, agent_name, str(e))
-            return
-        with self.rooms.lock:
-            self._on_request(info)
-
-    def _on_request(self, info: TransferInfo) -> None:
-        """Take one decode rank's request for KV; the room may begin when all ranks have asked."""
-        room, infos = info.room, self.transfer_infos.get(info.room, {})
-        if info.names_prefix:
-            self.rooms.hear(info.endpoint, info.dst_port)
-        else:
-            self.rooms.silent_peer_at = time.monotonic()
-        ended = self.rooms.failure(room)
-        if ended is not None and info.names_prefix:
-            # The request failed here before decode had asked for it.
-            self.tell_failure(room, [info.agent_name], ended)
-            return
-        if info.agent_name in infos:
-            logger.error("Ignored a repeated request of decode agent %s for room %s", info.agent_name, room)
-            return
-        if info.agent_name not in self.decode_kv_args_table:
-            self._refuse(room, "", f"agent {info.agent_name!r} has not registered its memory")
-            return
-        counts = {other.required_dst_info_num for other in infos.values()} | {info.required_dst_info_num}
-        if len(counts) > 1 or min(counts) < 1:
-            self._refuse(room, info.agent_name, f"it says that {sorted(counts)} decode ranks will ask")
-            return
-        # A room that ended well may be used again, as in the engine.
-        self.rooms.reopen(room)
-        self.transfer_infos.setdefault(room, {})[info.agent_name] = info
-        if len(self.transfer_infos[room]) == info.required_dst_info_num:
-            self.update_status(room, KVPoll.WaitingForInput)
+        self.inbox.take(message)
 
     def _add_remote_peer(self, decode_kv_args) -> None:
         """Wraps the engine's registration: one that NIXL refuses must not stay behind as if it had been made."""
@@ -235,36 +208,9 @@ class NixlKVManager(engine.NixlKVManager):
             self.decode_kv_args_table.pop(decode_kv_args.agent_name, None)
             raise
 
-    def _on_cancel(self, room: int, agent_name: str) -> None:
-        """Decode gave up on ``room`` and keeps the pages until this rank has answered or written everything.
-
-        A request that has not come here yet is refused when it comes. One that is here answers when its writes are
-        done; one that has ended has sent its notifications.
-        """
-        with self.rooms.lock:
-            if room in self.rooms.live:
-                if agent_name in self.decode_kv_args_table:
-                    self.cancels.setdefault(room, set()).add(agent_name)
-                self.rooms.give_up(room)
-            elif not self.rooms.has_ended(room):
-                self._refuse(room, agent_name, GIVEN_UP)
-                self.end_room(room, GIVEN_UP)
-                # Of decode's request for it, which came before its own.
-                self.request_status.pop(room, None)
-            elif self.rooms.failure(room) is not None:
-                self.tell_failure(room, [agent_name], GIVEN_UP)
-
-    def _refuse(self, room: int, agent_name: str, reason: str) -> None:
-        """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
-        reason = self.refuse(room, reason)
-        if agent_name in self.decode_kv_args_table:
-            self.tell_failure(room, [agent_name], reason)
-
-    def end_room(self, room: int, reason: str | None = None) -> None:
-        """Adds that nobody waits for an answer any more."""
-        with self.rooms.lock:
-            super().end_room(room, reason)
-            self.cancels.pop(room, None)
+    def listeners(self, infos: dict[str, TransferInfo]) -> set[str]:
+        """Whom to tell that a request failed."""
+        return {name for name, info in infos.items() if info.dummy is False}
 
     def add_transfer_request(
         self,
@@ -334,7 +280,7 @@ class NixlKVManager(engine.NixlKVManager):
     def settle(self) -> None:
         """Adds that decode is told of the failed senders whose last write has ended."""
         super().settle()
-        self.unsettled = [sender for sender in self.unsettled if not sender.settled()]
+        self.unsettled = [sender for sender in self.unsettled if not sender.settle()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over what the scheduler changes; says why its requests fail."""
@@ -399,43 +345,20 @@ class NixlKVManager(engine.NixlKVManager):
                     logger.error("Ignored a notification of prefill agent %s: %r (%s)", agent_name, message[:64], e)
 
     def _on_notification(self, agent_name: str, text: str) -> None:
-        """Take ``room_kv_chunk_last_pp``, ``room_aux``, ``room_state_pp``, ``room_digest_claim``, ``room_fail_why``."""
-        room_text, kind, *rest = text.split("_", 2)
-        room = int(room_text)
+        room, kind, rest = wire.room_of(text)
         if room not in self.awaited_rooms:
             logger.debug("Notification for room %s, which nobody waits for: %s", room, text)
             return
-        status = self.transfer_statuses[room]
-        if kind == "kv":
-            chunk, last, _ = (int(part) for part in rest[0].split("_"))
-            if chunk < 0 or last not in (0, 1):
-                raise ValueError("no such chunk")
-            status.chunks.setdefault(agent_name, set()).add(chunk)
-            if last:
-                status.num_chunks[agent_name] = chunk + 1
-                status.num_expected = self.required_prefill_response_num_table.get(room, 1)
-        elif kind == "aux":
-            status.aux_from.add(agent_name)
-        elif kind == "state":
-            status.state_from.add(agent_name)
-        elif kind == "digest":
-            status.claims[agent_name] = rest[0]
-        elif kind == "fail":
-            self.record_failure(room, f"prefill reported: {rest[0] if rest else 'no reason'}")
-            status.is_failure = True
-            status.failed_from.add(agent_name)
-        else:
-            raise ValueError(f"unknown kind {kind!r}")
+        said = wire.read(kind, rest)
+        if isinstance(said, wire.Failure):
+            self.record_failure(room, f"prefill reported: {said.reason}")
+        self.transfer_statuses[room].hear(agent_name, said, self.required_prefill_response_num_table.get(room, 1))
 
 
 class NixlKVSender(engine.NixlKVSender):
     """NIXL sender that starts at decode's prefix, and whose failure is its own request's only."""
 
     xfer_handles: list[Any]
-    _told = False
-
-    def tell_failure(self, reason: str) -> None:
-        """Left to `poll`: decode gives the pages away when it hears of a failure, so no write may be under way then."""
 
     def _release(self) -> None:
         """Give back the handles of writes that have ended. One that is collected gives itself back, without a lock."""
@@ -447,32 +370,27 @@ class NixlKVSender(engine.NixlKVSender):
                 # Of one that has failed NIXL may keep it.
                 logger.debug("Room %s: %r", self.bootstrap_room, e)
 
-    def _tell_and_end(self) -> None:
-        """Tell every decode rank that this rank sends to, once. For when no write is under way."""
+    def _close(self) -> None:
+        """Tell every decode rank that this rank sends to, once, and close the books. For when no write is under way.
+
+        Decode gives the pages away when it hears of a failure.
+        """
         self._release()
-        if self._told:
+        if not self.state.reach(Phase.CLOSED):
             return
-        self._told = True
-        room, reason = self.bootstrap_room, self.why()
-        with self.kv_mgr.rooms.lock:
-            infos = self._infos or dict(self.kv_mgr.transfer_infos.get(room, {}))
-            cancels = self.kv_mgr.cancels.pop(room, set())
+        manager, room, reason = self.kv_mgr, self.bootstrap_room, self.state.reason
+        with manager.rooms.lock:
             # First: when decode has been told it may use the room again.
-            self.kv_mgr.end_room(room, reason)
-            self.kv_mgr.forget(room)
-            # Decode's cancellation of what had failed already.
-            self.kv_mgr.rooms.take_refusal(room)
-        # Not to a decode worker without the flag, whose wire stays as it was. Nor from a dummy rank: its word would
-        # count for that of the rank that writes.
-        listeners = cancels.union(name for name, info in infos.items() if info.dummy is False)
-        self.kv_mgr.tell_failure(room, listeners, reason)
+            peers = self.end_failed_room(reason)
+            manager.forget(room)
+        manager.tell_failure(room, peers, reason)
         # Recorded meanwhile.
-        self.kv_mgr.failure_records.pop(room, None)
+        manager.failure_records.pop(room, None)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
-        self._heed_refusal()
-        if self._failed():
+        self.heed()
+        if self.has_failed():
             return
         self.kv_mgr.posted = []
         try:
@@ -484,7 +402,7 @@ class NixlKVSender(engine.NixlKVSender):
 
     def abort(self) -> None:
         """Adds to the engine's abort that it comes too late when everything has been posted, or the request failed."""
-        if not (self.has_sent or self._failed()):
+        if not (self.has_sent or self.has_failed()):
             super().abort()
 
     def _states(self) -> list[str]:
@@ -514,11 +432,11 @@ class NixlKVSender(engine.NixlKVSender):
                 return status
             self.fail(f"timed out after {unheard:.0f} s, in which no decode worker has said that it knows of it")
         states = self._states()
-        if "ERR" in states and not self._failed():
+        if "ERR" in states and not self.has_failed():
             self.fail("NIXL reports an error of the transfer")
         if not self.has_sent:
-            self._heed_refusal()
-        if not self._failed():
+            self.heed()
+        if not self.has_failed():
             if self.has_sent:
                 if any(state != "DONE" for state in states):
                     return KVPoll.WaitingForInput
@@ -534,14 +452,14 @@ class NixlKVSender(engine.NixlKVSender):
                 return status
         if "PROC" in states:
             return KVPoll.WaitingForInput
-        self._tell_and_end()
+        self._close()
         return KVPoll.Failed
 
-    def settled(self) -> bool:
+    def settle(self) -> bool:
         """Tell decode of the failure if no write is under way; whether that is so."""
         if "PROC" in self._states():
             return False
-        self._tell_and_end()
+        self._close()
         return True
 
     def failure_exception(self) -> None:
@@ -549,10 +467,15 @@ class NixlKVSender(engine.NixlKVSender):
 
         A rank that has not failed itself is not polled again, but has to answer decode like the others.
         """
-        self.conclude_state = KVPoll.Failed
-        if not self.settled():
+        reason = self.take_reason()
+        if not self.settle():
             self.kv_mgr.unsettled.append(self)
-        CommonKVSender.failure_exception(self)
+        raise RuntimeError(reason)
+
+
+def _head(receiver: Any) -> list[bytes]:
+    manager = receiver.kv_mgr
+    return [engine.GUARD, *head(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name)]
 
 
 class NixlKVReceiver(engine.NixlKVReceiver):
@@ -578,29 +501,25 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
         self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
         if decode_prefix_len is None or self.bootstrap_infos is None:
-            self.asked = True
+            self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         manager = self.kv_mgr
         verify = self.ask_for_digest(kv_indices)
-        for peer in self.bootstrap_infos:
-            dummy = peer["is_dummy"]
-            frames = [
-                engine.GUARD,
-                b"%d" % self.bootstrap_room,
-                manager.local_ip.encode("ascii"),
-                b"%d" % manager.rank_port,
-                manager.agent.name.encode("ascii"),
-                b"" if dummy else kv_indices.astype(np.int32).tobytes(),
+        pages = kv_indices.astype(np.int32).tobytes()
+        states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
+
+        def frames(is_dummy: bool) -> list[bytes]:
+            return [
+                *_head(self),
+                b"" if is_dummy else pages,
                 str(aux_index).encode("ascii"),
                 b"%d" % self.required_dst_info_num,
-                b"" if dummy or state_indices is None else np.array(state_indices, dtype=np.int32).tobytes(),
-                b"%d" % decode_prefix_len,
-                b"%d" % dummy,
-                *([DIGEST] if verify else []),
+                b"" if is_dummy else states,
+                *prefix_frames(decode_prefix_len, is_dummy, verify),
             ]
-            self._send_to(peer, frames)
-            self.asked = True
+
+        self.ask(frames)
         self._status = manager.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:
@@ -640,9 +559,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
     def _word(self, word: bytes) -> list[bytes]:
-        manager = self.kv_mgr
-        head = [manager.local_ip.encode("ascii"), b"%d" % manager.rank_port, manager.agent.name.encode("ascii")]
-        return [engine.GUARD, b"%d" % self.bootstrap_room, *head, word]
+        return [*_head(self), word]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()

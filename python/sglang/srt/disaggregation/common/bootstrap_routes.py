@@ -1,0 +1,74 @@
+"""What a patched prefill's bootstrap server answers beside the engine's questions.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from sglang.srt import server_args
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.common.authentication import middleware, secret
+from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
+from sglang.srt.environ import envs
+from sglang.srt.managers import samples
+
+
+def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    """Add the routes of the decode prefix, of refused requests and of samples, and ask for the secret, if any."""
+    key = secret()
+    if key is not None:
+        app.middlewares.append(middleware(key))
+
+    async def decode_prefix(request: web.Request) -> web.Response:
+        return web.json_response(await capabilities())
+
+    async def refused_room(request: web.Request) -> web.Response:
+        return await _hear(request, refusal.heard)
+
+    async def sample_rooms(request: web.Request) -> web.Response:
+        return await _hear(request, samples.heard)
+
+    app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
+    app.router.add_post(refusal.REFUSED_ROUTE, refused_room)
+    app.router.add_post(samples.SAMPLE_ROUTE, sample_rooms)
+
+
+async def capabilities(
+    version: int, cp_size: int | None, pp_size: int | None, pieces: bool, digests: bool, queued: bool
+) -> dict[str, int | str]:
+    """What this prefill can do, as it tells decode.
+
+    version: of the decode prefix that its transfer backend understands. cp_size: of attention, None before ranks have
+    registered. pieces, digests, queued: whether the backend asks for staging memory piece by piece, sends digests of
+    pages, and hears from decode what waits there.
+    """
+    # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
+    # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
+    shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+    whole = pp_size == 1
+    can = {
+        # The layout of a staging buffer knows of no stages.
+        "pieces": pieces and whole,
+        "digests" if whole else "stage_digests": digests,
+        "queued": queued,
+    }
+    answer: dict[str, int | str] = {"version": version if cp_size is not None and not shared_out else 0}
+    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1}
+    # Of the process that the server is part of.
+    drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
+    draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""
+    return answer | {name: said for name, said in (("drafts", drafts), ("draft_model", draft_model)) if said}
+
+
+async def _hear(request: web.Request, heard: Callable[[Any], None]) -> web.Response:
+    try:
+        heard(await request.json())
+    except ValueError as e:
+        return web.Response(text=str(e), status=400)
+    return web.Response(text="OK")

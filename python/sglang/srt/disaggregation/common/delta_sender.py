@@ -1,0 +1,274 @@
+"""A request on a prefill rank, from when it waits for decode's question to when its end has been told.
+
+`DeltaSender` is what the backends' senders have in common. `conn.py` puts it before the engine's.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.wire import asks_for_nothing
+from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Of a failure of which nobody has said why.
+NO_REASON = "no reason was recorded"
+
+
+class Phase(enum.IntEnum):
+    """Where a request is. It goes through them in this order and leaves some out."""
+
+    # Decode's request for its KV has not come, or not from all ranks.
+    WAITING = 0
+    # It has, and can be right: KV may be sent.
+    ACCEPTED = 1
+    # All has been written, as far as the engine's sender says.
+    DONE = 2
+    # It has failed for `reason`. Something may still be being written, and decode has not been told.
+    FAILED = 3
+    # Decode is told as soon as nothing is being written, or has been.
+    TOLD = 4
+    # No book mentions it.
+    CLOSED = 5
+
+
+@dataclasses.dataclass
+class SenderState:
+    """What a prefill rank knows of one request. Only commands of its sender change it.
+
+    asked: what each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
+    due_at: when decode has given the request up, by the clock that began when its request was found here; decode's
+    began a little earlier. digests: of the chunks sent so far, when decode asked for it. reason: why it failed.
+    """
+
+    phase: Phase = Phase.WAITING
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    decode_prefix_len: int = 0
+    due_at: float = math.inf
+    digests: torch.Tensor | None = None
+    reason: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing more will be sent."""
+        return self.phase >= Phase.FAILED
+
+    @property
+    def outcome(self) -> KVPoll | None:
+        """How it ended, in the engine's words; None if it goes on."""
+        if self.failed:
+            return KVPoll.Failed
+        return KVPoll.Success if self.phase == Phase.DONE else None
+
+    def accept(self, decode_prefix_len: int, due_at: float) -> None:
+        """Decode's request for KV can be right."""
+        self.phase, self.decode_prefix_len, self.due_at = Phase.ACCEPTED, decode_prefix_len, due_at
+
+    def succeed(self) -> None:
+        """All has been written."""
+        if not self.failed:
+            self.phase = Phase.DONE
+
+    def fail(self, reason: str) -> None:
+        """It fails, if it has not; the first reason stays."""
+        if not self.failed:
+            self.phase, self.reason = Phase.FAILED, reason
+
+    def add_digests(self, part: torch.Tensor) -> torch.Tensor:
+        """Add those of a chunk; returns those of all chunks so far."""
+        self.digests = part if self.digests is None else self.digests + part
+        return self.digests
+
+    def reach(self, phase: Phase) -> bool:
+        """Go on to a later phase; whether this was an earlier one."""
+        if self.phase >= phase:
+            return False
+        self.phase = phase
+        return True
+
+    def overdue(self, timeout_s: float) -> str | None:
+        """Why decode, if it is alive, has given the request up: it had its KV for longer to come than it waits.
+
+        No write over NIXL to a worker that stands still ends by itself. None for a decode worker without the flag, for
+        which nothing changes.
+        """
+        if time.monotonic() < self.due_at:
+            return None
+        return f"decode has not got all of its KV in the {timeout_s:g} s for which it waits"
+
+
+def names_prefix(asked: Iterable[Any]) -> bool:
+    """Whether a decode worker with a radix cache has asked, which says what it holds."""
+    return any(getattr(info, "names_prefix", False) for info in asked)
+
+
+def read_decode_prefix(asked: Mapping[str, Any]) -> tuple[int, int | None]:
+    """The prefix (tokens) and delta size (pages; None if this rank sends no KV) that decode asks for.
+
+    Raises ValueError when decode's ranks contradict each other.
+    """
+    infos = asked.values()
+    prefixes = {getattr(info, "decode_prefix_len", None) or 0 for info in infos}
+    sizes = {len(info.dst_kv_indices) for info in infos if not asks_for_nothing(info)}
+    if len(prefixes) > 1 or len(sizes) > 1:
+        raise ValueError(f"decode ranks disagree: prefixes {sorted(prefixes)}, delta pages {sorted(sizes)}")
+    return (prefixes.pop() if prefixes else 0), (sizes.pop() if sizes else None)
+
+
+def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int) -> int:
+    """The prefix (tokens) that decode asks to be left out. Raises ValueError where that cannot be right.
+
+    A decode worker without the flag names none, and its message is left to the engine.
+    """
+    prefix_len, num_pages = read_decode_prefix(asked)
+    if prefix_len or names_prefix(asked.values()):
+        if prompt_len is None:
+            raise ValueError("this prefill does not know the length of the prompt")
+        check_decode_prefix(prefix_len, num_pages, prompt_len, page_size)
+    return prefix_len
+
+
+# The engine's class comes behind.
+Base: Any = object
+
+
+class DeltaSender(Base):
+    """Sender that knows the prefix decode asked to be left out, and has one state.
+
+    `fail`, `heed`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
+    """
+
+    # Tokens of the prompt.
+    prompt_len: int | None = None
+    # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
+    # has become of it here meanwhile: they must run the same batches.
+    agreed: bool = False
+
+    def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
+        """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
+        # Where the request is, and why it failed.
+        self.state = SenderState()
+        self.made_at = time.monotonic()
+        mgr.rooms.begin(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+
+    @property
+    def conclude_state(self) -> KVPoll | None:
+        """What the engine keeps in an attribute: how the request ended. What it sets goes into the state."""
+        return self.state.outcome
+
+    @conclude_state.setter
+    def conclude_state(self, outcome: KVPoll | None) -> None:
+        if outcome == KVPoll.Failed:
+            # As another thread or the engine has recorded.
+            self.state.fail(self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON))
+        elif outcome == KVPoll.Success:
+            self.state.succeed()
+
+    @property
+    def decode_prefix_len(self) -> int:
+        """Tokens of the prompt that decode says it holds; 0 when it named none."""
+        return self.state.decode_prefix_len
+
+    def accept_decode_prefix(self) -> bool:
+        """Take over decode's prefix once its message is there; False, and the request fails, if it cannot be right."""
+        manager, state = self.kv_mgr, self.state
+        if state.phase >= Phase.ACCEPTED:
+            return True
+        with manager.rooms.lock:
+            state.asked = dict(manager.transfer_infos.get(self.bootstrap_room, {}))
+        try:
+            prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
+            due_at = math.inf
+            if prefix_len or names_prefix(state.asked.values()):
+                if manager.pp_size > 1 and manager.kv_args.state_type == "swa":
+                    # The engine numbers the layers of both pools from 0 on each stage, and writes them over each other.
+                    raise ValueError("pipeline stages with sliding windows are not supported; start prefill without")
+                due_at = time.monotonic() + manager.transfer_timeout
+        except ValueError as e:
+            self.fail(f"refused decode's request for KV: {e}")
+            return False
+        state.accept(prefix_len, due_at)
+        return True
+
+    # ---- questions ----
+
+    def has_failed(self) -> bool:
+        """Whether nothing more will be sent for this request."""
+        return self.state.failed
+
+    def failure_reason(self) -> str | None:
+        """Why this request has failed, or fails with its next poll; None if it goes on. It costs next to nothing."""
+        if self.has_failed():
+            return self.state.reason
+        return self.kv_mgr.rooms.refused.get(self.bootstrap_room) or self.overdue()
+
+    def overdue(self) -> str | None:
+        """Why decode must have given this request up, if so."""
+        return self.state.overdue(self.kv_mgr.transfer_timeout)
+
+    # ---- commands ----
+
+    def fail(self, reason: str) -> None:
+        """Fail this request, on this worker and on decode, and nothing else. The first reason stays."""
+        if not self.has_failed():
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.state.fail(reason)
+            self.on_failure()
+
+    def on_failure(self) -> None:
+        """Called when it has been failed here. Backends that need not wait for the next poll override it."""
+
+    def take_reason(self, default: str = NO_REASON) -> str:
+        """Why the request has failed, here or on another rank: from here on it has, and no book says why."""
+        self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
+        return self.state.reason or default
+
+    def heed(self) -> None:
+        """Fail if decode's request for this room could not be used, or decode has given it up, or must have.
+
+        This worker may have stood still for so long: nothing is written then to what decode may have given away.
+        """
+        if not self.has_failed():
+            reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room) or self.overdue()
+            if reason is not None:
+                self.fail(reason)
+
+    def fail_if_overdue(self) -> None:
+        """Fail this request, whose prompt has been computed, if decode must have given it up."""
+        reason = None if self.has_failed() else self.overdue()
+        # The poll may find that all has been written, or fail it itself, for the same reason, and close its books.
+        if reason is not None and self.poll() != KVPoll.Success:
+            self.fail(reason)
+
+    def end_failed_room(self, reason: str) -> set:
+        """End this request's room; returns the decode ranks that are to be told, by the backend's names for them.
+
+        Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody but who gave
+        the room up: its word would count for that of the rank that writes.
+        """
+        manager, room = self.kv_mgr, self.bootstrap_room
+        with manager.rooms.lock:
+            infos = self.state.asked or manager.transfer_infos.get(room, {})
+            peers = manager.cancels.get(room, set()) | manager.listeners(infos)
+            manager.end_room(room, reason)
+        return peers
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Wraps the engine's init: the pages to send are those beyond the prefix."""
+        super().init(num_kv_indices - self.decode_prefix_len // self.kv_mgr.kv_args.page_size, aux_index)
+
+    def failure_exception(self) -> None:
+        """Replaces the engine's, which does not say what failed."""
+        raise RuntimeError(self.take_reason())

@@ -1,0 +1,208 @@
+"""What a decode worker knows of prefills: what each can do, and why one that does not answer is of no use.
+
+Asked in threads: a scheduler waits for no peer.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
+from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
+from sglang.srt.disaggregation.common.peer_watch import host_and_port
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
+
+logger = logging.getLogger(__name__)
+
+# Questions to bootstrap servers, signed where there is a secret.
+requests = SignedRequests()
+
+# Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
+REFUSING_S = 0.3
+# Seconds for which a prefill that gives no usable answer is asked; as long as the engine does. And from one question to
+# the next.
+UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a prefill says that it can do.
+
+    version: of the decode prefix that it understands, 0 for none. pieces: it asks for each piece of staging memory.
+    digests: it sends digests of pages. queued: it wants to hear what waits on decode. drafts, draft_model: what it
+    speculates with, empty without.
+    """
+
+    version: int = 0
+    pieces: bool = False
+    digests: bool = False
+    queued: bool = False
+    drafts: str = ""
+    draft_model: str = ""
+
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether a prefix may be named to it."""
+        return self.version == DECODE_PREFIX_VERSION
+
+
+UNKNOWN = Capabilities()
+
+
+def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabilities:
+    """What a prefill's answer says. needs_state: whether this worker's model has states beside its KV.
+
+    Raises KeyError, TypeError or ValueError for what is no answer.
+    """
+    version = int(answer["version"])
+    drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
+    if needs_state and not answer.get("state"):
+        # On a full hit it would not send the state, and this worker would wait for it.
+        version = 0
+    takes = version == DECODE_PREFIX_VERSION
+
+    def can(*names: str) -> bool:
+        return takes and any(answer.get(name) for name in names)
+
+    return Capabilities(version, can("pieces"), can("digests", "stage_digests"), can("queued"), drafts, draft_model)
+
+
+def check_drafts(theirs: Capabilities, server_args: Any) -> None:
+    """Raise ValueError where a prefill and this worker do not speculate alike, which asking again does not mend."""
+    if not theirs.version:
+        return
+    own = getattr(server_args, "speculative_algorithm", None) or ""
+    if theirs.drafts != own:
+        # Its pages would have no KV of this worker's draft model, and the tree would keep that.
+        raise ValueError(
+            f"it speculates with {theirs.drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
+            "Give both the same --speculative-algorithm and draft model"
+        )
+    own = describe_draft(server_args)
+    if theirs.draft_model and own and theirs.draft_model != own:
+        raise ValueError(
+            f"its draft model ({theirs.draft_model}) is not this decode worker's ({own}). Give both the same "
+            "--speculative-draft-model-path"
+        )
+
+
+class PrefillPeers:
+    """The prefills of a decode worker with a radix cache.
+
+    server_args: this worker's. has_state: whether its model has states. wants_digests: whether it verifies pages.
+    shake: the engine's own questions to a prefill; whether they have been answered.
+    """
+
+    def __init__(
+        self,
+        server_args: Callable[[], Any],
+        has_state: Callable[[], bool],
+        wants_digests: Callable[[], bool],
+        shake: Callable[[str], bool],
+    ) -> None:
+        self._server_args, self._has_state = server_args, has_state
+        self._wants_digests, self._shake = wants_digests, shake
+        self.capabilities: dict[str, Capabilities] = {}
+        # Questions that are under way, and when each prefill was last asked; when each has refused connections, first
+        # and last; and when and why one turned out to be of no use.
+        self._asking: set[str] = set()
+        self._asked_at: dict[str, float] = {}
+        self._refusing: dict[str, tuple[float, float]] = {}
+        self._unusable: dict[str, tuple[float, str]] = {}
+
+    def of(self, addr: str) -> Capabilities:
+        """What is known of a prefill."""
+        return self.capabilities.get(addr, UNKNOWN)
+
+    def ask(self, addr: str) -> None:
+        """Have a prefill asked what it can do, unless it has been of late. `why_unreached` says what becomes of it."""
+        now = time.monotonic()
+        if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
+            self._asked_at[addr] = now
+            self._asking.add(addr)
+            threading.Thread(target=self._ask, args=(addr,), daemon=True, name="ask-prefill").start()
+
+    def _ask(self, addr: str) -> None:
+        """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""
+        now = time.monotonic()
+        try:
+            # First, since with the engine's answer requests go on.
+            version = self.ask_for_prefix(addr)
+            if version is not None and self._shake(addr):
+                self._refusing.pop(addr, None)
+                self._warn(addr, version)
+                return
+            if nothing_listens(*host_and_port(addr)):
+                first, last = self._refusing.get(addr, (now, now))
+                # One long ago was of an earlier life.
+                self._refusing[addr] = (first if now - last < 10 * REFUSING_S else now, now)
+            else:
+                self._refusing.pop(addr, None)
+        except Exception as e:
+            logger.exception("Prefill %s cannot be used", addr)
+            self._unusable[addr] = (now, f"{type(e).__name__}: {e}")
+        finally:
+            self._asking.discard(addr)
+
+    def _warn(self, addr: str, version: int) -> None:
+        if version != DECODE_PREFIX_VERSION:
+            logger.warning(
+                "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
+                "it will send whole prompts. Install sglang-pd-radix there to send only what is missing.",
+                addr,
+                version or "none",
+                DECODE_PREFIX_VERSION,
+            )
+        elif self._wants_digests() and not self.of(addr).digests:
+            logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
+
+    def ask_for_prefix(self, addr: str) -> int | None:
+        """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
+
+        It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
+        answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
+        secret, and ValueError where they do not speculate alike.
+        """
+        try:
+            reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            if reply.status_code == 401:
+                raise NotTrusted(reply.text)
+            if reply.status_code not in (200, 404):
+                raise ValueError(f"status {reply.status_code}")
+            answer = reply.json() if reply.status_code == 200 else {"version": 0}
+            found = parse_capabilities(answer, self._has_state())
+        except NotTrusted:
+            raise
+        except Exception as e:
+            logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
+            return None
+        check_drafts(found, self._server_args())
+        self.capabilities[addr] = found
+        return found.version
+
+    def why_unreached(self, addr: str, since: float, is_known: bool, timeout_s: float) -> str | None:
+        """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer.
+
+        is_known: whether that prefill has answered. timeout_s: seconds that a request may wait for a handshake.
+        """
+        now = time.monotonic()
+        first, last = self._refusing.get(addr, (now, 0.0))
+        if last > since and last - first >= REFUSING_S:
+            return f"prefill {addr} is gone: it refuses connections"
+        at, reason = self._unusable.get(addr, (0.0, ""))
+        if at > since:
+            return f"prefill {addr} cannot be used: {reason}"
+        if not is_known and now - since > UNANSWERED_S:
+            return f"prefill {addr} has not answered for {UNANSWERED_S} s"
+        if now - since > timeout_s:
+            return f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
+        return None

@@ -1,0 +1,151 @@
+"""Decode's messages to a prefill rank, parsed once into typed values; the same over both transfer backends.
+
+docs/protocol.md has the frames. Every message but a registration begins with its room and with who sends it. What a
+decode rank is called is the backend's: where it listens, over Mooncake, or the name of its agent, over NIXL.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Peer = TypeVar("Peer", bound=Hashable)
+
+# Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
+CANCEL = b"cancel"
+GIVEN_UP = "decode gave the request up"
+# Last frame of decode's message that a request waits there for memory.
+QUEUED = b"queued"
+# Frame behind those of the prefix in decode's request for KV: it wants a digest of what is sent.
+DIGEST = b"digest"
+# Frames of the engine's own request for KV; those of the prefix come behind them.
+ENGINE_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A decode rank says where its memory is, in the engine's frames."""
+
+    frames: list[bytes]
+
+
+@dataclass(frozen=True)
+class Request(Generic[Peer]):
+    """A decode rank asks for the KV of a room.
+
+    name: by which the engine's books know the rank. peer: by which it is told of the end. info: the backend's
+    TransferInfo.
+    """
+
+    room: int
+    name: str
+    peer: Peer
+    info: Any
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it asks this prefill rank for nothing."""
+        return asks_for_nothing(self.info)
+
+
+@dataclass(frozen=True)
+class Unusable(Generic[Peer]):
+    """A request for KV that cannot be right, for ``reason``. peer: who sent it, None where that cannot be read.
+
+    names_prefix: whether it has frames that only a decode worker with a radix cache sends.
+    """
+
+    room: int
+    peer: Peer | None
+    names_prefix: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cancel(Generic[Peer]):
+    """A decode rank has given a room up, and keeps its pages until it is answered."""
+
+    room: int
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A room waits for memory in the decode rank that listens at this host and port."""
+
+    room: int
+    host: str
+    port: int
+
+
+OfRoom = Request[Peer] | Unusable[Peer] | Cancel[Peer] | Queued
+
+
+@dataclass(frozen=True)
+class Reader(Generic[Peer]):
+    """How a backend reads the frames of a message, without what its transport puts before them.
+
+    peer: who sent it. name: by which the engine's books know him. info: the backend's TransferInfo. All of them raise
+    ValueError or IndexError for what they cannot read.
+    """
+
+    peer: Callable[[list[bytes]], Peer]
+    name: Callable[[Any], str]
+    info: Callable[[list[bytes]], Any]
+
+    def read(self, frames: list[bytes]) -> Registration | OfRoom[Peer]:
+        """The message. Raises ValueError or IndexError for one of which not even the room is known."""
+        if frames[0] == b"None":
+            return Registration(frames)
+        room = wire_int(frames[0], "room")
+        if frames[4:] == [CANCEL]:
+            return Cancel(room, self.peer(frames))
+        if frames[4:] == [QUEUED]:
+            return Queued(room, frames[1].decode("ascii"), wire_int(frames[2], "port"))
+        try:
+            info = self.info(frames)
+            return Request(room, self.name(info), self.peer(frames), info)
+        except (ValueError, IndexError) as e:
+            return Unusable(room, self._peer_or_none(frames), len(frames) > ENGINE_FRAMES, str(e))
+
+    def _peer_or_none(self, frames: list[bytes]) -> Peer | None:
+        try:
+            return self.peer(frames)
+        except (ValueError, IndexError):
+            return None
+
+
+def head(room: int, host: str, port: int, name: str) -> list[bytes]:
+    """The frames with which each of decode's messages about a request begins: the room, and who it is."""
+    return [b"%d" % room, host.encode("ascii"), b"%d" % port, name.encode("ascii")]
+
+
+def prefix_frames(decode_prefix_len: int, is_dummy: bool, wants_digest: bool) -> list[bytes]:
+    """What a decode worker with a radix cache appends to the engine's request for KV. The prefix is in tokens."""
+    return [b"%d" % decode_prefix_len, b"%d" % is_dummy, *([DIGEST] if wants_digest else [])]
+
+
+def check_prefix_frames(message: list[bytes]) -> None:
+    """Check what a decode worker with a radix cache appends to the engine's eight frames. Raises ValueError."""
+    if len(message) not in (10, 11):
+        raise ValueError(f"a message with a decode prefix has 10 or 11 frames, this one has {len(message)}")
+    if message[9] not in (b"0", b"1"):
+        raise ValueError(f"whether this rank is a dummy is not 0 or 1: {message[9][:32]!r}")
+    if message[10:] not in ([], [DIGEST]):
+        raise ValueError(f"its last frame is unknown: {message[10][:32]!r}")
+
+
+def wire_int(frame: bytes, name: str) -> int:
+    """The decimal number in a message frame. Raises ValueError naming the field when it is not one."""
+    try:
+        return int(frame.decode("ascii"))
+    except ValueError:
+        raise ValueError(f"{name} is not a number: {frame[:32]!r}") from None
+
+
+def asks_for_nothing(info: Any) -> bool:
+    """Whether a TransferInfo is one for a dummy rank; a method in one backend, a field in the other."""
+    return info.is_dummy() if callable(info.is_dummy) else info.is_dummy

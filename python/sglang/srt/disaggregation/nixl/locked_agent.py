@@ -1,0 +1,27 @@
+"""A NIXL agent that several threads of a prefill worker use.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class LockedAgent:
+    """Lets one thread at a time call the agent; NIXL itself takes no lock unless it listens on a port."""
+
+    def __init__(self, agent):
+        self._agent, self._lock = agent, threading.Lock()
+
+    def __getattr__(self, name: str):
+        value = getattr(self._agent, name)
+        if not callable(value):
+            return value
+
+        def locked(*args, **kwargs):
+            with self._lock:
+                return value(*args, **kwargs)
+
+        setattr(self, name, locked)
+        return locked

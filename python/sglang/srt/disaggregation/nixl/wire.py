@@ -1,0 +1,67 @@
+"""Prefill's notifications over NIXL, parsed once into typed values. docs/protocol.md has the texts.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of the KV has been written; ``last`` if no other follows."""
+
+    number: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The metadata buffer has been written, as far as this agent has anything to write there."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state, or the window, of a hybrid model has been written."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What this agent says of the digests of what it sends."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The request has failed on prefill, and this agent writes no more for it."""
+
+    reason: str
+
+
+Notification = Chunk | Metadata | State | Claim | Failure
+
+
+def room_of(text: str) -> tuple[int, str, list[str]]:
+    """The room of a notification, its kind and what follows. Raises ValueError for what is none."""
+    room, kind, *rest = text.split("_", 2)
+    return int(room), kind, rest
+
+
+def read(kind: str, rest: list[str]) -> Notification:
+    """What a notification says. Raises ValueError or IndexError for what it cannot say."""
+    if kind == "kv":
+        chunk, last, _ = (int(part) for part in rest[0].split("_"))
+        if chunk < 0 or last not in (0, 1):
+            raise ValueError("no such chunk")
+        return Chunk(chunk, bool(last))
+    if kind == "aux":
+        return Metadata()
+    if kind == "state":
+        return State()
+    if kind == "digest":
+        return Claim(rest[0])
+    if kind == "fail":
+        return Failure(rest[0] if rest else "no reason")
+    raise ValueError(f"unknown kind {kind!r}")

@@ -1,0 +1,141 @@
+"""Counters of what a worker's KV transfers have moved, and have not had to.
+
+Upstream: not in 0.5.10.post1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["KvTransferCounters", "count_transfer"]
+
+
+class KvTransferCounters:
+    """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
+
+    Each rank counts for itself and the engine's multiprocess exporter adds them up.
+    """
+
+    _made: dict[tuple[str, str], KvTransferCounters] = {}
+
+    @classmethod
+    def get(cls, server_args: ServerArgs, dp_rank: int | None = None) -> KvTransferCounters:
+        """The counters of this process; made once, since Prometheus refuses a second registration.
+
+        dp_rank: the first to ask gives it, where there are several; it becomes a label, as of the engine's metrics.
+        """
+        key = (server_args.served_model_name, server_args.disaggregation_mode)
+        if key not in cls._made:
+            cls._made[key] = cls(*key, enabled=server_args.enable_metrics, dp_rank=dp_rank)
+        return cls._made[key]
+
+    def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None):
+        self.enabled = enabled
+        if not enabled:
+            return
+        # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
+        from prometheus_client import Counter, Gauge
+
+        self._labels = {"model_name": model_name, "engine_type": engine_type}
+        if dp_rank is not None:
+            # Gauges show what one process wrote last, and each DP rank has a tree of its own.
+            self._labels["dp_rank"] = str(dp_rank)
+        names = list(self._labels)
+
+        def counter(name: str, text: str):
+            return Counter(f"sglang:{name}", text, names).labels(**self._labels)
+
+        def gauge(name: str, text: str):
+            return Gauge(f"sglang:{name}", text, names, multiprocess_mode="mostrecent").labels(**self._labels)
+
+        if engine_type == "prefill":
+            self._sent = counter("kv_transfer_sent_bytes", "KV bytes handed to the transfer backend.")
+            self._saved = counter("kv_transfer_saved_bytes", "KV bytes not sent because decode held them.")
+            self._runs = counter("kv_transfer_runs", "Runs of pages, contiguous on both sides, in which KV was sent.")
+            self._states = counter("kv_transfer_state_bytes", "Bytes of states of hybrid models that were sent.")
+        else:
+            self._prompt = counter("decode_prompt_tokens", "Prompt tokens of committed requests.")
+            self._hit = counter("decode_prefix_hit_tokens", "Prompt tokens that the decode tree held.")
+            self._moved = counter("decode_transferred_tokens", "Prompt tokens whose KV prefill sent.")
+            self._blocked = counter(
+                "decode_admissions_blocked", "Requests that had to wait for KV memory at least once."
+            )
+            self._followed = counter(
+                "decode_followed_requests", "Requests that waited for the transfer of another, with which they share."
+            )
+            self._not_sent_twice = counter(
+                "decode_followed_tokens", "Prompt tokens that came into the tree while their request waited for them."
+            )
+            self._following = counter(
+                "decode_following_seconds", "Time that requests waited for transfers of others, summed."
+            )
+            self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
+            self._mismatched = counter(
+                "decode_page_digest_mismatches", "Transfers whose KV did not arrive as prefill sent it."
+            )
+            self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
+            self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
+            self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
+
+    def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
+        if self.enabled:
+            self._runs.inc(runs)
+            self._sent.inc(num_bytes)
+            self._saved.inc(saved_bytes)
+
+    def sent_states(self, num_bytes: int) -> None:
+        if self.enabled:
+            self._states.inc(num_bytes)
+
+    def committed(self, prompt_len: int, prefix_len: int) -> None:
+        if self.enabled:
+            self._prompt.inc(prompt_len)
+            self._hit.inc(prefix_len)
+            self._moved.inc(prompt_len - prefix_len)
+
+    def blocked(self) -> None:
+        if self.enabled:
+            self._blocked.inc()
+
+    def followed(self, num_tokens: int, seconds: float) -> None:
+        if self.enabled:
+            self._followed.inc()
+            self._not_sent_twice.inc(max(num_tokens, 0))
+            self._following.inc(seconds)
+
+    def mismatched(self) -> None:
+        if self.enabled:
+            self._mismatched.inc()
+
+    def overtaken(self, num_requests: int) -> None:
+        if self.enabled:
+            self._overtaken.inc(num_requests)
+
+    def tree(self, evictable: int, protected: int) -> None:
+        if self.enabled:
+            self._tree.set(evictable + protected)
+            self._evictable.set(evictable)
+            self._protected.set(protected)
+
+
+def count_transfer(
+    counters: KvTransferCounters,
+    kv_args: Any,
+    their_item_len: int,
+    sent_pages: int,
+    saved_pages: int,
+    runs: int = 0,
+    states: int = 0,
+) -> None:
+    """Add one transfer: of each page a decode rank gets its own share of the heads, or all of them.
+
+    kv_args: the engine's, of this rank. their_item_len: bytes of a page of one buffer there. runs: of pages that are
+    contiguous on both sides, in which they are sent. states: sent with it, by slot or page.
+    """
+    if states:
+        counters.sent_states(states * sum(kv_args.state_item_lens))
+    page_bytes = sum(min(item, their_item_len) for item in kv_args.kv_item_lens)
+    counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)
