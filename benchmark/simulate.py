@@ -156,8 +156,6 @@ def main() -> int:
     for asked, known in ((keys, KINDS), (modes, MODES)):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
     if args.sensitivity:
         print(sensitivity(CONSTANTS, lambda mode, settings: simulate("published", mode, settings), _told))
         return 0
@@ -193,4 +191,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     sys.exit(main())
