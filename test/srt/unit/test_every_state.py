@@ -737,8 +737,9 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
         receiver.__dict__[name] = broken
         bench.remember_prefill()
         make_room(bench)
-        deadline = time.monotonic() + 0.3
-        while not bench.told(req) and time.monotonic() < deadline:
+        # Of the processor's time: a machine that is busy with other things gets longer.
+        deadline = time.process_time() + 0.3
+        while not bench.told(req) and time.process_time() < deadline:
             bench.halves[req.rid].goes_on = True
             bench.step()
         if not bench.told(req):
