@@ -6,6 +6,7 @@ import pytest
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Use
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -126,6 +127,22 @@ def test_a_prefix_locked_in_the_same_step_is_not_retractable(together):
     second = queue(world, tokens(9, 40), max_new=900)
     world.step()
     assert asked(first + second) == [True, False]
+
+
+def test_who_lives_is_not_looked_at_for_every_admission(monkeypatch):
+    """A step that admits many would take their number times that of the live ones."""
+
+    def looks(count: int) -> int:
+        world = World(size=1024, page_size=4, max_reqs=16, reserved=4)
+        found, look = [], decode.DecodePreallocQueue.live
+        monkeypatch.setattr(decode.DecodePreallocQueue, "live", lambda queue: found.append(1) or look(queue))
+        queue(world, *(tokens(100 + i, 8) for i in range(count)), max_new=8)
+        world.step()
+        monkeypatch.undo()
+        assert len(world.transfer.queue) == count
+        return len(found)
+
+    assert 0 < looks(8) == looks(2)
 
 
 def test_a_request_that_has_ended_has_nothing_to_retract():
