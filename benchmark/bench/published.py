@@ -147,15 +147,7 @@ _GPU = "[how](docs/benchmarks.md#on-a-gpu-one-h100-2026-11-23)"
 ROWS = (
     Row("a", "a", "on", "20 shared prefixes, 128 clients, decode short of memory, from a cold start"),
     Row("g", "g", "on", "new prefixes every round, into a pool full of old ones"),
-    Row("h", "h", "on", "more prefixes than the pool holds"),
     Row("aw", "aw", "on", "warm: 4 of 20 prefixes at a time, each asked for before"),
-    Row(
-        "four-layers",
-        "a",
-        "on",
-        "the first halved, on a model of four layers (`pd-radix make-model MODEL`): attention is the most of a step",
-    ),
-    Row("four-layers", "a", "shared", "the same, shared prefixes read once as well", "the same command"),
     Row("h100", "a", "on", "the first on one H100, 0.94 billion parameters, bfloat16", _GPU),
     Row("h100", "a", "shared", "the same, shared prefixes read once as well", _GPU),
 )
@@ -181,6 +173,11 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
+def _ratio_digits(value: float) -> str:
+    """Two decimals, three of a small one, so that it is what dividing gives."""
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+
+
 def _change(pair: tuple[Record, Record], key: str, unit: float) -> str:
     return " → ".join(_digits(run["figures"][key] / unit) for run in pair)
 
@@ -191,7 +188,7 @@ def readme_row(records: Records, row: Row) -> list[str]:
     pair = median_pair(found)
 
     def ratio(key: str) -> str:
-        return f"{over(pair, key):.2f} x ({worst(found, _FIGURES[key]):.2f})"
+        return f"{_ratio_digits(over(pair, key))} x ({_ratio_digits(worst(found, _FIGURES[key]))})"
 
     how = row.how or f"`{records[row.record]['setting']['command']}`"
     return [
