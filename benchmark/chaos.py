@@ -154,6 +154,8 @@ class Run:
         print(_storm_text(self.report), flush=True)
         if self.fire.watch():
             self._afterwards(before, books_before)
+        # Who ended since the storm was judged ended by itself as well.
+        self._wrong([one for one in self.fire.problems if one not in self.report["problems"]])
 
     def _storm(self) -> None:
         args, fire = self.args, self.fire

@@ -11,6 +11,7 @@ no constant was chosen by them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,8 @@ class Outcome:
         return min(0.0, simulated / low - 1) + max(0.0, simulated / high - 1)
 
     def holds(self, simulated: float) -> bool:
-        return abs(self.off_by(simulated)) <= self.tolerance
+        # No number is as published.
+        return not math.isnan(simulated) and abs(self.off_by(simulated)) <= self.tolerance
 
 
 def _of(mode: str, figure: str) -> Callable[[Runs], float]:

@@ -269,7 +269,7 @@ def _what_cannot_be_reused(result: Comparison, failed: bool) -> list[str]:
     on = result.on
     notes: list[str] = []
     if len(on.turns) < 2:
-        return notes
+        return ["whether anything is reused cannot be told from one turn: give --turns 2 or more"]
     changed = 0
     if on.ids:
         could = reach_by_sizes(on.sizes, on.overlapped, on.loose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -266,3 +267,7 @@ def test_a_constant_that_is_wrong_closes_a_gate(name, factor):
 def test_what_the_published_figures_do_not_tell(name, factor):
     """As docs/benchmarks.md says: if these close one, more is known than it says there."""
     assert closed(at(name, factor)) == []
+
+
+def test_a_figure_that_is_no_number_closes_its_gate():
+    assert not any(outcome.holds(math.nan) for outcome in published.OUTCOMES)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import cli, verify
+from sglang_pd_radix.tools import bench, cli, verify
 from sglang_pd_radix.tools.rounding import Answer, Deviation
 from sglang_pd_radix.tools.verification import asking, check, judging
 from sglang_pd_radix.tools.verification.asking import ANSWER_TOKENS, Run, Truth
@@ -299,3 +300,36 @@ def test_only_what_is_passed_exits_with_0(monkeypatch, capsys, tmp_path, failure
     assert cli.main(["verify", "--json", str(out)]) == code
     assert json.loads(out.read_text())["passed"] is (code == 0)
     assert ("PASSED" in capsys.readouterr().out) is (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "failed"), [(1.0, []), (1.2, ["1.200 times"]), (0.0, ["0.000 times"])], ids=["right", "more", "uncounted"]
+)
+def test_the_benchmark_s_workload_is_held_to_its_bytes(monkeypatch, sent: float, failed: list[str]) -> None:
+    """What is not counted was not saved."""
+
+    def run_once(deployment, load, workload, variant, number, page_size):
+        pages = 10.0 if variant.name == "off" else 2.0 * sent
+        figures = {"sent_bytes": 100.0 * pages, "least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0}
+        figures |= {"ttft_p50_s": 1.0, "itl_mean_s": 1.0}
+        return SimpleNamespace(figures=figures, problems=[], texts=["same"] * 3)
+
+    monkeypatch.setattr(bench.package("measure"), "run_once", run_once)
+    deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
+    workload = SimpleNamespace(requests=3, beginning=lambda count: count)
+    verdict = Verdict({})
+    verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": "torch.float32"})
+    assert len(verdict.failures) == len(failed) and all(said in verdict.failures[0] for said in failed)
+
+
+def test_the_last_token_that_answers_share_is_no_pair_of_a_tree_for_speculation() -> None:
+    """48 tokens in common, of which a tree with pairs of tokens as keys can match 47: two pages of 16."""
+    asked = [Wave("one", [[1] * 40], [0]), Wave("two", [[1] * 40 + [2] * 20], [48], follows=True)]
+    reference, run = Run(), Run()
+    reference.answers = [answered((2,) * 20), answered((3,))]
+    run.answers = [answered((2,) * 8 + (9,) * 12), answered((3,))]
+    for bigrams, least in ((False, 48), (True, 32)):
+        for tokens, wrong in ((least, 0), (least - 16, 1)):
+            verdict, run.held = Verdict({}), [[0], [tokens]]
+            judging.judge_reuse(verdict, asked, reference, run, 16, bigrams=bigrams)
+            assert len(verdict.failures) == wrong

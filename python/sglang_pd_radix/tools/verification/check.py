@@ -66,7 +66,8 @@ class Check:
         for number, (name, run) in enumerate(runs.items()):
             held = self.script.warm(self.waves) if number else self.waves
             self.noise.judge(verdict, findings(self.waves, run, self.truth), name, same_answers(self.reference, run))
-            judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name)
+            bigrams = bool(self.info.get("speculative_algorithm"))
+            judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name, bigrams)
 
     def stop_records(self) -> None:
         """What follows is measured, and not looked into."""

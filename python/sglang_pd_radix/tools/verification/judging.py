@@ -185,9 +185,15 @@ def same_answers(reference: Run, run: Run) -> int:
 
 
 def judge_reuse(
-    verdict: Verdict, waves: Sequence[Wave], reference: Run, run: Run, page_size: int, what: str = "cold cache"
+    verdict: Verdict,
+    waves: Sequence[Wave],
+    reference: Run,
+    run: Run,
+    page_size: int,
+    what: str = "cold cache",
+    bigrams: bool = False,
 ) -> None:
-    """Whether decode held of each prompt what it must have."""
+    """Whether decode held of each prompt what it must have. bigrams: its keys are pairs of tokens (EAGLE)."""
     tokens = sum(sum(wave) for wave in run.held)
     prompts = sum(len(prompt) for wave in waves for prompt in wave.prompts)
     verdict.lines.append(f"{what}, reuse: decode held {tokens} of {prompts} prompt tokens ({tokens / prompts:.0%})")
@@ -200,7 +206,7 @@ def judge_reuse(
                 common = _common(reference.answers[i - 1][n].tokens, run.answers[i - 1][n].tokens)
                 if common is not None:
                     most = len(waves[i - 1].prompts[n]) + common
-                    least = min(least, most // page_size * page_size)
+                    least = min(least, max(0, most - bigrams) // page_size * page_size)
             if tokens < least:
                 failures.append(f"{what}, {wave.name}, prompt {n + 1}: decode held {tokens} tokens, not {least}")
     _tell(verdict, "reuse", what, failures)
