@@ -270,4 +270,4 @@ def test_what_the_published_figures_do_not_tell(name, factor):
 
 
 def test_a_figure_that_is_no_number_closes_its_gate():
-    assert not any(outcome.holds(math.nan) for outcome in published.OUTCOMES)
+    assert not any(outcome.holds(math.nan) for outcome in OUTCOMES)
