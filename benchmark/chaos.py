@@ -45,7 +45,15 @@ from faults.watch import Watch
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
-from sglang_pd_radix.tools.cluster import Cluster, Process, Progress, http, option_value
+from sglang_pd_radix.tools.cluster import (
+    Cluster,
+    Process,
+    Progress,
+    add_router_option,
+    http,
+    named_gateway,
+    option_value,
+)
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 # Requests of a replay that is timed: many short ones say more of the pace than a few long ones.
@@ -59,9 +67,11 @@ SETTLE_S = 75.0
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl")
+    add_router_option(parser)
     parser.add_argument("--model", help="model directory (default: a made one)")
     parser.add_argument("--arch", default="qwen3", help="of the made one, as of `pd-radix make-model` (default: qwen3)")
     parser.add_argument("--options", default="", help="of all workers, as one argument: what the model needs")
+    parser.add_argument("--decode-options", default="", help="of decode workers, as one argument")
     parser.add_argument("--trace", type=Path, help="Mooncake-format trace (default: a made one of its shape)")
     parser.add_argument("--requests", type=int, default=10_000, help="of the storm (default: 10000)")
     parser.add_argument("--seconds", type=float, help="end the storm after so many, however many were asked")
@@ -105,7 +115,17 @@ def main(argv: list[str] | None = None) -> int:
             report["two_hosts"] = hosts is not None
             if hosts is None:
                 shape = Shape(link=False, without=shape.without)
-            cluster = deploy.cluster(model, args.backend, hosts, log_dir, options=options, on_progress=_say)
+            gateway = named_gateway(args.router)
+            cluster = deploy.cluster(
+                model,
+                args.backend,
+                hosts,
+                log_dir,
+                options=options,
+                decode_options=shlex.split(args.decode_options),
+                on_progress=_say,
+                gateway=gateway,
+            )
             with cluster:
                 Run(args, shape, cluster, Fire(cluster, hosts, model), asks, right, report).all()
     except PdRadixError as error:
@@ -234,7 +254,7 @@ class Run:
         books_after = {worker.name: books.of_idle_worker(worker, 30) for worker in self.workers}
         for name, own in books_after.items():
             for pool in own.pools:
-                self._wrong(judge.pool_problems(name, pool))
+                self._wrong(judge.left_behind(name, pool))
             self._wrong(judge.process_problems(books_before[name], own, self.fire.restarts))
         report["books"] = {
             name: {"before": books_before[name].document(), "after": own.document()}

@@ -70,6 +70,31 @@ def make_state_pool(max_reqs: int, max_len: int, states: int) -> HybridMambaDeco
     )
 
 
+def alone() -> dist.ProcessGroup:
+    """The group of one rank."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def server_args(page_size: int, options: Mapping[str, Any]) -> SimpleNamespace:
+    """The server's arguments that a decode worker's queues look at."""
+    return SimpleNamespace(
+        page_size=page_size,
+        speculative_algorithm=None,
+        enable_metrics=False,
+        served_model_name="m",
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="nixl",
+        **{
+            "disaggregation_decode_admission": "prefix",
+            "disaggregation_decode_local_prefill": "off",
+            "disaggregation_decode_max_overtaken": 32,
+            **options,
+        },
+    )
+
+
 class DecodeWorker:
     """One decode rank with pages of ``page_size`` tokens and a pool of ``size`` tokens.
 
@@ -97,24 +122,9 @@ class DecodeWorker:
         states: int | None = None,
         windows: tuple[int, int] | None = None,
     ):
-        if group is None:
-            if not dist.is_initialized():
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            group = dist.group.WORLD
+        group = group or alone()
         self.size, self.page_size, self.group = size, page_size, group
-        args = SimpleNamespace(
-            page_size=page_size,
-            speculative_algorithm=None,
-            enable_metrics=False,
-            served_model_name="m",
-            disaggregation_mode="decode",
-            disaggregation_transfer_backend="nixl",
-            **{
-                "disaggregation_decode_admission": "prefix",
-                "disaggregation_decode_max_overtaken": 32,
-                **(options or {}),
-            },
-        )
+        args = server_args(page_size, options or {})
         set_global_server_args_for_scheduler(args)
         window, window_tokens = windows or (None, size)
         if windows is None:
@@ -143,23 +153,7 @@ class DecodeWorker:
         self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
         self.meta_alloc = ReqToMetadataIdxAllocator(2 * max_reqs)
         self.streamed: list[Req] = []
-        self.scheduler = SimpleNamespace(
-            server_args=args,
-            tp_worker=SimpleNamespace(
-                is_hybrid_swa=windows is not None,
-                model_runner=SimpleNamespace(swa_max_total_num_tokens=window_tokens),
-            ),
-            running_batch=ScheduleBatch([], self.pool, self.allocator, self.tree),
-            waiting_queue=[],
-            last_batch=None,
-            enable_metrics=False,
-            enable_hisparse=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            dp_rank=None,
-            spec_algorithm=SimpleNamespace(is_none=lambda: True),
-            stream_output=lambda reqs, _: self.streamed.extend(reqs),
-        )
+        self.scheduler = self._scheduler_stand_in(args, windows is not None, window_tokens)
         self.transfer = DecodeTransferQueue(group, self.meta_alloc, 0, self.meta, self.scheduler, self.tree)
         self.queue = queue_type(
             req_to_token_pool=self.pool,
@@ -180,6 +174,28 @@ class DecodeWorker:
             pp_rank=0,
             num_reserved_decode_tokens=reserved,
             transfer_backend=TransferBackend.NIXL,
+        )
+
+    def _scheduler_stand_in(self, args: SimpleNamespace, has_windows: bool, window_tokens: int) -> SimpleNamespace:
+        """What the queues ask of a scheduler."""
+        return SimpleNamespace(
+            server_args=args,
+            tp_worker=SimpleNamespace(
+                is_hybrid_swa=has_windows,
+                model_runner=SimpleNamespace(swa_max_total_num_tokens=window_tokens),
+            ),
+            running_batch=ScheduleBatch([], self.pool, self.allocator, self.tree),
+            waiting_queue=[],
+            last_batch=None,
+            enable_metrics=False,
+            enable_hisparse=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            dp_rank=None,
+            # Of several: there is no prefill that the first would tell of what is computed here.
+            attn_tp_rank=1,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            stream_output=lambda reqs, _: self.streamed.extend(reqs),
         )
 
     @property

@@ -243,8 +243,12 @@ def scheduler_of(cluster: Cluster, name: str) -> int:
     raise PdRadixError(f"{name} has no process that is called a scheduler")
 
 
-def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], None], Callable[[], None], list[str]]]:
-    """Each event with what undoes it, and whose books are to be empty before that."""
+# What happens, what undoes it, and whose books are to be empty before that.
+Event = tuple[Row, Callable[[], None], Callable[[], None], list[str]]
+
+
+def rows(scene: Scene, timeout_s: float) -> dict[str, Event]:
+    """Each event by its name."""
     cluster, hosts = scene.cluster, scene.hosts
     beats = BEATS * (BEAT_S + BEAT_TIMEOUT_S)
 
@@ -257,7 +261,7 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
     moving, everybody = ("in transfer", "waiting"), ("decode", "prefill", "router")
     beat = f"heartbeat: {BEATS} x ({BEAT_S} + {BEAT_TIMEOUT_S}) s"
     waiting, bootstrap = f"waiting time-out: {timeout_s:g} s", f"bootstrap time-out: {timeout_s:g} s"
-    found: dict[str, tuple[Row, Callable[[], None], Callable[[], None], list[str]]] = {
+    found: dict[str, Event] = {
         "prefill-killed": (
             Row("prefill is killed", "", 1.0, moving, everybody, dead="prefill"),
             lambda: cluster.kill("prefill-0"),
@@ -295,26 +299,30 @@ def rows(scene: Scene, timeout_s: float) -> dict[str, tuple[Row, Callable[[], No
             [],
         ),
     }
-    if hosts is not None:
-        found["link-cut"] = (
-            Row(
-                "the link is cut",
-                f"{beat}; on prefill {waiting}, {bootstrap}",
-                max(beats, timeout_s),
-                moving,
-                everybody,
-            ),
+    return found if hosts is None else found | rows_of_link(hosts, timeout_s)
+
+
+def rows_of_link(hosts: Any, timeout_s: float) -> dict[str, Event]:
+    """What happens to a link between two machines. hosts: the made ones."""
+    beats = BEATS * (BEAT_S + BEAT_TIMEOUT_S)
+    moving, everybody = ("in transfer", "waiting"), ("decode", "prefill", "router")
+    beat = f"heartbeat: {BEATS} x ({BEAT_S} + {BEAT_TIMEOUT_S}) s"
+    waiting, bootstrap = f"waiting time-out: {timeout_s:g} s", f"bootstrap time-out: {timeout_s:g} s"
+    cut = f"{beat}; on prefill {waiting}, {bootstrap}"
+    return {
+        "link-cut": (
+            Row("the link is cut", cut, max(beats, timeout_s), moving, everybody),
             hosts.cut,
             hosts.restore,
             [],
-        )
-        found["transfer-hangs"] = (
+        ),
+        "transfer-hangs": (
             Row("the link carries next to nothing", waiting, timeout_s, moving, everybody),
             lambda: hosts.set_rate(64e3),
             lambda: hosts.set_rate(None),
             [],
-        )
-    return found
+        ),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The published figures, made of the records in ``docs/lab/runs``: README's table and the section behind it.
+"""The published figures, made of the records in ``docs/lab/runs``: README's table, docs/benchmarks.md's, all pairs.
 
     python benchmark/figures.py                       # make them anew
     python benchmark/figures.py --take a=DIR demo=FILE
@@ -26,7 +26,8 @@ RUNS = ROOT / "docs" / "lab" / "runs"
 #: The files with figures, the name between whose marks they are, and what makes them.
 FILES = {
     ROOT / "README.md": ("figures", published.readme),
-    ROOT / "docs" / "benchmarks.md": ("runs", published.docs),
+    ROOT / "docs" / "benchmarks.md": ("figures", published.benchmarks),
+    RUNS / "README.md": ("runs", published.docs),
 }
 
 

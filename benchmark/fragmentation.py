@@ -42,7 +42,8 @@ from sglang.srt.mem_cache.common import (
     evict_from_tree_cache,
     release_kv_cache,
 )
-from sglang.srt.mem_cache.decode_radix_cache import DEFAULT_WATERMARK, DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.free_watermark import DEFAULT_WATERMARK
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -126,9 +127,9 @@ class Tree(DecodeRadixCache):
 
     evicted = False
 
-    def _evict(self, *args, **kwargs) -> int:
+    def _delete_leaf(self, node) -> None:
         self.evicted = True
-        return super()._evict(*args, **kwargs)
+        super()._delete_leaf(node)
 
 
 class DrivenDecode(DecodeWorker):

@@ -32,6 +32,7 @@ from faults.watch import Sample, look
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import bench
+from sglang_pd_radix.tools.cluster import add_router_option, named_gateway
 from sglang_pd_radix.tools.make_model import make_model
 
 COLORS = ("#2563eb", "#dc2626")
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     right = truth.of_engine_alone(model, asks, args.clients, log_dir, ())
     samples: list[Sample] = []
     problems: list[str] = []
-    made = deploy.cluster(model, args.backend, None, log_dir, prefill=1, decode=1)
+    gateway = named_gateway(args.router)
+    made = deploy.cluster(model, args.backend, None, log_dir, prefill=1, decode=1, gateway=gateway)
     with made as cluster:
         workers = [process for process in cluster.processes if process.role != "router"]
         url = cluster.router_url + "/generate"
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for worker, own in zip(workers, before, strict=True):
             after = books.of_idle_worker(worker, 60)
             for pool in after.pools:
-                problems += judge.pool_problems(worker.name, pool)
+                problems += judge.left_behind(worker.name, pool)
             # What is too much whatever the slope.
             problems += judge.process_problems(own, after, 0)
     return {
@@ -169,6 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between samples (default: 5)")
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl")
+    add_router_option(parser)
     parser.add_argument("--model", help="model directory (default: a made one)")
     parser.add_argument("--trace", type=Path, help="Mooncake-format trace (default: a made one of its shape)")
     parser.add_argument("--distinct", type=int, default=2000, help="requests of the trace, again and again")

@@ -11,6 +11,6 @@ parted.py     answers that are not the same: where they part, and how far apart 
 stats.py      percentiles, spreads and ratios
 chart.py      charts, interactive and as pictures
 report.py     JSON, Markdown and HTML
-published.py  records of runs, and the tables of README and docs/benchmarks.md that are made of them
+published.py  records of runs, and the tables of README and docs that are made of them
 command.py    the options, and the order in which things are run
 """

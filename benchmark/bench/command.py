@@ -21,7 +21,7 @@ from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import netns
 from sglang_pd_radix.tools.cluster import Progress as Step
-from sglang_pd_radix.tools.cluster import option_value
+from sglang_pd_radix.tools.cluster import add_router_option, named_gateway, option_value
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.up import check_may_switch, check_model
 
@@ -94,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f and fm")
     parser.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl", help="KV transfer (default: nixl)")
+    add_router_option(parser)
     parser.add_argument(
         "--on",
         default="",
@@ -241,7 +242,17 @@ def _all(
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(netns.TwoHosts()) if rates else None
             deployment = stack.enter_context(
-                Deployment(model, shape, options, args.backend, logs, progress, sides=sides, hosts=hosts)
+                Deployment(
+                    model,
+                    shape,
+                    options,
+                    args.backend,
+                    logs,
+                    progress,
+                    sides=sides,
+                    hosts=hosts,
+                    gateway=named_gateway(args.router),
+                )
             )
             show.now("waiting for the load generator")
             load.wait_ready()
@@ -317,7 +328,7 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
         "sglang": version("sglang"),
         "sglang_pd_radix": __version__,
         "torch": version("torch"),
-        "router": version("sglang-router"),
+        "router": named_gateway(args.router).version,
         "python": platform.python_version(),
         "seconds": round(time.monotonic() - started, 1),
     }

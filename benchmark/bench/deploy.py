@@ -20,7 +20,7 @@ import psutil
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 from sglang_pd_radix.tools import process_group
-from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Progress, has_option
+from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Gateway, Progress, has_option, named_gateway
 from sglang_pd_radix.tools.netns import TwoHosts
 from sglang_pd_radix.tools.up import RADIX_ALIAS
 from sglang_pd_radix.tools.workers import (
@@ -118,6 +118,7 @@ class Deployment:
     sides: Sequence[Side] = (OFF, ON)
     hosts: TwoHosts | None = None
     prefill_env: Mapping[str, str] = field(default_factory=dict)
+    gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
 
@@ -135,7 +136,8 @@ class Deployment:
             prefill_env=self.prefill_env,
             decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.
-            routers={_router(v): (v.workers, ["--policy", v.policy, "--disable-health-check"]) for v in self.variants},
+            routers={_router(v): (v.workers, ["--policy", v.policy, *self.gateway.asks_nobody]) for v in self.variants},
+            gateway=self.gateway,
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,

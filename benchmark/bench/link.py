@@ -22,7 +22,8 @@ from .workload import Tokens, Workload
 
 # What is told of a run over a link: what crossed it, and all that it may be made of.
 FIGURES = ("link_bytes", "state_bytes", "sent_runs", "requests")
-# Beside KV a request takes 3 to 4 KiB towards decode (docs/benchmarks.md): metadata, replies, acknowledgements.
+# Beside KV a request takes 3 to 4 KiB towards decode: metadata, replies, acknowledgements
+# (docs/lab/2026-11-21-link.md).
 REQUEST_BYTES = 16 * 1024
 # Prompts that are prefilled, one at a time: the first pay for memory and kernels, the others are measured.
 WARM_UP_PROMPTS, MEASURED_PROMPTS = 4, 15
@@ -145,6 +146,8 @@ def problems(figures: dict[str, float]) -> list[str]:
         return []
     sent, crossed = figures["sent_bytes"] + figures.get("state_bytes", 0), figures["link_bytes"]
     requests = figures.get("requests", 0)
+    if not sent:
+        return [f"no KV was counted as sent for {requests:.0f} requests: there is nothing to hold the link against"]
     if crossed < sent:
         return [
             f"{sent / 2**20:.1f} MiB of KV was sent and {crossed / 2**20:.1f} MiB crossed the link: "

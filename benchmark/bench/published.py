@@ -134,7 +134,7 @@ def worst(found: Sequence[tuple[Record, Record]], figure: report.Figure) -> floa
 
 @dataclass(frozen=True)
 class Row:
-    """A row of README's table: of which record, workload and side, and what it says of them."""
+    """A row of the tables: of which record, workload and side, what it says of them, and the page that says how."""
 
     record: str
     key: str
@@ -143,7 +143,8 @@ class Row:
     how: str = ""
 
 
-_GPU = "[how](docs/benchmarks.md#on-a-gpu-one-h100-2026-11-23)"
+#: A page below docs.
+_GPU = "lab/2026-11-23-h100.md#on-a-gpu-one-h100-2026-11-23"
 ROWS = (
     Row("a", "a", "on", "20 shared prefixes, 128 clients, decode short of memory, from a cold start"),
     Row("g", "g", "on", "new prefixes every round, into a pool full of old ones"),
@@ -151,7 +152,12 @@ ROWS = (
     Row("h100", "a", "on", "the first on one H100, 0.94 billion parameters, bfloat16", _GPU),
     Row("h100", "a", "shared", "the same, shared prefixes read once as well", _GPU),
 )
+#: Rows for which README's table has no room; docs/benchmarks.md has all.
+MORE_ROWS: tuple[Row, ...] = ()
 _FIGURES = {figure.key: figure for figure in report.FIGURES}
+_DOC_FIGURES = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s")
+_DOC_SIDES = ("sent_over_least", "peak_over_least", "running_max")
+_ALL_FIGURES = (*_DOC_FIGURES, *_DOC_SIDES)
 _MARK = "<!-- {}: made by `python benchmark/figures.py` from docs/lab/runs -->"
 _END = "<!-- end of {} -->"
 
@@ -190,7 +196,7 @@ def readme_row(records: Records, row: Row) -> list[str]:
     def ratio(key: str) -> str:
         return f"{_ratio_digits(over(pair, key))} x ({_ratio_digits(worst(found, _FIGURES[key]))})"
 
-    how = row.how or f"`{records[row.record]['setting']['command']}`"
+    how = f"[how](docs/{row.how})" if row.how else f"`{records[row.record]['setting']['command']}`"
     return [
         row.text,
         f"{_change(pair, 'requests_per_s', 1)}: **{ratio('requests_per_s')}**",
@@ -209,6 +215,23 @@ def readme(records: Records) -> str:
     """README's figures: the demo, the table, and what is to be said of the answers."""
     table = report.markdown_table(HEADING, [readme_row(records, row) for row in ROWS])
     return "\n\n".join((_demo(records), table, f"{_READ} {_answers(records)}"))
+
+
+BENCHMARKS_HEADING = ("workload", "pairs", *(_FIGURES[key].name for key in _ALL_FIGURES), "command")
+
+
+def benchmarks(records: Records) -> str:
+    """The table of docs/benchmarks.md: every figure of every row, off -> on of the median pair."""
+    rows = [benchmarks_row(records, row) for row in (*ROWS, *MORE_ROWS)]
+    return report.markdown_table(BENCHMARKS_HEADING, rows)
+
+
+def benchmarks_row(records: Records, row: Row) -> list[str]:
+    """The cells of one row. Raises PdRadixError where its record is not there."""
+    found = pairs(_entry(records, row.record, row.key), row.side)
+    off, on = median_pair(found)
+    how = f"[how]({row.how})" if row.how else f"`{records[row.record]['setting']['command']}`"
+    return [row.text, str(len(found)), *(_both(off, on, _FIGURES[key], " → ") for key in _ALL_FIGURES), how]
 
 
 _READ = (
@@ -244,15 +267,11 @@ def _answers(records: Records) -> str:
     text = f"Of {asked:,} answers in float32, {asked - different:,} are those of the first run with the flag off"
     known = [distance for distance in map(parted.apart, looks) if distance is not None]
     if len(known) < len(looks) or not all(map(parted.explained, looks)):
-        return f"{text}; rounding does not explain all of the others (docs/benchmarks.md)."
+        return f"{text}; rounding does not explain all of the others (docs/lab/runs)."
     return f"{text}; the others part where two tokens, asked for again, are at most {max(known):.0e} nats apart."
 
 
-# --------------------------------------------------------------------------------------------------------------- docs
-
-
-_DOC_FIGURES = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s")
-_DOC_SIDES = ("sent_over_least", "peak_over_least", "running_max")
+# ------------------------------------------------------------------------------------------------------------ all runs
 
 
 def runs_table(entry: Record, side: str) -> str:
@@ -273,9 +292,9 @@ def runs_table(entry: Record, side: str) -> str:
     return report.markdown_table(heading, rows)
 
 
-def _both(off: Record, on: Record, figure: report.Figure) -> str:
+def _both(off: Record, on: Record, figure: report.Figure, between: str = ", ") -> str:
     values = (run["figures"].get(figure.key) for run in (off, on))
-    return ", ".join("–" if value is None else report.number(value, figure) for value in values)
+    return between.join("–" if value is None else report.number(value, figure) for value in values)
 
 
 def _ratio(value: float) -> str:
@@ -283,9 +302,9 @@ def _ratio(value: float) -> str:
 
 
 def docs(records: Records) -> str:
-    """The section of docs/benchmarks.md on the runs behind README's table."""
+    """Every pair of the runs behind the tables, for docs/lab/runs."""
     parts, entries = [], []
-    for name, key in dict.fromkeys((row.record, row.key) for row in ROWS):
+    for name, key in dict.fromkeys((row.record, row.key) for row in (*ROWS, *MORE_ROWS)):
         entry, setting = _entry(records, name, key), records[name]["setting"]
         entries.append(entry)
         parts.append(f"**{name}** ({setting['date']}, {setting['machine']}; {entry['title']})")

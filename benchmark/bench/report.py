@@ -316,8 +316,10 @@ def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 def describe(document: Document) -> str:
     """One line on where and with what the figures were made."""
     s = document["setting"]
-    versions = {"SGLang": "sglang", "sglang-pd-radix": "sglang_pd_radix", "torch": "torch", "router": "router"}
+    versions = {"SGLang": "sglang", "sglang-pd-radix": "sglang_pd_radix", "torch": "torch"}
     parts = [s["date"], s["machine"], *(f"{name} {s[key]}" for name, key in versions.items())]
+    # Records made before smg say only the version of sglang-router.
+    parts.append(s["router"] if " " in s["router"] else f"sglang-router {s['router']}")
     parts += [f"{s['backend']} {s['backend_version']}".strip(), f"Python {s['python']}"]
     return ", ".join([*parts, f"{s['model']} in {s['dtype']} on {s['device']}", f"pages of {s['page_size']} tokens"])
 

@@ -147,7 +147,7 @@ def not_judged(blame: Blame) -> list[str]:
 
 def never_done(done: Sequence[Done], shape: Shape) -> str:
     """What of all that can be done was done to nobody, or not to some of the workers: a few words, none if all was."""
-    carried = {(one.event.kind, one.event.target) for one in done if not one.outcome.startswith("left out")}
+    carried = {(one.event.kind, one.event.target) for one in done if one.carried_out}
     found = []
     for kind in dict.fromkeys(kind for kind, _, _ in shape.deck()):
         roles = {role for other, role, _ in shape.deck() if other == kind}

@@ -59,6 +59,7 @@ def cluster(
     decode: int = 2,
     decode_pool: int = DECODE_POOL,
     options: Sequence[str] = (),
+    decode_options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     router_args: Sequence[str] = ROUTER,
     on_progress: Callable[[Progress], None] | None = None,
@@ -76,7 +77,7 @@ def cluster(
         prefill_args=["--max-total-tokens", "16384"],
         # Every answer says its weights' version, and so which worker it is from.
         decode_args=[
-            [RADIX_FLAG, "--max-total-tokens", str(decode_pool), "--weight-version", f"decode-{i}"]
+            [RADIX_FLAG, "--max-total-tokens", str(decode_pool), "--weight-version", f"decode-{i}", *decode_options]
             for i in range(decode)
         ],
         router_args=["--policy", "round_robin", *router_args],
@@ -127,6 +128,12 @@ def post(url: str, body: Any, timeout: float = 30.0) -> str:
     return f"{status} {content.decode(errors='replace')[:120]}".strip()
 
 
+# Seconds for which a flush waits until its worker has nothing to do.
+FLUSH_S = 5
+# Outcomes of events that nobody has felt; "no answer" is that of a pause.
+NOT_DONE = ("left out", "was gone", "failed", "no answer")
+
+
 @dataclass
 class Done:
     """What became of an event: when it was really done and undone (seconds of the storm), and what was said to it."""
@@ -135,6 +142,12 @@ class Done:
     began_s: float = 0.0
     ended_s: float = 0.0
     outcome: str = ""
+
+    @property
+    def carried_out(self) -> bool:
+        """Whether it was done for certain: a worker that was asked (see `post`) has answered 200."""
+        status = self.outcome.partition(" ")[0]
+        return not self.outcome.startswith(NOT_DONE) and (not status.isdigit() or status == "200")
 
 
 @dataclass
@@ -236,7 +249,8 @@ class Fire:
         return "went on"
 
     def _flush(self, event: Event) -> str:
-        return post(self.process(event.target).url + "/flush_cache", {})
+        # A busy worker refuses one that does not wait, and under fire all are.
+        return post(self.process(event.target).url + f"/flush_cache?timeout={FLUSH_S}", {})
 
     def _pause(self, event: Event) -> str:
         url = self.process(event.target).url

@@ -3,20 +3,22 @@
 Of every life of a worker (a restart begins another), after its first requests (``WARM``): descriptors, threads and
 memory over the requests served. The least of some samples in a row counts, as what requests under way hold comes and
 goes. The slope is common to all lives of a role; each has a level of its own, which may rise at up to ``STEPS``
-places, since pools of threads and connections are made once, when they are first needed. The error of the slope counts
-that what is near in time is alike, and how much the lives differ. What grows for certain by more than its bound in
-``BOUNDS`` is a problem. Each verdict has its resolution, the least growth that it would have found in 19 of 20 runs;
-where that is above ``GOALS``, the run was too short to say.
+places, since pools of threads and connections are made once, when they are first needed; but a leak may come in lumps,
+so all steps of a life together have a bound too, ``RISES``. The error of the slope counts that what is near in time is
+alike, and how much the lives differ. What grows for certain by more than its bound in ``BOUNDS`` is a problem. Each
+verdict has its resolution, the least growth that it would have found in 19 of 20 runs; where that is above ``GOALS``,
+the run was too short to say.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from .judge import SPARE_FDS, SPARE_THREADS
 from .watch import Sample
 
 # Requests served after which a life has what it pays once. Memory takes longer: the allocator keeps what it once had.
@@ -26,6 +28,8 @@ POINTS, TOGETHER, LEAST = 40, 3, 6
 # Rises of the level in a life: how many, and of at least which height (a lost descriptor is a rise of one).
 STEPS = 3
 HEIGHTS = {"descriptors": 3.0, "threads": 3.0, "rss_kib": 1024.0}
+# All of them together: what pools may be, with which nobody asks for a slope.
+RISES = {"descriptors": float(SPARE_FDS), "threads": float(SPARE_THREADS), "rss_kib": 48 * 1024.0}
 # Standard errors: a problem has to be more than its bound by SURE, which 1 of 740 sound runs is by chance; what is
 # that and 1.645 more is missed in 1 of 20.
 SURE, MISSED = 3.0, 1.645
@@ -35,16 +39,18 @@ BOUNDS = {"descriptors": 1 / 2000, "threads": 1 / 2000, "rss_kib": 8.0}
 GOALS = {"descriptors": 1 / 250, "threads": 1 / 250, "rss_kib": 24.0}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Growth:
     """``what`` of the workers of ``role`` grows by ``slope`` for each request that one serves, give or take ``error``
-    (standard); ``served``: requests after the first ones, of all its lives."""
+    (standard); ``served``: requests after the first ones, of all its lives; ``risen``: the sum of the steps of the
+    life that has most in them."""
 
     role: str
     what: str
     slope: float
     error: float
     served: int
+    risen: float = 0.0
 
     @property
     def resolution(self) -> float:
@@ -70,19 +76,33 @@ class Growth:
         found = f"{self.amount(self.slope)}, and that is certain" if self.grows else "none that is certain"
         if not math.isfinite(self.error):
             return f"{_NAMES[self.what]} of {self.role}: not known"
-        return f"{_NAMES[self.what]} of {self.role}: {found}; {self.amount(self.resolution)} would have been found"
+        steps = f"; {self.height} in steps, in the life that has most" if self.risen else ""
+        return (
+            f"{_NAMES[self.what]} of {self.role}: {found}{steps}; {self.amount(self.resolution)} would have been found"
+        )
+
+    @property
+    def height(self) -> str:
+        """What it has risen by in steps, in words."""
+        return f"{self.risen / 1024:.1f} MiB" if self.what == "rss_kib" else f"{self.risen:.0f}"
 
 
 _NAMES = {"descriptors": "descriptors", "threads": "threads", "rss_kib": "memory"}
 
 
 def problems(found: Sequence[Growth]) -> list[str]:
-    """What grows for certain."""
-    return [
+    """What grows for certain, and what has risen in steps by more than pools that are made once."""
+    wrong = [
         f"{one.role}: {_NAMES[one.what]} grow with the requests served: {one.amount(one.slope)} "
         f"(at least {one.amount(one.slope - SURE * one.error)}), over {one.served} of them"
         for one in found
         if one.grows
+    ]
+    return wrong + [
+        f"{one.role}: {_NAMES[one.what]} have risen by {one.height} in steps in the life of one worker, and what is "
+        f"made once takes {dataclasses.replace(one, risen=RISES[one.what]).height} at the most"
+        for one in found
+        if one.risen > RISES[one.what]
     ]
 
 
@@ -117,7 +137,10 @@ def judge(samples: Sequence[Sample]) -> list[Growth]:
             lives = [_life(own, key, part, what) for key in sorted({(one.worker, one.life) for one in own})]
             lives = [life for life in lives if len(life) >= LEAST]
             served = round(sum(life[-1, 0] - life[0, 0] for life in lives))
-            found.append(Growth(role, what, *_slope(lives, HEIGHTS[what]), served))
+            steps = [_steps(life, HEIGHTS[what]) for life in lives]
+            slope, error = _slope(lives, steps)
+            risen = max((_risen(life, at, slope) for life, at in zip(lives, steps, strict=True)), default=0.0)
+            found.append(Growth(role, what, slope, error, served, risen))
     return found
 
 
@@ -135,12 +158,13 @@ def _life(samples: Sequence[Sample], key: tuple[str, int], part: float, what: st
     return np.array([[group[0].asked * part, min(getattr(one, what) for one in group)] for group in groups], float)
 
 
-def _slope(lives: Sequence[np.ndarray], height: float) -> tuple[float, float]:
-    """Slope common to all ``lives`` (rows of x and y), and its standard error; infinite where there is too little."""
+def _slope(lives: Sequence[np.ndarray], steps: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Slope common to all ``lives`` (rows of x and y), and its standard error; infinite where there is too little.
+
+    steps: of each life.
+    """
     # What is left beside a line and the steps of each life, of both columns.
-    parts = [
-        [_without(life[:, column], steps) for column in (0, 1)] for life in lives for steps in [_steps(life, height)]
-    ]
+    parts = [[_without(life[:, column], at) for column in (0, 1)] for life, at in zip(lives, steps, strict=True)]
     across = np.array([x @ x for x, _ in parts])
     points = sum(len(x) for x, _ in parts)
     free = points - (2 + STEPS) * len(parts)
@@ -161,6 +185,12 @@ def _slope(lives: Sequence[np.ndarray], height: float) -> tuple[float, float]:
         weights = across / across.sum()
         between = math.sqrt(float(weights**2 @ (slopes - slope) ** 2) * len(parts) / (len(parts) - 1))
     return slope, max(within, between)
+
+
+def _risen(life: np.ndarray, steps: Sequence[int], slope: float) -> float:
+    """By how much the level of ``life`` rises in all its ``steps``, beside a line of this slope."""
+    levels = [float(np.mean(piece[:, 1] - slope * piece[:, 0])) for piece in np.split(life, sorted(steps))]
+    return levels[-1] - levels[0]
 
 
 def _without(values: np.ndarray, steps: Sequence[int]) -> np.ndarray:

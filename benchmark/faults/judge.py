@@ -6,6 +6,8 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sglang_pd_radix.tools.workers import pool_problems
+
 from .books import Books
 from .traffic import Told
 
@@ -28,28 +30,13 @@ def late_problems(told: Sequence[Told], limit_s: float) -> list[str]:
     return found
 
 
-def pool_problems(name: str, pool: Mapping[str, Any]) -> list[str]:
-    """What one rank of an idle worker holds and should not. Every decode worker here has the flag."""
-    found = []
-    if not pool["idle"]:
-        return [f"{name} is not idle: {pool}"]
-    held = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"]
-    if held:
-        found.append(f"{name}: {held} tokens of KV are lost")
-    if pool["protected"]:
-        found.append(f"{name}: {pool['protected']} tokens of KV are locked by nobody")
-    if name.startswith("decode") and (missing := {"audit", "locks_taken", "locks_released"} - pool.keys()):
-        return [*found, f"{name} does not tell its {', '.join(sorted(missing))}"]
-    if pool.get("locks_taken") != pool.get("locks_released"):
-        found.append(f"{name}: {pool['locks_taken']} locks taken and {pool['locks_released']} released")
-    if pool["free_req_slots"] != pool["req_slots"]:
-        found.append(f"{name}: {pool['req_slots'] - pool['free_req_slots']} rows of the table are lost")
-    free, size = pool["free_metadata_buffers"], pool["metadata_buffers"]
-    if free != size:
-        found.append(f"{name}: {size - free} metadata buffers are lost")
-    found += [f"{name}: {count} rooms are left in {book}" for book, count in pool["rooms"].items() if count]
-    found += [f"{name}: {contradiction}" for contradiction in pool.get("audit", [])]
-    return found
+def left_behind(name: str, pool: Mapping[str, Any]) -> list[str]:
+    """What one rank of an idle worker holds and should not. Every decode worker here has the flag.
+
+    Then no book mentions a room either; without the flag the engine's own may.
+    """
+    found = pool_problems(name, pool, keeps_tree=name.startswith("decode"))
+    return found + [f"{name}: {count} rooms are left in {book}" for book, count in pool["rooms"].items() if count]
 
 
 def step_problems(name: str, pools: Sequence[Mapping[str, Any]], limit_s: float | None) -> list[str]:

@@ -75,7 +75,7 @@ def published() -> Times:
 
     They were fitted with one draw of which request has which prefix (seed 0). With others the simulated TTFT with the
     cache on is several times as long: prefill is so busy that it depends on how evenly three workers are asked; see
-    docs/benchmarks.md.
+    docs/lab/2026-11-23-simulation.md.
 
     Assumed: the prefill router sends a prefix to the worker that has it (the run's front end, Dynamo, does).
     """
@@ -100,7 +100,7 @@ def published() -> Times:
 
 
 def this_machine() -> Times:
-    """Two CPU cores and the small model of ``pd-radix bench`` (docs/benchmarks.md), one prefill and one decode worker.
+    """Two CPU cores, the small model of ``pd-radix bench`` (docs/lab/2026-11-23-bench.md), one worker of each kind.
 
     * ``step`` and ``step_request``: workload (a), mean ITL 4.3 ms with 8.3 requests answered at a time and 7.2 ms with
       20.3; attention then went through requests one by one (`torch_native`), so their tokens count little.

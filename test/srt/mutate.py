@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from mutation.changes import mutants
+from mutation.changes import Mutant, mutants
 from mutation.forks import Forks, make_map, run_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,19 @@ def table(paths: list[Path]) -> None:
             print(
                 f"{x['module']}:{x['line']} {x['function']}: {x['change']} ({x['outcome']}, {x.get('tests', 0)} tests)"
             )
+
+
+def drawn(files: list[str], sample: int, seed: int, again: Path | None = None) -> list[Mutant]:
+    """``sample`` mutants of each file at the most, by the seed. again: of those that these results have as not killed;
+    of a mutant that was run more than once, the last."""
+    chosen = []
+    before = {(x["module"], x["index"]): x["outcome"] for x in map(json.loads, again.open())} if again else {}
+    for module in files:
+        found = mutants(module)
+        if again:
+            found = [m for m in found if before.get((m.module, m.index)) in ("survived", "not reached")]
+        chosen += sorted(random.Random(seed).sample(found, min(sample, len(found))), key=lambda mutant: mutant.index)
+    return chosen
 
 
 def main() -> None:
@@ -68,14 +81,7 @@ def main() -> None:
     if args.command == "map":
         forks, tests = Forks(lambda forks: make_map(forks, args.map)), args.files or args.tests
     else:
-        chosen = []
-        for module in args.files:
-            found = mutants(module)
-            drawn = random.Random(args.seed).sample(found, min(args.sample, len(found)))
-            chosen += sorted(drawn, key=lambda mutant: mutant.index)
-        if args.again:
-            before = {(x["module"], x["index"]): x["outcome"] for x in map(json.loads, args.again.open())}
-            chosen = [m for m in chosen if before.get((m.module, m.index)) in ("survived", "not reached")]
+        chosen = drawn(args.files, args.sample, args.seed, args.again)
         forks, tests = (
             Forks(lambda forks: run_mutants(forks, chosen, args.map, args.out, args.cases, args.most)),
             args.tests,

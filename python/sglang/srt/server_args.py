@@ -1,6 +1,6 @@
 """The decode radix cache flag, and those of PegaFlow.
 
-Upstream: the flag has this name in later releases; not in 0.5.10.post1.
+Upstream: 0.5.11, which has the flag under this name (sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import logging
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.shared_prefix import option as shared_attention
+from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.cache_support import FLAG
+from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
@@ -19,18 +22,17 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["ServerArgs"]
 
-FLAG = "--disaggregation-decode-enable-radix-cache"
 # How often a request may be overtaken before it goes first.
 DEFAULT_MAX_OVERTAKEN = 32
 # The load balance method that is added to the engine's.
 LONGEST_PREFIX = "longest_prefix"
-# Speculative algorithms whose drafts' KV the tree is known to keep right.
-SPECULATION = ("EAGLE", "EAGLE3")
-# Architectures of which the same is known for a draft that is part of the model (MTP).
-OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
+# Seconds for which a worker of a pair keeps an idle HTTP connection. Whoever gives one up first should be the router: a
+# request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
+# (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
+KEEP_ALIVE_S = 4000
 
 
 @dataclasses.dataclass
@@ -41,6 +43,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
+    disaggregation_decode_local_prefill: str = "off"
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     pegaflow_namespace: str = ""
@@ -86,6 +89,14 @@ class ServerArgs(engine.ServerArgs):
             "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
         )
         parser.add_argument(
+            "--disaggregation-decode-local-prefill",
+            default="off",
+            metavar="off|auto|N",
+            help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
+            "place of asking prefill for it. N: up to that many tokens. auto: up to a number that decode steps hardly "
+            "feel.",
+        )
+        parser.add_argument(
             "--enable-pegaflow",
             action="store_true",
             help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
@@ -109,6 +120,15 @@ class ServerArgs(engine.ServerArgs):
             help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
         )
 
+    def _handle_environment_variables(self) -> None:
+        """Adds that a worker of a pair outlasts its router's idle connections, where the variable is not set.
+
+        Upstream: sgl-project/sglang#20851; the engine's default is 5 s.
+        """
+        super()._handle_environment_variables()
+        if self.disaggregation_mode != "null" and not envs.SGLANG_TIMEOUT_KEEP_ALIVE.is_set():
+            envs.SGLANG_TIMEOUT_KEEP_ALIVE.set(KEEP_ALIVE_S)
+
     def _handle_load_balance_method(self) -> None:
         """Adds the check of the method that is not the engine's."""
         super()._handle_load_balance_method()
@@ -123,6 +143,8 @@ class ServerArgs(engine.ServerArgs):
         if not self.disaggregation_decode_enable_radix_cache:
             if self.disaggregation_decode_verify_pages:
                 raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
+            if self.disaggregation_decode_local_prefill != "off":
+                raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
             super()._handle_pd_disaggregation()
             return
         self._check_decode_radix_cache()
@@ -159,51 +181,15 @@ class ServerArgs(engine.ServerArgs):
                 f"but --disaggregation-transfer-backend is {self.disaggregation_transfer_backend!r}. "
                 f"Use one of these on prefill and decode, or leave the flag out."
             )
-        unverified = {
-            "--disable-radix-cache": self.disable_radix_cache,
-            "--enable-hisparse": self.enable_hisparse,
-            "--disaggregation-decode-enable-offload-kvcache": self.disaggregation_decode_enable_offload_kvcache,
-            "--enable-hierarchical-cache": self.enable_hierarchical_cache,
-            "--enable-lmcache": self.enable_lmcache,
-            "--enable-streaming-session": self.enable_streaming_session,
-            # Decode has no step in which they would be loaded.
-            "--enable-lora-overlap-loading": bool(self.enable_lora_overlap_loading),
-            **self._unverified_speculation(),
-            "--pipeline-parallel-size above 1": self.pp_size > 1,
-            "--attention-context-parallel-size above 1": self.attn_cp_size > 1,
-            "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
-            "SGLANG_DISAGG_STAGING_BUFFER, which is Mooncake's": (
-                envs.SGLANG_DISAGG_STAGING_BUFFER.get() and self.disaggregation_transfer_backend != "mooncake"
-            ),
-        }
         if self.disaggregation_decode_max_overtaken < 0:
             raise ValueError(
                 f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
             )
-        # Not at the top: the tree needs the engine's modules, which need this one.
-        from sglang.srt.mem_cache.decode_radix_cache import watermark_part
-
         watermark_part()
-        for name, used in unverified.items():
-            if used:
-                raise ValueError(f"{FLAG} is not verified together with {name}. Leave one of the two out.")
+        from sglang.srt.disaggregation.local_prefill import Policy
 
-    def _unverified_speculation(self) -> dict[str, bool]:
-        """Which options of speculative decoding, or beside it, are not verified with the flag."""
-        name = self.speculative_algorithm
-        if name is None:
-            return {}
-        apart = self.speculative_draft_model_path not in (None, self.model_path)
-        own = name == "EAGLE" and self.get_model_config().hf_config.architectures[0] in OWN_DRAFTS
-        return {
-            f"--speculative-algorithm {name} ({', '.join(SPECULATION)} is)": name not in SPECULATION,
-            "--speculative-eagle-topk above 1": (self.speculative_eagle_topk or 1) > 1,
-            f"a draft that is part of the model (MTP), other than that of {', '.join(OWN_DRAFTS)}": (
-                self.enable_multi_layer_eagle or not (apart or own)
-            ),
-            f"--speculative-algorithm {name} and --data-parallel-size above 1": self.dp_size > 1,
-            f"--speculative-algorithm {name} and --enable-custom-logit-processor": self.enable_custom_logit_processor,
-        }
+        Policy.of(self.disaggregation_decode_local_prefill)
+        cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
         """Adds checks when all defaults are settled: of pages, shared decode attention, the secret, Mooncake, PegaFlow;
@@ -220,9 +206,9 @@ class ServerArgs(engine.ServerArgs):
                 mooncake_host.check(cpu_host.active())
         if self.enable_pegaflow:
             # Not at the top: it needs the engine's modules, which need this one.
-            from sglang.srt.mem_cache import pegaflow_checks
+            from sglang.srt.mem_cache.pegaflow import checks
 
-            pegaflow_checks.check(self)
+            checks.check(self)
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

@@ -262,23 +262,22 @@ def for_readers(rows: list[Replacement]) -> tuple[list[FileOfChanges], list[Repl
 
 
 def as_markdown(rows: list[Replacement]) -> str:
-    """The register as a page in Markdown. What most files say of later releases is said once."""
+    """The register as a page in Markdown."""
     files, modules = for_readers(rows)
-    common = Counter(file.upstream for file in files).most_common(1)[0][0] if files else ""
     parts = [
         "# What the patch set changes in the engine",
         "Made by `pd-radix patches --markdown`. *Extends*: a subclass takes the class's name. *Wraps*: calls what it "
         "replaces. *Replaces*: does not.",
-        f"Where nothing else is said: {common}" if common else "",
+        "*Until* names the change of the engine that makes a file unnecessary, or says that none is known. A number is "
+        "of sgl-project/sglang; *merged* is on its main branch, *open* and *closed* are not.",
     ]
     for file in files:
-        parts.append(f"## `{file.file}`")
-        if file.upstream != common:
-            parts.append(file.upstream)
+        parts += [f"## `{file.file}`", f"Until: {file.upstream}" if file.upstream else ""]
         parts.append(_table(("Name", "Kind", "Why"), [(f"`{r.name}`", r.kind, r.why) for r in file.changes]))
         parts.append(file.own_parts)
     if modules:
-        parts += ["## New modules", _table(("File", "What it is"), [(f"`{r.file}`", r.why) for r in modules])]
+        table = _table(("File", "What it is", "Until"), [(f"`{r.file}`", r.why, r.upstream) for r in modules])
+        parts += ["## New modules", table]
     return "\n\n".join(part for part in parts if part)
 
 

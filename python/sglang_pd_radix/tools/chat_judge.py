@@ -103,10 +103,16 @@ def compare(off: Run, on: Run) -> Comparison:
         )
     if off.total("reused_tokens") or off.total("saved_bytes"):
         result.failures.append("with the flag off, decode reused part of a prompt")
+    _judge_counts(result)
+    if not page_bytes:
+        result.failures.append(
+            f"with the flag off, no KV bytes were counted for {prompt_pages} pages of prompts, so nothing can be said "
+            "of those with it on: prefill's counter of sent bytes does not see this transfer"
+        )
+        return result
     if page_bytes != int(page_bytes):
         sent = off.total("sent_bytes")
         result.failures.append(f"with the flag off, {prompt_pages} pages of prompts took {sent} bytes")
-    _judge_counts(result)
     _judge_bytes(result)
     return result
 

@@ -12,7 +12,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +101,11 @@ def stream_chat(
     answer_tokens: int,
     timeout_s: float = 600.0,
     logprobs: bool = False,
+    headers: Mapping[str, str] | None = None,
 ) -> Reply:
     """Ask ``base_url``/v1/chat/completions for exactly ``answer_tokens`` greedy tokens, streamed.
 
-    logprobs: whether the log-probability of each token is asked for.
+    logprobs: whether the log-probability of each token is asked for. headers: of the request, beside the usual.
 
     Raises ChatError: no answer, an error, or an answer of another length.
     """
@@ -123,7 +124,10 @@ def stream_chat(
     places: list[dict[str, Any]] = []
     started = time.perf_counter()
     try:
-        with local_session() as session, session.post(url, json=body, timeout=timeout_s, stream=True) as response:
+        with (
+            local_session() as session,
+            session.post(url, json=body, timeout=timeout_s, stream=True, headers=headers) as response,
+        ):
             if response.status_code != 200:
                 raise ChatError(f"{url} answered HTTP {response.status_code}: {_short(response.text)}")
             for line in response.iter_lines():

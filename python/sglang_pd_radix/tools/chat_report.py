@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -95,6 +96,11 @@ def _spread(run: Run) -> str:
     return f"{run.later_ttft_s:.3f} s ({min(run.later_ttfts_s):.3f} to {max(run.later_ttfts_s):.3f})"
 
 
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
 def as_document(comparison: Comparison, workload: Workload, setting: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured, ready for JSON."""
     runs = {}
@@ -115,9 +121,9 @@ def as_document(comparison: Comparison, workload: Workload, setting: dict[str, A
         "page_bytes": comparison.page_bytes,
         "least_bytes": comparison.least_bytes,
         "pages_of_turns": [asdict(turn) for turn in comparison.bounds],
-        "sent_bytes_off_over_on": comparison.bytes_ratio,
-        "sent_bytes_on_over_least": comparison.over_least,
-        "sent_bytes_on_over_least_from_turn_2": comparison.later_over_due,
+        "sent_bytes_off_over_on": _finite(comparison.bytes_ratio),
+        "sent_bytes_on_over_least": _finite(comparison.over_least),
+        "sent_bytes_on_over_least_from_turn_2": _finite(comparison.later_over_due),
         "ttft_off_over_on": comparison.ttft_ratio,
         "identical": not comparison.differences,
         "differences": comparison.differences,

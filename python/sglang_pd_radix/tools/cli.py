@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "measure deployments against each other",
     "verify": "check the decode prefix cache on this machine, with your model, and print a verdict",
     "patches": "print everything the patch set changes in the engine",
+    "reference": "print every option, environment variable, metric, route and field",
     "doctor": "check this installation and this machine",
 }
 
@@ -121,12 +122,13 @@ def _print_table(rows: list[Replacement]) -> None:
         table.add_column("Why", ratio=1)
         for row in file.changes:
             table.add_row(Text(row.name), row.kind, Text(row.why))
-        for note in filter(None, (file.own_parts, file.upstream and f"Upstream: {file.upstream}")):
+        for note in filter(None, (file.own_parts, file.upstream and f"Until: {file.upstream}")):
             table.add_row("", "", Text(note, style="dim"))
         console.print(table)
         console.print()
     for row in modules:
-        console.print(Text(row.file, style="bold"), Text(f"(new): {row.why}"))
+        until = f" Until: {row.upstream}" if row.upstream else ""
+        console.print(Text(row.file, style="bold"), Text(f"(new): {row.why}{until}"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,16 @@ from .chat_judge import Comparison, compare
 from .chat_load import Workload
 from .chat_report import as_document, print_report
 from .chat_run import Run, count, hold
-from .cluster import ATTENTION_OPTIONS, RADIX_FLAG, Cluster, Progress, has_option, option_value
+from .cluster import (
+    ATTENTION_OPTIONS,
+    RADIX_FLAG,
+    Cluster,
+    Progress,
+    add_router_option,
+    has_option,
+    named_gateway,
+    option_value,
+)
 from .make_model import make_model
 from .steps import Steps
 from .up import check_json, check_may_switch, check_model
@@ -47,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=("nixl", "mooncake"), default="nixl", help="KV transfer backend (default: nixl)"
     )
+    add_router_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the made model and the logs (default: a new temporary one)"
@@ -117,6 +127,7 @@ def _held(
         common_args=options,
         decode_args=decode_args,
         backend=args.backend,
+        gateway=named_gateway(args.router),
         log_dir=work_dir / name,
         on_progress=progress,
     )
@@ -129,6 +140,7 @@ def _write_json(
     setting: dict[str, Any] = {
         "model": args.model or "pd-radix make-model",
         "backend": args.backend,
+        "router": named_gateway(args.router).version,
         "device": comparison.off.device,
         "dtype": comparison.off.dtype,
         "page_size": comparison.off.page_size,

@@ -45,7 +45,7 @@ answer = {
     "router": """
 import importlib, importlib.metadata
 answer = {"installed": {}, "trouble": {}}
-for name, module in (("sglang-router", "sglang_router.sglang_router_rs"), ("smg", "smg.smg_rs")):
+for name, module in (("smg", "smg.smg_rs"), ("sglang-router", "sglang_router.sglang_router_rs")):
     try:
         importlib.import_module(module)
         answer["installed"][name] = importlib.metadata.version(name)
@@ -299,9 +299,12 @@ def _pegaflow() -> Check:
 
 def _router(answer: dict[str, Any]) -> Check:
     if "error" in answer:
-        return Check("router", "fail", answer["error"], "pip install sglang-router")
+        return Check("router", "fail", answer["error"], "pip install smg")
     installed, trouble = answer["installed"], answer["trouble"]
-    if "sglang-router" in trouble:
-        return Check("router", "fail", trouble["sglang-router"], "pip install sglang-router")
     told = ", ".join(f"{name} {version}" for name, version in installed.items())
-    return Check("router", "ok", told + ("; smg is not installed (optional: pip install smg)" if trouble else ""))
+    if "smg" not in trouble:
+        return Check("router", "ok", told)
+    if not installed:
+        return Check("router", "fail", trouble["smg"], "pip install smg")
+    found = f"{told}, which finds no prefix among several decode workers; smg: {trouble['smg']}"
+    return Check("router", "warn", found, "pip install smg")

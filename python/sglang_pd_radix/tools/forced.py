@@ -20,6 +20,14 @@ from .rounding import Answer
 NOBODY = "2.2.2.2"
 
 
+def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What the engine says beside the text of its answer to ``body``. Raises PdRadixError if it does not answer."""
+    status, content = http(url + "/generate", body, timeout=600)
+    if status != 200:
+        raise PdRadixError(f"{url}/generate answered HTTP {status}: {content.decode(errors='replace')[:300]}")
+    return json.loads(content)["meta_info"]
+
+
 def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, prefill_alone: bool = False) -> Answer:
     """The log-probability of each token of ``answer`` after ``prompt`` and what comes before it in the answer.
 
@@ -38,10 +46,7 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, 
         **({"top_logprobs_num": top} if top else {}),
         **({"bootstrap_host": NOBODY, "bootstrap_room": random.randrange(1, 2**62)} if prefill_alone else {}),
     }
-    status, content = http(url + "/generate", body, timeout=600)
-    if status != 200:
-        raise PdRadixError(f"{url}/generate answered HTTP {status}: {content.decode(errors='replace')[:300]}")
-    meta = json.loads(content)["meta_info"]
+    meta = generate(url, body)
     # The first is the prompt's last token, which nothing before it that was asked for can tell.
     told = (meta.get("input_token_logprobs") or [])[1:]
     tokens = tuple(token for _, token, *_ in told)

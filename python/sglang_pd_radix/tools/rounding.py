@@ -2,9 +2,8 @@
 
 The same prompt in another batch goes through kernels of another shape, whose sums round differently: in bf16 two
 correct runs part where two tokens are almost as likely. What KV that is wrong does is of another size: it moves the
-log-probabilities of all tokens after it. So the log-probabilities of the tokens that both answers have in common are
-compared, and where they part, how far the one token was behind the other; both against what two runs without any cache
-on decode differ by on the same machine.
+log-probabilities of all tokens after it. So every token of an answer is scored by another computation over the same
+tokens, and what the two differ by is held against what they do in runs without any cache on decode on the same machine.
 """
 
 from __future__ import annotations
@@ -17,6 +16,16 @@ from typing import Any
 # Of a maximum over some thousand tokens, the next thousand will exceed a little; and float32 rounds too.
 MARGIN = 3.0
 LEAST_LIMIT = 1e-4
+# Where rounding is too large to be told from a fault, what is this many times as large is none.
+BEYOND_NOISE = 1.5
+
+
+def limit_of(judged: float, noise: float) -> float:
+    """What a figure is held to: ``judged``, which passes it, or more where the ``noise`` is above that itself.
+
+    Above ``judged`` nothing is passed, and what is no larger than the noise is no failure either.
+    """
+    return judged if noise <= judged else BEYOND_NOISE * noise
 
 
 @dataclass(frozen=True)
@@ -28,48 +37,9 @@ class Answer:
     likeliest: tuple[dict[Any, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Two answers to one prompt. drift: the largest difference of a log-probability before they part, nats.
-
-    parted_at: the first token that is not the same, None if all are. behind: how much less likely, by ``one``, the
-    other's token was there, nats; infinite if it was not among the likeliest, None if they do not part.
-    """
-
-    drift: float
-    parted_at: int | None = None
-    behind: float | None = None
-
-    def within(self, limit: float) -> bool:
-        """Whether rounding of at most ``limit`` explains it."""
-        return self.drift <= limit and (self.behind is None or self.behind <= limit)
-
-
-def difference(one: Answer, other: Answer) -> Difference:
-    """How ``other`` differs from ``one``, which knows the likeliest tokens."""
-    drift = 0.0
-    for place, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
-        if a != b:
-            likeliest = one.likeliest[place] if place < len(one.likeliest) else {}
-            return Difference(drift, place, _distance(one.logprobs[place], likeliest.get(b, -math.inf)))
-        drift = max(drift, _distance(one.logprobs[place], other.logprobs[place]))
-    if len(one.tokens) != len(other.tokens):
-        return Difference(drift, min(len(one.tokens), len(other.tokens)), math.inf)
-    return Difference(drift)
-
-
 def _distance(a: float | None, b: float | None) -> float:
     """Infinite where one is no number (in JSON: null), which no rounding makes."""
     return math.inf if a is None or b is None or math.isnan(a) or math.isnan(b) else abs(a - b)
-
-
-def limit_of(noise: Iterable[Difference]) -> float:
-    """What rounding may explain, nats, from the differences of runs that were to be the same."""
-    seen = [value for d in noise for value in (d.drift, d.behind) if value is not None and math.isfinite(value)]
-    return max(LEAST_LIMIT, MARGIN * max(seen, default=0.0))
-
-
-# ------------------------------------------------------------------------------------------- answers that were scored
 
 
 @dataclass(frozen=True)
@@ -98,18 +68,20 @@ def deviation(answer: Answer, score: Answer) -> Deviation:
 
 
 # No noise lifts a limit above these, nats: the largest that rounding may do to a log-probability, and to the root mean
-# square of an answer's. By what was measured, see docs/operations.md.
+# square of an answer's. By what was measured, see docs/lab/2026-11-23-verdicts.md.
 CEILINGS = {"float32": (0.01, 0.003), "": (0.5, 0.2)}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What rounding may explain of a `Deviation`. noise: the largest of each kind between runs that are right."""
+    """What rounding may explain of a `Deviation`: what is up to ``most`` and ``rms`` is right.
+
+    noise: the largest of each kind between runs that are right.
+    """
 
     most: float
     rms: float
     noise: Deviation
-    ceiling: float
 
     @classmethod
     def of(cls, noise: Iterable[Deviation], dtype: str) -> Limits:
@@ -121,7 +93,15 @@ class Limits:
             min(most, max(LEAST_LIMIT, MARGIN * largest.most)),
             min(rms, max(LEAST_LIMIT, MARGIN * largest.rms)),
             largest,
-            most,
+        )
+
+    @property
+    def held_to(self) -> Deviation:
+        """What is above it is more than rounding; see `limit_of`. Two tokens may each be off by the limit."""
+        return Deviation(
+            limit_of(self.most, self.noise.most),
+            limit_of(self.rms, self.noise.rms),
+            max(limit_of(2 * self.most, self.noise.behind), 2 * limit_of(self.most, self.noise.most)),
         )
 
     @property
@@ -137,12 +117,12 @@ class Limits:
         )
 
     def beyond(self, d: Deviation) -> str | None:
-        """What of ``d`` is more than rounding, None where nothing is. Two tokens may each be off by the limit."""
-        wrong = []
-        if not d.most <= self.most:
-            wrong.append(f"log-probabilities are off by up to {d.most:.2g} (limit {self.most:.2g})")
-        if not d.rms <= self.rms:
-            wrong.append(f"by {d.rms:.2g} in the root mean square (limit {self.rms:.2g})")
-        if not d.behind <= 2 * self.most:
-            wrong.append(f"a token is {d.behind:.2g} behind the likeliest (limit {2 * self.most:.2g})")
+        """What of ``d`` is more than rounding, None where nothing is."""
+        limit, wrong = self.held_to, []
+        if not d.most <= limit.most:
+            wrong.append(f"log-probabilities are off by up to {d.most:.2g} (limit {limit.most:.2g})")
+        if not d.rms <= limit.rms:
+            wrong.append(f"by {d.rms:.2g} in the root mean square (limit {limit.rms:.2g})")
+        if not d.behind <= limit.behind:
+            wrong.append(f"a token is {d.behind:.2g} behind the likeliest (limit {limit.behind:.2g})")
         return ", ".join(wrong) or None

@@ -19,11 +19,11 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
-from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, Progress, has_option, named_gateway
+from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, Progress, add_router_option, has_option, named_gateway
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
-_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
+_POLICIES = tuple(dict.fromkeys(policy for gateway in GATEWAYS.values() for policy in gateway.policies))
 _ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
 
 _EPILOG = """
@@ -54,11 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode workers (default: 1)")
     parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
-    parser.add_argument(
-        "--router",
-        choices=tuple(GATEWAYS),
-        help="the gateway that routes requests (default: sglang-router; smg needs pip install smg)",
-    )
+    add_router_option(parser)
     parser.add_argument(
         "--policy",
         choices=_POLICIES,

@@ -24,7 +24,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from . import bench, doctor
-from .cluster import option_value
+from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
 from .up import check_json, check_may_switch, check_model
 from .verification import kv_record, self_test
@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make faults on purpose; each must be found (the benchmark is left out)",
     )
+    add_router_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where logs go (default: a temporary directory)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything and print the verdict. Returns the exit code."""
     check_json(args.json)
     check_may_switch("verify", args.engine_options)
-    verdict = Verdict(_versions())
+    verdict = Verdict(_versions() | {"router": named_gateway(args.router).version})
     checks = doctor.diagnose()
     unwell = [check for check in checks if check.status == "fail"]
     verdict.lines.append("doctor: " + ("nothing is wrong" if not unwell else ", ".join(c.name for c in unwell)))
@@ -159,6 +160,7 @@ def _deployment(
         lambda step: _say(f"starting: {step}"),
         sides=(deploy.Side("off", False, env=tuple(off.items())), deploy.Side("on", env=tuple(on.items()))),
         prefill_env=prefill,
+        gateway=named_gateway(args.router),
     )
     return deployment, written
 
@@ -228,7 +230,7 @@ def _measure(verdict: Verdict, deployment: Any, load: Any, workload: Any, info: 
 
 def _versions() -> dict[str, Any]:
     found = {"python": platform.python_version()}
-    for name in ("sglang", "sglang-pd-radix", "torch", "sglang-router"):
+    for name in ("sglang", "sglang-pd-radix", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
@@ -35,24 +35,36 @@ def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
     return sums
 
 
-def pool_problems(name: str, pool: dict[str, Any], keeps_tree: bool) -> list[str]:
-    """What is wrong with the KV pool of an idle worker, from its ``kv_pool`` figures (tokens).
+# What every worker tells of the KV pool of a rank, and what one tells besides whose tree is to be sound.
+POOL_FIGURES = (
+    *("size", "available", "evictable", "protected", "idle"),
+    *("req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers"),
+)
+TREE_FIGURES = ("locks_taken", "locks_released", "audit")
+
+
+def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[str]:
+    """What one rank of an idle prefill or decode worker holds and should not, from its ``kv_pool`` figures (tokens).
 
     keeps_tree: it is a decode worker with the flag, which counts its locks and audits its tree.
     """
-    missing = [key for key in ("locks_taken", "locks_released", "audit") if keeps_tree and key not in pool]
+    missing = [key for key in (*POOL_FIGURES, *(TREE_FIGURES if keeps_tree else ())) if key not in pool]
+    # It has no audit while it is busy.
+    if not pool.get("idle", True):
+        return [f"{name} is not idle although every answer is complete: {dict(pool)}"]
     if missing:
         return [f"{name} does not tell its {' and '.join(missing)}"]
     wrong = []
-    if not pool["idle"]:
-        wrong.append(f"{name} is not idle although every answer is complete")
-    free, kept = pool["available"], pool["evictable"]
-    if free + kept != pool["size"]:
-        wrong.append(f"{name}: {free} free and {kept} evictable tokens do not make its pool of {pool['size']}")
+    lost = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"]
+    if lost:
+        wrong.append(f"{name}: {lost} tokens of KV are lost: neither free nor in the tree")
     if pool["protected"]:
-        wrong.append(f"{name}: {pool['protected']} tokens are locked and nobody uses them")
+        wrong.append(f"{name}: {pool['protected']} tokens of KV are locked and nobody uses them")
     if pool.get("locks_taken") != pool.get("locks_released"):
         wrong.append(f"{name}: {pool['locks_taken']} locks were taken and {pool['locks_released']} released")
+    for what, each in (("rows of the table", "req_slots"), ("metadata buffers", "metadata_buffers")):
+        if pool[f"free_{each}"] != pool[each]:
+            wrong.append(f"{name}: {pool[each] - pool[f'free_{each}']} {what} are lost")
     wrong += [f"{name}: {fault}" for fault in pool.get("audit", ())]
     return wrong
 

@@ -24,6 +24,8 @@ BACKENDS = ["nixl", "mooncake"]
 THOROUGH = [
     ("test_oracle.py", {"backend": "mooncake", "page": 1}),
     ("test_oracle.py", {"page": 64}),
+    ("test_local_prefill.py", {"backend": "mooncake"}),
+    ("test_local_prefill.py", {"page": 1}),
     ("test_peers.py", {"backend": "mooncake"}),
     ("test_small_pool.py", {"backend": "mooncake"}),
     ("test_staging.py", {}),

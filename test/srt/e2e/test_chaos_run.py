@@ -1,4 +1,4 @@
-"""Five minutes of `make chaos`: its own verdict, on both backends (docs/operations.md)."""
+"""Five minutes of `make chaos`: its own verdict, on both backends (docs/lab/2026-11-23-storms.md)."""
 
 from __future__ import annotations
 

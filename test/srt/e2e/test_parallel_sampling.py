@@ -18,7 +18,7 @@ PROMPTS = [words(random.Random(seed), length) for seed, length in ((1, 150), (2,
 
 @pytest.fixture(scope="module")
 def pair(clusters, model, backend):
-    options = ["--page-size", str(PAGE), "--constrained-json-disable-any-whitespace"]
+    options = ["--page-size", str(PAGE), "--constrained-json-disable-any-whitespace", "--served-model-name", "m"]
     pair = Pair(clusters.get(model, decode_args=[FLAG], common_args=options, backend=backend))
     yield pair
     pair.check_idle()

@@ -1,5 +1,6 @@
 """`pd-radix up` with the real engine: a chat goes through, everything ends, and a bad option is explained."""
 
+import http.client
 import json
 import os
 import signal
@@ -44,6 +45,14 @@ def streamed_text(url):
     return "".join(pieces), sum(map(bool, pieces))
 
 
+def asked_over(connection):
+    """Status of a short request over a connection that stays."""
+    connection.request("GET", "/model_info")
+    reply = connection.getresponse()
+    reply.read()
+    return reply.status
+
+
 def processes_of(log_dir):
     """Live processes whose output goes to ``log_dir``: the servers and everything they started."""
     found = []
@@ -57,7 +66,7 @@ def processes_of(log_dir):
 
 
 def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
-    process = start_up(model, tmp_path, "--backend", backend, "--", "--page-size", "16")
+    process = start_up(model, tmp_path, "--backend", backend, "--", "--page-size", "16", "--served-model-name", "m")
     try:
         while not (tmp_path / "up.json").exists():
             assert process.poll() is None, process.communicate()[1]
@@ -74,10 +83,17 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
         assert info["port"] == int(roles["decode"]["url"].rpartition(":")[2])
         assert Path(roles["decode"]["log"]).exists() and os.getpgid(roles["decode"]["pid"]) == roles["decode"]["pid"]
 
+        idle = http.client.HTTPConnection("127.0.0.1", info["port"], timeout=30)
+        assert asked_over(idle) == 200
+        asked_at, socket = time.monotonic(), idle.sock
+
         first, pieces = streamed_text(document["router_url"])
         assert len(first.split()) == 16 and pieces > 4
         assert streamed_text(document["router_url"])[0] == first
         assert len(processes_of(tmp_path / "logs")) >= 3
+        # The engine's own workers would have closed it.
+        time.sleep(max(0.0, asked_at + 7 - time.monotonic()))
+        assert asked_over(idle) == 200 and idle.sock is socket
 
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)

@@ -127,7 +127,7 @@ def stand_in_for_prefill(scheduler, prompts: dict[int, list[int]], prefixes: lis
         if getattr(module, "__name__", "").startswith("sglang") and "is_warmup" in vars(module):
             module.is_warmup = lambda req: False
     # Patch files run in namespaces of their own.
-    for method in (type(scheduler.disagg_decode_prealloc_queue).add, type(scheduler.tree_cache).takes):
+    for method in (type(scheduler.disagg_decode_prealloc_queue).add, type(scheduler.tree_cache).accepts):
         method.__globals__["is_warmup"] = lambda req: False
 
 
@@ -178,7 +178,7 @@ def main(mode: str, model: str, endpoint: str, ranks: int = 1, rank: int = 0, po
     seen = {}
 
     def look(name: str) -> None:
-        seen[name] = {**tree.pegaflow_state(), **scheduler._kv_pool_state()}
+        seen[name] = {**tree.pegaflow_state(), **scheduler.kv_pool_state()}
 
     def script():
         rnd = random.Random(1)

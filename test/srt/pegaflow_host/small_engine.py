@@ -13,13 +13,14 @@ import zlib
 
 import shared_kv
 import torch
-from sglang.srt.mem_cache import pegaflow_memory, pegaflow_session
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pegaflow_memory import kv_layout
-from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowRadixCache
+from sglang.srt.mem_cache.pegaflow import memory as pegaflow_memory
+from sglang.srt.mem_cache.pegaflow import session as pegaflow_session
+from sglang.srt.mem_cache.pegaflow.memory import kv_layout
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 pegaflow_memory.wrapper_bytes = lambda tensor: pickle.dumps(shared_kv.SharedTensor(tensor))
@@ -51,9 +52,9 @@ def wait_until_found(session, saves: list) -> None:
     for save in saves if session.up else []:
         while save.saved:
             question = f"settle-{next(_numbers)}"
-            reply = session._client.query_prefetch(session.instance_id, save.hashes, question)
+            reply = session.connection.client.query_prefetch(session.connection.instance_id, save.hashes, question)
             if reply.lease:
-                session._client.release(reply.lease)
+                session.connection.client.release(reply.lease)
             if reply.num_hit_blocks == len(save.hashes):
                 break
             assert time.monotonic() < end, "saved, and not found"

@@ -124,6 +124,7 @@ class Deployment:
     def info(self, prefill: bool) -> str:
         size = self.faults.get("pool_size", 1024)
         pool = {"size": size, "available": size - 4, "evictable": 4, "protected": 0, "idle": True}
+        pool |= {"req_slots": 8, "free_req_slots": 8, "metadata_buffers": 4, "free_metadata_buffers": 4}
         if not prefill and self.cached:
             pool |= {"locks_taken": 5, "locks_released": 5, "audit": []} | self.faults.get("pool", {})
         info = {"page_size": PAGE, "dtype": self.faults.get("dtype", "float32"), "device": "cpu"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 from hypothesis import HealthCheck, settings
+from sglang.srt import server_args
 
 if TYPE_CHECKING:
     from ranks import Pair
@@ -34,6 +35,18 @@ _shared_context.instance = zmq.Context.instance  # type: ignore[attr-defined]
 def one_zmq_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine makes a context for each socket, with threads and descriptors; a thousand workers are made here."""
     monkeypatch.setattr(zmq, "Context", _shared_context)
+
+
+def _restore_server_args() -> Iterator[None]:
+    # Workers made here say their options to the whole process, as the engine does; the next test asks it for its own.
+    before = server_args._global_server_args
+    yield
+    server_args._global_server_args = before
+
+
+server_args_of_a_test = pytest.fixture(autouse=True)(_restore_server_args)
+# What a fixture of a whole module says reaches all of its tests, and no other module's.
+server_args_of_a_module = pytest.fixture(scope="module", autouse=True)(_restore_server_args)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from types import SimpleNamespace
 
 import torch
 from decode_worker import DecodeWorker, make_window_pool
@@ -83,6 +84,22 @@ class Receiver:
 
     def cancel(self) -> None:
         self.state = KVPoll.Failed
+
+    @property
+    def kv_mgr(self) -> SimpleNamespace:
+        # All drop what decode computes.
+        return SimpleNamespace(prefills=SimpleNamespace(of=lambda addr: SimpleNamespace(drops=True)))
+
+    @property
+    def conclude_state(self) -> KVPoll | None:
+        return self.state if self.state in (KVPoll.Failed, KVPoll.Success) else None
+
+    @conclude_state.setter
+    def conclude_state(self, state: KVPoll) -> None:
+        self.state = state
+
+    def end(self) -> None:
+        assert not self.asked
 
     def writers_done(self) -> bool:
         return self.quiet
@@ -312,7 +329,8 @@ class World(DecodeWorker):
 
     def idle(self) -> bool:
         moving = self.queue.queue or self.transfer.queue or self.transfer.quarantine
-        return not (moving or self.waiting or self.running)
+        local = self.transfer.local is not None and self.transfer.local.busy
+        return not (moving or local or self.waiting or self.running)
 
     def flush(self) -> bool:
         """As the scheduler flushes after a weight update: only when no request holds KV in the pool."""
@@ -331,8 +349,10 @@ class World(DecodeWorker):
 
     def check(self) -> None:
         moving = self.transfer.queue + self.transfer.quarantine
+        local = self.transfer.local.reqs() if self.transfer.local is not None else []
         # But for those that an error has kept from getting anything.
         holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
+        holders += [req for req in local if all(req is not other for other in holders) and not req.finished()]
         # I1: every token is somewhere, once; every lock has its holder.
         nodes = [r.last_node for r in holders]
         if self.windows is None:
@@ -363,19 +383,22 @@ class World(DecodeWorker):
             for req in holders:
                 assert self.pool.req_index_to_mamba_index_mapping[req.req_pool_idx] == req.mamba_pool_idx
         # What is known of each prompt that waits, or is waited for, is what the tree would say now.
-        entries = [dr.entry for dr in self.queue.queue + self.transfer.queue if dr.entry is not None]
+        computed = [] if self.transfer.local is None else [one.decode_req for one in self.transfer.local.waiting]
+        entries = [dr.entry for dr in (*self.queue.queue, *self.transfer.queue, *computed) if dr.entry is not None]
         watches = [entry.watch for entry in entries if entry.watch is not None]
         assert set(watches) == set(self.tree.watches)
         for watch in watches:
             found = self.tree.peek(watch.token_ids, watch.extra_key)
-            assert self.tree.found(watch) == found and watch.length == found.length
+            assert watch.peek() == found and watch.length == found.length
             assert watch.node is (found.path[-1] if found.path else self.tree.root_node)
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
         # memory, that is not in each step.
-        transfers = {dr.entry for dr in self.transfer.queue}
+        transfers = {dr.entry for dr in (*self.transfer.queue, *computed)}
         looked_at = not self.queue.retracted_queue
         assert not looked_at or all(
-            entry.leader is None or entry.leader.owner in transfers or not entry.coming for entry in entries
+            # One that is computed here leaves when its step is launched, after they were looked at.
+            entry.leader is None or not entry.coming or entry.leader.owner in transfers or entry.leader.owner.local
+            for entry in entries
         )
         # No reader sees KV of another prefix, in requests that run or in the tree.
         for req in self.waiting + self.running:

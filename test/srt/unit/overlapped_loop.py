@@ -91,11 +91,13 @@ class LoopScheduler(Scheduler):
         self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue = loop.queue, loop.transfer
         self.enable_overlap, self.enable_hicache_storage, self.enable_hierarchical_cache = True, False, False
         self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
-        self.enable_lora = False
+        self.enable_lora = self.enable_priority_scheduling = False
         self.tp_size, self.tp_cpu_group = dist.get_world_size(loop.group), loop.group
         self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
         self.is_hybrid_swa = loop.windows is not None
-        self.model_config = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
+        self.model_config = SimpleNamespace(
+            vocab_size=VOCABULARY, is_encoder_decoder=False, is_matryoshka=False, hf_config=None
+        )
         self.grammar_manager = SimpleNamespace(
             has_waiting_grammars=lambda: False, abort_requests=lambda recv: None, grammar_queue=[], clear=lambda: None
         )
@@ -122,7 +124,7 @@ class LoopScheduler(Scheduler):
         return []
 
     def process_input_requests(self, recv_reqs: list) -> None:
-        self._update_if_idle()
+        self.update_if_idle()
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         # As the engine's own, which also sees those again that a step in flight has outlived.
@@ -139,6 +141,8 @@ class LoopScheduler(Scheduler):
 
     def report_decode_stats(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    report_prefill_stats = report_decode_stats
 
     def log_batch_result_stats(self, *args: Any) -> None:
         pass
@@ -163,6 +167,8 @@ class Loop(World):
         # In which iteration each request was asked of prefill, and which of them while a step was in flight.
         self.asked_in: dict[str, int] = {}
         self.asked_behind: list[Req] = []
+        # Parts of prompts that were computed here: rid, from, to.
+        self.extended: list[tuple[str, int, int]] = []
         # What went against I8. An exception on the spot would fail the request and nothing else.
         self.wrong: list[str] = []
         self.between: Callable[[], None] = lambda: None
@@ -250,6 +256,8 @@ class Loop(World):
         step = Step(self.kv.k_buffer[0], self.steps, self.window_kv.k_buffer[0] if self.windows is not None else None)
         self.steps.append(step)
         step.rows = set(batch.req_pool_indices.tolist())
+        if batch.forward_mode.is_extend():
+            return self._extend(batch, step)
         tokens_of = zip(batch.input_ids.tolist(), batch.seq_lens.tolist(), batch.out_cache_loc.tolist(), strict=True)
         sequences = []
         for req, (token, length, slot) in zip(batch.reqs, tokens_of, strict=True):
@@ -281,6 +289,34 @@ class Loop(World):
         if not batch.has_grammar:
             return sample()
         result.delay_sample_func = sample
+        return result
+
+    def _extend(self, batch: Any, step: Step) -> GenerationBatchResult:
+        """A step over parts of prompts; what is before each part must be there when it is launched."""
+        slots, chosen, logits = batch.out_cache_loc.tolist(), [], LogitsProcessorOutput(next_token_logits=None)
+        tokens_of = iter(batch.input_ids.tolist())
+        for req, end, start in zip(batch.reqs, batch.seq_lens.tolist(), batch.extend_prefix_lens, strict=True):
+            weights = self.weights_of.setdefault(req.rid, self.weights)
+            tokens = req.origin_input_ids[:end]
+            row = self.pool.req_to_token[req.req_pool_idx, :end].tolist()
+            if self.kv.k_buffer[0][row[:start]].flatten().int().tolist() != [
+                kv_of(tokens[: i + 1], weights) for i in range(start)
+            ]:
+                self.wrong.append("a prompt is computed on what is not the KV of its beginning")
+            if not start < end <= len(req.origin_input_ids) or row[start:] != slots[: end - start]:
+                self.wrong.append("a step over a part of a prompt that is not to be computed, or elsewhere")
+            slots = slots[end - start :]
+            for place in range(start, end):
+                if next(tokens_of) != tokens[place]:
+                    self.wrong.append("another token than the prompt's")
+                step.write(row[place], kv_of(tokens[: place + 1], weights))
+            chosen.append(next_token(tokens, req.grammar))
+            self.extended.append((req.rid, start, end))
+        result = GenerationBatchResult(logits_output=logits, next_token_ids=torch.tensor(chosen))
+        if batch.return_logprob:
+            logits.next_token_logprobs = torch.tensor([float(token) for token in chosen])
+            result.extend_input_len_per_req = [req.extend_input_len for req in batch.reqs]
+            result.extend_logprob_start_len_per_req = [req.extend_logprob_start_len for req in batch.reqs]
         return result
 
     def _attend_to_windows(self, batch: Any, sequences: list[tuple[Req, list[int]]], step: Step) -> None:

@@ -193,7 +193,7 @@ class Worker:
         assert free + held == self.scheduler.max_total_num_tokens, (free, held)
         if self.has_tree:
             assert tree.protected_size() == 0 and tree.audit([]) == []
-        assert not self.states or self.scheduler._audit_states(self.states) == []
+        assert not self.states or self.scheduler.pools().audit_states() == []
 
 
 def told(req: Req) -> dict[str, Any]:

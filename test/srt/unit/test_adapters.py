@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.disaggregation import decode
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, keep_extra_key
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -26,7 +26,7 @@ def scheduler(monkeypatch, queue: str, running: str, tree: type = DecodeRadixCac
         taken, self.waiting_queue = self.waiting_queue[:room], self.waiting_queue[room:]
         return "".join(req.lora_id for req in taken)
 
-    monkeypatch.setattr(decode.SchedulerDisaggregationDecodeMixin, "get_new_prebuilt_batch", take)
+    monkeypatch.setattr(decode.SchedulerDisaggregationDecodeMixin.__base__, "get_new_prebuilt_batch", take)
     return made
 
 
@@ -52,12 +52,14 @@ def test_without_the_flag_it_is_the_engines(monkeypatch):
     assert made.get_new_prebuilt_batch() == "abc"
 
 
-def test_an_adapter_is_part_of_the_key(monkeypatch):
+def test_an_adapter_is_part_of_the_key():
     """Trap 14; the key of a client's own goes with it."""
 
+    sampling = SamplingParams()
+
     def key(**options) -> str | None:
-        return Req("r", "", [1], SamplingParams(), **options).extra_key
+        return Req("r", "", [1], sampling, **options).extra_key
 
     assert key() is None and key(extra_key="k") == "k"
-    monkeypatch.setattr(Req, "incoming_extra_key", "k")
+    keep_extra_key(SimpleNamespace(sampling_params=sampling, extra_key="k"))
     assert len({key(), key(lora_id="a"), key(lora_id="b")}) == 3 and key(lora_id="a") == "ka"

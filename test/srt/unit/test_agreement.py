@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from decode_world import World
 from sglang.srt.disaggregation import decode_agreement
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike
+from test_traps import serve_to_end, tokens
 
 SHARED = [7, 2**40, 0, 3, 1, 0, 9, 4]
 
@@ -133,3 +136,19 @@ def test_figures_are_alike_or_not(ranks):
     assert ranks.run(are_alike, ([1, 2, 3],), ([1, 2, 3],)) == [True, True]
     assert ranks.run(are_alike, ([1, 2, 3],), ([1, 2, 4],)) == [False, False]
     assert ranks.run(are_alike, ([9, -2],), ([8, -2],)) == [False, False]
+
+
+def test_one_rank_alone_reduces_nothing(monkeypatch):
+    """Each reduction waits for a thread of gloo's: on a busy host that took up to 1.6 s in the middle of a step."""
+    world = World(size=256)
+    assert world.queue.ranks.size == 1
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: pytest.fail("there is nobody to reduce with"))
+    serve_to_end(world, tokens(1, 40))
+    assert serve_to_end(world, tokens(1, 40)).decode_prefix_len > 0
+    failing = world.arrive(tokens(2, 40))
+    world.handshake(failing)
+    world.step()
+    failing.kv_receiver.state = KVPoll.Failed
+    world.step()
+    assert not world.transfer.queue
+    world.check()

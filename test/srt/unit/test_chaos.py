@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import textwrap
@@ -11,23 +12,28 @@ import chaos
 import pytest
 import soak
 from faults import blame, deploy, growth, hits, pace, schedule
-from faults.watch import Sample
+from faults.traffic import Ask, Told
+from faults.truth import Truth
+from faults.watch import Sample, Watch
 
-# Answers like a server of any role; what it says to a prompt follows from the prompt. FAKE_<ROLE> says what is wrong.
-# The router answers by itself, for one decode worker after the other.
+# Answers like a server of any role; what it says to a prompt follows from the prompt. FAKE_<ROLE> says what is wrong,
+# comma-separated. The router answers by itself, for one decode worker after the other; it is wrong from FAKE_AFTER
+# requests on, for FAKE_FOR.
 SERVER = """
 import http.server, json, os, socket, sys, threading, time, zlib
 role, args = sys.argv[1], sys.argv[2:]
-fault, count = os.environ.get("FAKE_" + role.upper(), ""), 0
-after = int(os.environ.get("FAKE_AFTER", 160))
+faults, count = os.environ.get("FAKE_" + role.upper(), "").split(","), 0
+after, lasts = int(os.environ.get("FAKE_AFTER", 160)), int(os.environ.get("FAKE_FOR", 10**9))
 trees, kept = [set(), set()], []
 pool = {"idle": True, "size": 100, "available": 100, "evictable": 0, "protected": 0, "free_req_slots": 4,
         "req_slots": 4, "metadata_buffers": 8, "free_metadata_buffers": 8, "rooms": {"live": 0}}
 if role == "decode":
     pool |= {"locks_taken": 3, "locks_released": 3, "audit": []}
-if fault == "leaks":
+if "leaks" in faults:
     pool["available"] = 84
-if fault == "opens":
+if "stalls" in faults:
+    pool["longest_queue_step_s"] = 9.0
+if "opens" in faults:
     # As many descriptors as if each request left one behind.
     def opens():
         while True:
@@ -44,26 +50,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         global count
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if fault == "dies" and self.path not in ("/generate", "/flush_cache"):
+        if "dies" in faults and self.path not in ("/generate", "/flush_cache"):
             # At the first blow.
             os._exit(3)
         if self.path != "/generate":
             return self.answer({})
         count += 1
-        if fault == "fails" and after < count <= after + 20:
+        wrong = after < count <= after + lasts
+        if "fails" in faults and wrong:
             return self.answer({"error": "no"}, 500)
         prompt = body.get("input_ids") or []
         tokens = body["sampling_params"]["max_new_tokens"]
         first = zlib.crc32(json.dumps(prompt).encode()) % 1000
         ids = [first + i for i in range(tokens)]
-        if fault == "lies" and count > after:
+        if "lies" in faults and wrong:
             ids[-1] += 1
-        time.sleep(0.2 if fault == "slows" and count > after else 0.01)
+        time.sleep(0.2 if "slows" in faults and wrong else 0.01)
         at = count % 2
         pages = [tuple(prompt[:end]) for end in range(16, len(prompt) + 1, 16)]
         held = 16 * len([page for page in pages if page in trees[at]])
         trees[at].update(pages)
-        if fault == "misses" and at:
+        if "misses" in faults and at and wrong:
             held = 0
         meta = {"finish_reason": {"type": "length"}, "weight_version": f"decode-{at}"}
         told = {"output_ids": ids, "meta_info": {**meta, "cached_tokens_details": {"decode_prefix": held}}}
@@ -109,10 +116,10 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "MIDDLE", 0.1)
 
 
-def run_chaos(tmp_path: Path) -> tuple[int, dict]:
+def run_chaos(tmp_path: Path, *more: str) -> tuple[int, dict]:
     arguments = ["--one-host", "--seconds", "3.5", "--requests", "100000", "--distinct", "12", "--clients", "2"]
     arguments += ["--model", "none", "--log-dir", str(tmp_path / "logs"), "--json", str(tmp_path / "report.json")]
-    status = chaos.main(arguments)
+    status = chaos.main([*arguments, *more])
     return status, json.loads((tmp_path / "report.json").read_text())
 
 
@@ -149,10 +156,13 @@ def test_a_storm_in_which_requests_fail_fast_and_one_tree_is_not_used(
 ):
     """Nobody's answer is wrong, nothing is held, and afterwards all is as before."""
     monkeypatch.setenv("FAKE_ROUTER", "fails")
+    monkeypatch.setenv("FAKE_FOR", "20")
     status, report = run_chaos(tmp_path)
     assert status == 1 and report["storm"]["ended"]["failed"] == 20
     assert all("while nothing was wrong" in p or "what was done explains" in p for p in report["problems"])
     monkeypatch.setenv("FAKE_ROUTER", "misses")
+    monkeypatch.setenv("FAKE_AFTER", "0")
+    monkeypatch.delenv("FAKE_FOR")
     status, report = run_chaos(tmp_path)
     assert status == 1 and "storm" not in report
     assert [p.partition(" held ")[0] for p in report["problems"]] == ["in calm: the tree of decode-1"]
@@ -166,6 +176,55 @@ def test_answers_that_are_wrong_in_calm_too(tmp_path: Path, stand_ins: None, mon
     status, report = run_chaos(tmp_path)
     assert status == 1 and "storm" not in report
     assert report["problems"] and all("of one engine alone" in problem for problem in report["problems"])
+
+
+# Requests before the storm: replays of 12 requests, three for hits and those for the pace; and some to see who is up.
+CALM = 12 * (3 + pace.BEFORE) + 10
+
+
+def test_what_is_wrong_in_the_storm_alone_is_found(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
+    """Each by its own part of the verdict: what is right again in the calm after it was seen here or nowhere."""
+    monkeypatch.setattr(growth, "WARM", dict.fromkeys(growth.WARM, 5))
+    monkeypatch.setattr(chaos, "Watch", functools.partial(Watch, every_s=0.1))
+    without = functools.partial(chaos.Shape, without=frozenset({"kill", "flush", "weights", "stop"}))
+    monkeypatch.setattr(chaos, "Shape", lambda **options: without(link=False))
+    for role, faults in (("ROUTER", "lies,misses"), ("PREFILL", "opens"), ("DECODE", "stalls")):
+        monkeypatch.setenv(f"FAKE_{role}", faults)
+    monkeypatch.setenv("FAKE_AFTER", str(CALM))
+    monkeypatch.setenv("FAKE_FOR", "150")
+    status, report = run_chaos(tmp_path, "--longest-step", "1", "--requests", "200", "--seconds", "60")
+    assert status == 1
+    found = "\n".join(report["problems"])
+    for part in (
+        "differs from token",
+        "storm: the tree of decode-1 held",
+        "prefill: descriptors grow with the requests served",
+        "decode-0: a step of its queues has taken 9.00 s",
+        "prefill-0: ",
+    ):
+        assert part in found, part
+    assert "descriptors more than before" in found
+    assert "in calm" not in found and "after the storm" not in found
+
+
+def test_words_that_come_late_and_what_is_not_undone(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
+    slow = functools.partial(chaos.Shape, out_s=(9.0, 9.0), without=frozenset({"kill", "flush", "weights", "pause"}))
+    monkeypatch.setattr(chaos, "Shape", lambda **options: slow(link=False))
+    monkeypatch.setattr(chaos, "UNDONE_S", 0.0)
+    status, report = run_chaos(tmp_path, "--told-within", "0.005")
+    assert status == 1
+    found = "\n".join(report["problems"])
+    assert "what was done to the workers is not undone after 0 s" in found
+    assert "was told nothing within 0 s" in found or "whole after 0 s" in found
+
+
+def test_requests_that_fail_in_calm(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAKE_ROUTER", "fails")
+    monkeypatch.setenv("FAKE_AFTER", "20")
+    monkeypatch.setenv("FAKE_FOR", "5")
+    status, report = run_chaos(tmp_path)
+    assert status == 1 and "storm" not in report
+    assert any(problem.startswith("5 requests failed in calm: 500") for problem in report["problems"])
 
 
 def test_a_pace_that_is_lost(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
@@ -218,12 +277,54 @@ def test_a_soak_with_wrong_answers_and_lost_descriptors(
     monkeypatch.setenv("FAKE_ROUTER", "lies")
     monkeypatch.setenv("FAKE_AFTER", "20")
     monkeypatch.setenv("FAKE_PREFILL", "opens")
+    monkeypatch.setenv("FAKE_DECODE", "leaks")
     status, report = run_soak(tmp_path)
     assert status == 1
+    found = "\n".join(report["problems"])
+    assert "prefill-0: " in found and "descriptors more than before" in found
+    assert "decode-0: 16 tokens of KV are lost" in found
     assert any("of one engine alone" in problem for problem in report["problems"])
     grown = [problem for problem in report["problems"] if "grow with the requests served" in problem]
     assert len(grown) == 1 and grown[0].startswith("prefill: descriptors"), report["problems"]
     assert "FAILED: " in capsys.readouterr().out
+
+
+ASKS = [Ask(tuple(range(100 * i, 100 * i + 40)), 1) for i in range(30)]
+RIGHT = Truth({place: (place,) for place in range(30)})
+
+
+def soaked(**changes) -> list[Told]:
+    """Sixty requests one after the other, each twice; ``changes`` of the last."""
+    told = [
+        Told(n, n % 30, "plain", float(n), n + 0.5, 200, "whole", (n % 30,), "", None, "decode-0", 32 * (n >= 30))
+        for n in range(60)
+    ]
+    return [*told[:-1], dataclasses.replace(told[-1], **changes)]
+
+
+def held(rooms: float = 0.0, descriptors: float = 0.0) -> list[Sample]:
+    """Of two thousand requests."""
+    return [Sample("decode-0", 1, 10 * t, float(t), int(99 + descriptors * t), 50, 1000, 0, int(rooms * t))
+            for t in range(200)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "samples", "problems", "found"),
+    [
+        (soaked(), held(), [], []),
+        (soaked(), held(), ["clients still wait"], ["clients still wait"]),
+        (soaked(ids=(77,)), held(), [], ["of one engine alone"]),
+        (soaked(ended_how="failed", ids=None, error="boom"), held(), [], ["1 requests failed"]),
+        ([dataclasses.replace(one, hit=0) for one in soaked()], held(), [], ["the tree of decode-0 held 0"]),
+        ([], held(), [], ["there was no whole answer"]),
+        (soaked(), held(rooms=1.0), [], ["rooms in its books grew"]),
+        (soaked(), held(descriptors=1.0), [], ["descriptors grow with the requests served"]),
+    ],
+)
+def test_the_verdict_on_a_soak(told: list[Told], samples: list[Sample], problems: list[str], found: list[str]):
+    verdict = soak.verdict(told, ASKS, 1, RIGHT, samples, problems)
+    assert len(verdict["problems"]) == len(found)
+    assert all(said in problem for said, problem in zip(found, verdict["problems"], strict=True))
 
 
 def test_a_report_of_another_version_is_not_added(tmp_path: Path, capsys: pytest.CaptureFixture):

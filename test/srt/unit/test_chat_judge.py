@@ -180,6 +180,20 @@ def test_one_turn_has_nothing_to_reuse(capsys: pytest.CaptureFixture[str]) -> No
     assert "from turn 2 on" not in capsys.readouterr().out
 
 
+def test_a_run_without_the_flag_that_counts_no_bytes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where its KV goes another way than the one that is counted; it once ended in a division by zero."""
+    off, on = _documented("off"), _documented("sound")
+    for turn in off.turns:
+        turn.sent_bytes = 0
+    comparison = compare(off, on)
+    (failure,) = comparison.failures
+    assert failure.startswith("with the flag off, no KV bytes were counted")
+    print_report(comparison, "a title")
+    assert f"FAILED:   {failure}" in capsys.readouterr().out
+    json.dumps(as_document(comparison, SMALL, {}), allow_nan=False)
+    assert len(compare(off, off).failures) == 1
+
+
 # ---- answers ----
 
 

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_followers import queue
 from test_traps import tokens
 

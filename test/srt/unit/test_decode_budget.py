@@ -10,8 +10,8 @@ from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Use
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING, PrefixPeek
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
+from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 from test_followers import asked, queue
 from test_traps import serve, tokens
 

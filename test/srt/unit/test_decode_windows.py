@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
 from sglang.srt.mem_cache.decode_windows import Windows
+from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from test_traps import PAGE, serve, serve_to_end, tokens
 
@@ -135,6 +136,21 @@ def test_a_retracted_request_comes_back_with_its_window(page_size, lost):
     for _ in range(5):
         world.decode()
         world.check()
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_a_retracted_request_is_kept_the_window_that_its_resume_takes(page_size):
+    """To the token: of the last one that it has generated there is no KV."""
+    world = world_of(page_size)
+    req = serve(world, tokens(1, 50), max_new=40).req
+    for _ in range(2 * PAGE):
+        world.decode()
+        world.retract(req)
+        accounts, live = world.queue.accounts, world.queue.live()
+        resumed = accounts.plan(req, (req.origin_input_ids + req.output_ids)[:-1], NOTHING)
+        assert accounts.windows_kept(live, 0) == resumed.window.soon
+        world.step()
+        assert req in world.running
 
 
 # ---- the window pool ----
@@ -354,7 +370,7 @@ def refuse(tree: type | None = None, **options) -> Scheduler:
     ],
 )
 def test_what_is_not_verified_with_windows_is_refused(monkeypatch, options, named):
-    monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", lambda self: pytest.fail("too late"))
+    monkeypatch.setattr(Scheduler.__bases__[-1], "init_cache_with_memory_pool", lambda self: pytest.fail("too late"))
     with pytest.raises(ValueError, match=f"sliding windows together with {named}.*--disable-hybrid-swa-memory"):
         refuse(**options).init_cache_with_memory_pool()
 
@@ -368,8 +384,9 @@ def test_the_tree_takes_the_place_of_the_engine_s(monkeypatch, radix):
         made = object.__new__(SWAChunkCache)
         scheduler.tree_cache = swa_radix_cache.SWARadixCache(world_params(world)) if radix else made
 
-    monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", engines)
+    monkeypatch.setattr(Scheduler.__bases__[-1], "init_cache_with_memory_pool", engines)
     scheduler = refuse()
+    scheduler.tp_worker.get_memory_pool = lambda: (world.pool, world.allocator)
     if not radix:
         with pytest.raises(ValueError, match="engine chose SWAChunkCache"):
             scheduler.init_cache_with_memory_pool()
@@ -398,14 +415,14 @@ def test_pools_of_both_kinds_are_reported(monkeypatch):
     scheduler.tree_cache, scheduler.token_to_kv_pool_allocator = world.tree, world.allocator
     scheduler.req_to_token_pool, scheduler.max_total_num_tokens = world.pool, 256
     monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: True)
-    monkeypatch.setattr(Scheduler, "_kv_manager", lambda self: None)
+    monkeypatch.setattr(Scheduler, "kv_manager", lambda self: None)
     req = serve(world, tokens(1, 60)).req
-    state = scheduler._kv_pool_state()
+    state = scheduler.kv_pool_state()
     assert (state["available"], state["window_size"], state["window_available"]) == (256 - 60, 96, 96 - WINDOW)
     # It is not idle, whatever the stand-in says.
     assert any("no request" in line for line in state["audit"])
     world.finish(req)
-    state = scheduler._kv_pool_state()
+    state = scheduler.kv_pool_state()
     assert state["available"] + state["evictable"] == 256 and state["window_available"] == 96 and state["audit"] == []
 
 

@@ -1,13 +1,232 @@
-"""Pages that are made from the code say what the code says."""
+"""What README and docs name is there: links, anchors, files, options, variables, metrics, commands, make targets."""
 
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+from functools import cache
 from pathlib import Path
 
-from sglang_pd_radix.patching import registry
+import pytest
+from code_texts import texts
 
-DOCS = Path(__file__).parents[3] / "docs"
+from sglang_pd_radix.patching import registry
+from sglang_pd_radix.tools import reference
+from sglang_pd_radix.tools.cli import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+#: A record says what was run when it was run; of those only the links have to hold.
+GUIDES = [page for page in PAGES if DOCS / "lab" not in page.parents]
+ENGINE = Path(importlib.util.find_spec("sglang").origin).parent
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def test_the_page_of_patches_is_the_register():
     """Written by `pd-radix patches --markdown > docs/patches.md`."""
     page = (DOCS / "patches.md").read_text()
     assert page.strip() == registry.as_markdown(registry.replacements()).strip()
+
+
+def test_every_row_of_the_register_says_until_when():
+    """By its file's `Upstream:` line, or its own: the number of a change of the engine, or that none is known."""
+    silent = {row.file for row in registry.replacements() if not re.search(r"#\d+|\bnone\b", row.upstream)}
+    assert not silent, f"no `Upstream:` line with a number, or with none: {sorted(silent)}"
+
+
+# ---- links ----
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    found: dict[str, int] = {}
+    slugs = set()
+    for heading in re.findall(r"^#{1,6} (.+)$", FENCE.sub("", text), re.MULTILINE):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip())
+        slug = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+        number = found[slug] = found.get(slug, -1) + 1
+        slugs.add(f"{slug}-{number}" if number else slug)
+    return slugs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_link_leads_somewhere(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            wrong.append(f"{target}: no such file")
+        elif anchor and (file.suffix != ".md" or anchor not in anchors(file.read_text(encoding="utf-8"))):
+            wrong.append(f"{target}: no such heading")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_page_can_be_reached():
+    """From README, by links; those of docs/lab by their folder."""
+    seen, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page in seen or page.suffix != ".md" or not page.is_file():
+            continue
+        seen.add(page)
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:", target):
+                left.append((page.parent / target).resolve())
+    assert {*GUIDES} <= seen, [_name(page) for page in {*GUIDES} - seen]
+
+
+def test_anchors_are_those_of_github():
+    assert anchors("# A `b` (c), d: e\n## A `b` (c), d: e\n```\n# no\n```\n### `x` and [y](z.md)") == {
+        "a-b-c-d-e",
+        "a-b-c-d-e-1",
+        "x-and-y",
+    }
+
+
+# ---- what is named in code ----
+
+
+def code(page: Path) -> str:
+    """What stands in backticks, fences and indented blocks of a page, a piece a line."""
+    text = page.read_text(encoding="utf-8")
+    fences = FENCE.findall(text)
+    text = FENCE.sub("", text)
+    blocks = re.findall(r"^    .*$", text, re.MULTILINE)
+    return "\n".join([*fences, *blocks, *re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)])
+
+
+@cache
+def known_options() -> frozenset[str]:
+    """Options of the engine's workers, the routers, `pd-radix`, and the scripts of this repository."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang_router.router_args import RouterArgs
+
+    parsers = [argparse.ArgumentParser(add_help=False) for _ in range(2)]
+    ServerArgs.add_cli_args(parsers[0])
+    RouterArgs.add_cli_args(parsers[1], use_router_prefix=False)
+    found = {name for parser in parsers for action in parser._actions for name in action.option_strings}
+    for command in COMMANDS:
+        found |= reference.option_names(command)
+    for path in [*ROOT.glob("benchmark/**/*.py"), *ROOT.glob("test/srt/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add_argument", "add_parser"):
+                found |= {a.value for a in node.args if isinstance(a, ast.Constant) and str(a.value).startswith("--")}
+    # What `pd-radix up` gives the routers, which of smg is all that Python knows of its options.
+    gateways = ROOT / "python" / "sglang_pd_radix" / "tools" / "cluster" / "gateway.py"
+    return frozenset(found | {text for text in texts(gateways) if text.startswith("--")})
+
+
+#: Options of programs that are neither ours nor the engine's: Docker, PegaFlow's server, ss, pip, openssl.
+FOREIGN = {
+    "--device",
+    "--ulimit",
+    "--addr",
+    "--http-addr",
+    "--devices",
+    "--pool-size",
+    "--use-hugepages",
+    "--ssd-cache-path",
+    "--language-only",
+    "--pd-disaggregation",
+    "--request-timeout-secs",
+    "--help",
+}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_every_option_is_one(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", code(page)))
+    unknown = named - known_options() - FOREIGN
+    assert not unknown, f"nobody has the options {sorted(unknown)}"
+
+
+@cache
+def names() -> frozenset[str]:
+    """Variables and metrics of this package, and of the engine's source."""
+    found = {v.name for v in reference.VARIABLES} | {name for name, *_ in reference.metrics()}
+    for path in ENGINE.rglob("*.py"):
+        found.update(re.findall(r"SGLANG_[A-Z0-9_]+|sglang:\w+", path.read_text(encoding="utf-8")))
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_every_variable_and_metric_is_one(page):
+    named = set(re.findall(r"SGLANG_[A-Z0-9_]+[A-Z0-9]|sglang:[a-z_]+[a-z]", page.read_text(encoding="utf-8")))
+    assert named <= names(), f"nobody has {sorted(named - names())}"
+
+
+#: Where a path that is named may begin.
+BEGINNINGS = (
+    "",
+    "python",
+    "python/sglang",
+    "python/sglang/srt",
+    "python/sglang_pd_radix",
+    "test/srt",
+    "benchmark",
+    "docs",
+)
+SUFFIXES = "py|md|json|svg|toml|txt|pth"
+
+
+@cache
+def file_names() -> frozenset[str]:
+    folders = ("python", "test", "benchmark", "docs")
+    return frozenset(path.name for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_every_file_is_there(page):
+    named = set(re.findall(rf"(?<![\w./-])[\w][\w./-]*\.(?:{SUFFIXES})(?![\w/])", code(page)))
+    missing = []
+    for name in named:
+        if "/" not in name and (name in file_names() or name in MADE):
+            continue
+        if not any((ROOT / start / name).exists() for start in BEGINNINGS) and name not in MADE:
+            missing.append(name)
+    assert not missing, f"no such files: {sorted(missing)}"
+
+
+#: Files that commands write, or that stand for a new one.
+MADE = {"report.json", "record.json", "wire.py", "conn.py"}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_every_command_is_one(page):
+    text = code(page).replace("\\\n", " ")
+    wrong = []
+    for line in re.findall(r"(?<![\w-])pd-radix ([^\n`#|]+)", text):
+        words = line.split(" -- ")[0].split()
+        if not re.fullmatch(r"[a-z][a-z-]*", words[0]) or words[0] in ("command", "checkout"):
+            continue
+        if words[0] not in COMMANDS:
+            wrong.append(f"pd-radix {words[0]}")
+            continue
+        known = reference.option_names(words[0])
+        wrong += [f"pd-radix {words[0]} {w}" for w in words if w.startswith("--") and w.split("=")[0] not in known]
+    assert not wrong, wrong
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = set(re.findall(r"(?:^|[ `])make ([a-z-]+)", text, re.MULTILINE)) - {"clean"}
+    assert made <= targets, f"no such targets: {sorted(made - targets)}"
+
+
+#: Pages that other files name, so that one who moves a page finds who has to know.
+@pytest.mark.parametrize("folder", ["python", "benchmark", "test"])
+def test_pages_named_in_code_are_there(folder):
+    missing = []
+    for path in [*(ROOT / folder).rglob("*.py"), ROOT / "Makefile", ROOT / "pyproject.toml"]:
+        for name in re.findall(r"\bdocs/[\w./-]+\.(?:md|svg)", path.read_text(encoding="utf-8")):
+            if not (ROOT / name).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing, "\n".join(missing)

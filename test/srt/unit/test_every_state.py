@@ -725,7 +725,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
     """Each of its methods, at every point of its life."""
     if name not in methods(bench.receiver_type):
         pytest.skip("not of this backend")
-    closes_books = name in ("_close_books", "_end", "clear", "failure_exception", "writers_done", "cancel")
+    closes_books = name in ("_close_books", "end", "clear", "failure_exception", "writers_done", "cancel")
     for state in [state for state in STATES if state not in BEYOND]:
         bench.begin_anew()
         req, other = state(bench), bench.arrive(bench.other_host)

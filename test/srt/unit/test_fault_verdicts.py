@@ -139,6 +139,29 @@ def test_what_was_done_to_nobody_is_said():
     assert blame.never_done(done, shape) == "kill of decode-1, prefill-0, prefill-1"
 
 
+@pytest.mark.parametrize(
+    ("outcome", "done"),
+    [
+        ("200 Cache flushed.", True),
+        ("ready 31 s after its start", True),
+        ("went on", True),
+        ("restored", True),
+        ('200 {"message": "paused"}; then 200 {"message": "goes on"}', True),
+        ("400 Cache not flushed because there are pending requests.", False),
+        ("0 timed out", False),
+        ("0 timed out; then 200 {}", False),
+        ("no answer; then 200 {}", False),
+        ("failed: decode-0 ended", False),
+        ("left out: prefill-1 is not back", False),
+        ("was gone already", False),
+    ],
+)
+def test_what_was_refused_was_not_done(outcome: str, done: bool):
+    shape = Shape(decode=1, prefill=0, link=False, without=frozenset({"stop", "kill", "pause", "weights"}))
+    found = blame.never_done([Done(Event(1.0, "flush", "decode-0"), 1.0, 2.0, outcome)], shape)
+    assert found == ("" if done else "flush of decode-0")
+
+
 # ---- hits on decode ----
 
 ASKS = [Ask(tuple(range(100 * i, 100 * i + 40)), 4) for i in range(30)]
@@ -343,6 +366,22 @@ def test_pools_that_are_made_once_are_no_growth(seed: int):
     for requests, lives in ((1000, 1), (3000, 2), (10_000, 4)):
         found = growth.judge(storm_samples(requests, lives, seed, rises=2))
         assert growth.problems(found) == [], (requests, lives)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("what", "lump"), [("descriptors", 40.0), ("threads", 20.0), ("rss_kib", 50_000.0)])
+def test_a_leak_in_three_lumps_is_no_three_pools(what: str, lump: float, seed: int):
+    """It fits three steps of the level, whose sum is what tells it from pools that are made once."""
+    pick = np.random.default_rng(seed)
+    sound = life_of(pick, "decode-0", 0, np.arange(0, 10_000, 13.0), rises=0)
+    leaky = [
+        dataclasses.replace(one, **{what: round(getattr(one, what) + lump * sum(n > at for at in (250, 400, 550)))})
+        for n, one in enumerate(sound)
+    ]
+    assert growth.problems(growth.judge(sound)) == []
+    (problem,) = growth.problems(growth.judge(leaky))
+    assert problem.startswith(f"decode: {growth._NAMES[what]}") and "in steps" in problem
+    assert [one.risen > 2 * lump for one in growth.judge(leaky)] == [one.what == what for one in growth.judge(leaky)]
 
 
 def test_what_a_run_of_10000_can_say_and_a_short_one_cannot():

@@ -311,16 +311,16 @@ def test_steps_that_wait_for_somebody(steps, limit, wrong):
 
 
 def test_a_sound_pool():
-    assert judge.pool_problems("decode-0", SOUND) == []
+    assert judge.left_behind("decode-0", SOUND) == []
     # Prefill has neither an audit nor a count of locks.
     prefill = {k: v for k, v in SOUND.items() if k not in ("audit", "locks_taken", "locks_released")}
-    assert judge.pool_problems("prefill-0", prefill) == []
+    assert judge.left_behind("prefill-0", prefill) == []
 
 
 @pytest.mark.parametrize("missing", ["audit", "locks_taken", "locks_released"])
 def test_a_decode_worker_that_does_not_tell_of_its_tree(missing):
     told = {key: value for key, value in SOUND.items() if key != missing}
-    assert judge.pool_problems("decode-1", told) == [f"decode-1 does not tell its {missing}"]
+    assert judge.left_behind("decode-1", told) == [f"decode-1 does not tell its {missing}"]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_decode_worker_that_does_not_tell_of_its_tree(missing):
         ({"idle": False}, "not idle"),
         ({"available": 59}, "1 tokens of KV are lost"),
         ({"protected": 16, "available": 44}, "16 tokens of KV are locked"),
-        ({"locks_released": 4}, "5 locks taken and 4 released"),
+        ({"locks_released": 4}, "5 locks were taken and 4 released"),
         ({"free_req_slots": 7}, "1 rows of the table"),
         ({"free_metadata_buffers": 2}, "2 metadata buffers"),
         ({"rooms": {"live": 0, "request_status": 3}}, "3 rooms are left in request_status"),
@@ -337,7 +337,7 @@ def test_a_decode_worker_that_does_not_tell_of_its_tree(missing):
     ],
 )
 def test_an_unsound_pool(change: dict, said: str):
-    (problem,) = judge.pool_problems("decode-0", SOUND | change)
+    (problem,) = judge.left_behind("decode-0", SOUND | change)
     assert problem.startswith("decode-0") and said in problem
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.mem_cache.decode_cache_checks import check_draft_of_hybrid
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache import cache_support
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
@@ -27,6 +28,19 @@ def test_decode_keeps_its_radix_cache_with_the_flag(parse, name):
     args.check_server_args()
     assert args.disaggregation_decode_enable_radix_cache
     assert not args.disable_radix_cache
+
+
+@pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])
+def test_workers_of_a_pair_outlast_a_routers_idle_connections(parse, monkeypatch, given, options, kept):
+    """An hour, without a variable; an ordinary worker keeps them as the engine does, and what is set is kept."""
+    name = "SGLANG_TIMEOUT_KEEP_ALIVE"
+    # Whatever is made of it is taken back at the end.
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    parse(*options)
+    assert str(envs.SGLANG_TIMEOUT_KEEP_ALIVE.get()) == kept
 
 
 def test_decode_has_none_without_the_flag(parse):
@@ -137,10 +151,10 @@ def test_a_draft_in_a_hybrid_model(parse_hybrid):
         assert not args.disable_radix_cache and args.speculative_algorithm == "EAGLE"
     with pytest.raises(ValueError, match="MTP"):
         parse_hybrid(*options, "EAGLE3")
-    check_draft_of_hybrid(args)
+    cache_support.check(cache_support.LINEAR, args)
     args.speculative_draft_model_path = "other"
     with pytest.raises(ValueError, match=r"linear attention .*\(other\).*without the flag"):
-        check_draft_of_hybrid(args)
+        cache_support.check(cache_support.LINEAR, args)
     args.speculative_draft_model_path = None
     args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["JetNemotronForCausalLM"]))
     with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM, Qwen3_5"):

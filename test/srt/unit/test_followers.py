@@ -16,7 +16,6 @@ from sglang.srt.disaggregation.decode_admission import (
     Standing,
     Transfers,
     admission_order,
-    pays_to_follow,
 )
 from test_traps import serve, serve_to_end, tokens
 
@@ -129,13 +128,13 @@ def test_chains(order):
     assert sent(arrived) == len(a) // world.page_size
 
 
-def test_who_shares_little_does_not_wait():
+@pytest.mark.parametrize(("shared", "waits"), [(12, False), (16, True)])
+def test_who_shares_little_does_not_wait(shared: int, waits: bool):
+    """Of the 32 tokens on the way it must be half."""
     world = World(size=512)
-    # 12 of the 32 tokens on the way.
-    first, second = queue(world, tokens(1, 32), tokens(1, 12) + tokens(2, 8))
+    first, second = queue(world, tokens(1, 32), tokens(1, shared) + tokens(2, 8))
     world.step()
-    assert asked([first, second]) == [True, True]
-    assert not pays_to_follow(12, 32) and pays_to_follow(16, 32)
+    assert asked([first, second]) == [True, not waits]
 
 
 def test_requests_without_a_shared_prefix_go_on():

@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
 from sglang.srt.disaggregation.decode_prefix import count_runs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.decode_radix_cache import WATERMARK, WATERMARK_LEAVES, watermark_part
+from sglang.srt.mem_cache.free_watermark import WATERMARK, WATERMARK_LEAVES, watermark_part
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
@@ -189,8 +189,9 @@ def test_the_watermark_is_not_kept_a_page_at_a_time(monkeypatch: pytest.MonkeyPa
     world.tree.evict_to_watermark()
     assert world.allocator.available_size() == world.tree.watermark == 400
     evictions: list[int] = []
-    evict = world.tree._evict
-    monkeypatch.setattr(world.tree, "_evict", lambda n, **how: evictions.append(n) or evict(n, **how))
+    watched = type(world.tree).evict_to_watermark.__globals__
+    evict = watched["evict_leaves"]
+    monkeypatch.setitem(watched, "evict_leaves", lambda tree, n, **how: evictions.append(n) or evict(tree, n, **how))
     for _ in range(40):
         assert world.allocator.alloc(4) is not None
         world.tree.evict_to_watermark()

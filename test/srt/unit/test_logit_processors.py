@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers import batch_failures
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
@@ -110,9 +111,9 @@ def test_only_the_request_whose_logit_processor_failed_ends(monkeypatch, verifie
         result = SimpleNamespace(logits_output=SimpleNamespace(failed_processors=left))
     reqs[2].finished_reason = FINISH_LENGTH(length=1)
     scheduler = object.__new__(Scheduler)
-    monkeypatch.setattr(Scheduler, "_keep_undrafted_out", lambda *args: None)
+    scheduler.tree_cache = None
     ended = lambda self, batch, result: seen.append([req.to_finish is not None for req in batch.reqs])  # noqa: E731
-    monkeypatch.setattr(Scheduler.__base__, "process_batch_result", ended)
+    monkeypatch.setattr(Scheduler.__bases__[-1], "process_batch_result", ended)
     scheduler.process_batch_result(batch, result)
     assert [req.to_finish and req.to_finish.message for req in reqs] == [None, "boom", None]
     # The next draft has been made for all that went on.
@@ -150,7 +151,7 @@ def test_every_pipeline_stage_hears_for_whom_no_token_was_left():
     )
     sent = stage._pp_prepare_tensor_dict(last, batch)
     result = stage._pp_prep_batch_result(batch, SimpleNamespace(can_run_cuda_graph=False), PPProxyTensors(sent))
-    said = Scheduler.process_batch_result.__globals__["_hopeless"](result, result.logits_output)
+    said = batch_failures.without_token(result)
     assert list(said) == [1] and "No token can be chosen" in said[1]
 
 
@@ -164,4 +165,4 @@ def test_every_pipeline_stage_hears_whose_logit_processor_failed():
         # Without an error, what the engine sends.
         assert set(sent) == {"next_token_ids", *(["failed_processors"] if failed else [])}
         result = stage._pp_prep_batch_result(batch, metadata, PPProxyTensors(sent))
-        assert Scheduler.process_batch_result.__globals__["_failed_processors"](batch, result) == failed
+        assert batch_failures.failed_processors(batch, result) == failed

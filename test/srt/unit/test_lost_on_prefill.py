@@ -86,10 +86,13 @@ def test_a_last_chunk_that_is_lost_is_told_before_the_next_step(loop: PrefillLoo
             lose(loop)
 
     loop.during = during
+    sockets = [scheduler.recv_from_tokenizer for scheduler in loop.schedulers]
     loop.run(12)
-    for scheduler in loop.schedulers:
+    for scheduler, socket in zip(loop.schedulers, sockets, strict=True):
         assert assert_told(scheduler) == 1
         scheduler.assert_nothing_held()
+        # What it was told of comes before all else once.
+        assert scheduler.recv_from_tokenizer is socket
 
 
 def test_pages_of_what_is_lost_are_kept_while_they_are_read(loop: PrefillLoop):

@@ -634,6 +634,21 @@ def test_success_waits_for_the_metadata(world: World) -> None:
     request.finish()
 
 
+def test_a_prompt_that_decode_computes_itself_leaves_nothing_behind(world: World) -> None:
+    """Prefill is asked for nothing and drops the request, or has never had it; the next one of its room is served."""
+    request = world.request(5, 8, None).start_prefill().start_decode()
+    for receiver in request.receivers:
+        receiver.conclude_state = KVPoll.Success
+        receiver.end()
+    for sender in request.senders:
+        sender.drop()
+    world.assert_books_closed()
+    again = world.request(5, 8, None).bootstrap()
+    again.send()
+    again.finish()
+    world.assert_books_closed()
+
+
 def test_many_requests_at_once(world: World) -> None:
     requests_ = [world.request(room, 8, 4 if room % 2 else None, aux=room % NUM_AUX) for room in range(1, 25)]
     for request in requests_:
@@ -647,7 +662,7 @@ def test_many_requests_at_once(world: World) -> None:
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
-    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "state": 1}
+    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "drops": 1, "state": 1}
 
 
 # ---- digests of pages ----
@@ -687,7 +702,7 @@ def test_pages_that_have_arrived_are_verified(monkeypatch, prefill_tp: int, deco
     for end in (*bad.senders, *bad.receivers):
         end.clear()
     for receiver in bad.receivers:
-        receiver._end()
+        receiver.end()
     for rank in world.prefill:
         until(lambda rank=rank: not rank.manager.queued.claims, "no digest stays behind")
     assert not any(rank.manager.awaited_rooms.told for rank in world.decode)
@@ -1404,7 +1419,7 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     manager.awaited_rooms.asked, manager.request_status[1] = Awaited({1}), KVPoll.Failed
     push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
     assert read.wait(5)
-    receiver._end()
+    receiver.end()
     ended.set()
     other = world.request(2, 8, 0)
     other.bootstrap().send().finish()
@@ -1757,7 +1772,7 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
 
     monkeypatch.setattr(mooncake_staging, "post", cannot)
     ends.receivers[0]._close_books = close
-    scheduler = threading.Thread(target=lambda: told.wait(5) and ends.receivers[0]._end(), daemon=True)
+    scheduler = threading.Thread(target=lambda: told.wait(5) and ends.receivers[0].end(), daemon=True)
     scheduler.start()
     stuck.send()
     scheduler.join(5)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 
+import mutate
 import pytest
 from mutation import changes
 from mutation.forks import codes
@@ -73,6 +75,22 @@ def test_a_mutant_differs_in_one_function_and_from_every_other():
         assert changed == {mutant.function.split(".")[-1]}, mutant
         seen.add(ast.unparse(tree))
     assert len(seen) == 15
+
+
+def test_again_draws_from_what_was_not_killed(tmp_path, monkeypatch):
+    """It once drew first, and then looked which of those had survived: mostly none."""
+    names = ["module.py"]
+    survivors = {3, 11}
+    results = tmp_path / "results.jsonl"
+    lines = [
+        {"module": "module.py", "index": i, "outcome": "survived" if i in survivors else "killed"} for i in range(15)
+    ]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for seed in range(5):
+        assert {mutant.index for mutant in mutate.drawn(names, 2, seed, results)} == survivors
+        assert len(mutate.drawn(names, 1, seed, results)) == 1
+        assert len(mutate.drawn(names, 4, seed)) == 4
+    assert [mutant.index for mutant in mutate.drawn(names, 99, 1)] == list(range(15))
 
 
 def test_marks_tell_what_is_reached(monkeypatch):

@@ -108,6 +108,13 @@ def test_kv_that_did_not_cross_the_link_is_a_problem():
     assert problem.startswith("5.0 MiB of KV was sent and 4.0 MiB crossed the link")
 
 
+def test_a_run_that_sent_nothing_is_a_problem():
+    """Of prompts that nobody had before, something has to cross; both figures were 0, and nothing was said."""
+    for crossed in (0.0, 0.01):
+        (problem,) = crossing(0, crossed, 20)
+        assert problem.startswith("no KV was counted as sent for 20 requests")
+
+
 @pytest.mark.parametrize(
     "sent, crossed, requests",
     # Published runs: (b) off and on, (c) off and on, the most that either backend took.

@@ -592,6 +592,21 @@ def test_handles_are_given_back_when_their_writes_have_ended(world, fails):
     assert request.senders[0].poll() == (KVPoll.Failed if fails else KVPoll.Success)
 
 
+def test_a_prompt_that_decode_computes_itself_leaves_nothing_behind(world):
+    """Prefill is asked for nothing and drops the request; the next one of its room is served."""
+    request = world.request(GOOD).start_prefill().start_decode()
+    for receiver in request.receivers:
+        receiver.conclude_state = KVPoll.Success
+        receiver.end()
+    for sender in request.senders:
+        sender.drop()
+    again = world.request(GOOD).bootstrap()
+    again.send()
+    again.wait_senders(KVPoll.Success)
+    again.wait_receivers(KVPoll.Success)
+    world.assert_healthy(GOOD + 100)
+
+
 @pytest.mark.parametrize("field", ["pages", "agent", "aux", "port", "count", "dummy", "too many"])
 def test_a_field_that_cannot_be_read_fails_its_request_alone(world, field):
     request = world.request(BAD).start_prefill().start_decode()

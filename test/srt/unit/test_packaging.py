@@ -149,4 +149,4 @@ def test_constraints_hold_the_engine_and_the_tools() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert pins["sglang"] == "0.5.10.post1"
-    assert {"nixl", "sglang-router", "wrapt", "torch", "pytest", "hypothesis", "ruff", "mypy", "hatchling"} <= set(pins)
+    assert {"nixl", "smg", "sglang-router", "wrapt", "torch", "pytest", "hypothesis", "ruff", "mypy"} <= set(pins)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
 from host_server import wait_for  # noqa: E402
+from kv_listener import Listener, names_in  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 
@@ -37,11 +38,13 @@ def server(tmp_path):
 def engine(monkeypatch):
     """Makes engines, and looks at each of them at the end."""
     import small_engine
-    from sglang.srt.mem_cache import pegaflow_radix_cache, pegaflow_session
+    from sglang.srt.mem_cache.pegaflow import prefetches
+    from sglang.srt.mem_cache.pegaflow import session as pegaflow_session
+    from sglang.srt.mem_cache.pegaflow import tree as pegaflow_tree
 
     monkeypatch.setattr(pegaflow_session, "PROBE_S", 0.2)
-    monkeypatch.setattr(pegaflow_radix_cache, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(pegaflow_radix_cache, "DRAIN_ROUNDS", 3000)
+    monkeypatch.setattr(prefetches, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(pegaflow_tree, "DRAIN_ROUNDS", 3000)
     engines = []
 
     def make(*args, namespace=None, **options):
@@ -114,7 +117,7 @@ def test_pages_computed_meanwhile_are_freed(shared, engine):
     small.serve(tokens)
     small.flush()
     small.ask("slow", tokens)
-    wait_for(lambda: small.tree.advance() or small.tree._loading_tokens)
+    wait_for(lambda: small.tree.advance() or small.tree.prefetches.loading_tokens)
     small.run(tokens)
     small.wait("slow")
     assert small.run(tokens) == 288
@@ -130,6 +133,25 @@ def test_pool_pressure(shared, engine):
     for _ in range(2):
         for tokens in prompts:
             assert small.serve(tokens)[1] == 496
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_by_kv_events_exactly_the_tree_is_known(shared, engine, page):
+    """Whatever is saved, evicted, loaded and split meanwhile; extra_keys apart."""
+    small, listener = engine(shared, size=1024, page=page), Listener()
+    small.tree.enable_kv_cache_events = True
+    prompts = [(prompt(300, seed), key) for seed in range(4) for key in (None, "salt")]
+    prompts += [(tokens[:100] + prompt(150, seed=9), key) for tokens, key in prompts[:2]]
+    for n in random.Random(page).choices(range(len(prompts)), k=30):
+        small.serve(*prompts[n])
+        if n == 3:
+            small.flush()
+        listener.hear(small.tree.take_events())
+        held = names_in(small.tree)
+        assert set(listener.parents) == set(held) and len(held) == len(set(held)) > 0 or n == 3
+    small.flush()
+    listener.hear(small.tree.take_events())
+    assert not listener.parents
 
 
 def test_more_waits_than_fits(shared, engine):
@@ -203,9 +225,9 @@ def test_a_lease_is_seen(server, engine):
     tokens = prompt(300)
     small.serve(tokens)
     small.flush()
-    small.tree._is_its_turn = lambda tokens, asked: False
+    small.tree.prefetches._is_its_turn = lambda tokens, asked: False
     small.ask("held", tokens)
-    wait_for(lambda: small.tree.advance() or small.tree._open[0].stage.value == "found")
+    wait_for(lambda: small.tree.advance() or small.tree.prefetches.open[0].stage.value == "found")
     held = leases(server)
     assert held > 0
     small.tree.release_aborted_request("held")
@@ -232,7 +254,7 @@ def test_server_killed_between_and_back(server, engine, caplog):
     assert len(warnings_in(caplog)) == 1 and not small.session.up
     server.start()
     wait_for(lambda: small.session.up)
-    assert server.instances() == [small.session.instance_id]
+    assert server.instances() == [small.session.connection.instance_id]
     # What could not be saved is saved when it is met again.
     small.serve(tokens)
     assert small.tree.drain()
@@ -243,7 +265,7 @@ def test_server_killed_between_and_back(server, engine, caplog):
 
 def test_server_restarted_unnoticed(server, engine, caplog, monkeypatch):
     """Gone and back between two looks: the next call finds itself unknown, and registers."""
-    from sglang.srt.mem_cache import pegaflow_session
+    from sglang.srt.mem_cache.pegaflow import session as pegaflow_session
 
     monkeypatch.setattr(pegaflow_session, "PROBE_S", 1000.0)
     small = engine(server)
@@ -298,7 +320,7 @@ def test_server_ends_during_a_load(server, engine, caplog, end):
     assert small.tree.drain()
     small.flush()
     small.ask("r", tokens)
-    wait_for(lambda: small.tree.advance() or small.tree._loading_tokens)
+    wait_for(lambda: small.tree.advance() or small.tree.prefetches.loading_tokens)
     time.sleep(0.1)
     if end == "stopped":
         server.signal(signal.SIGSTOP)
@@ -308,17 +330,17 @@ def test_server_ends_during_a_load(server, engine, caplog, end):
             server.start()
     start = time.monotonic()
     assert small.wait("r", 5) == 0
-    assert small.tree._loading_tokens == 288 and small.tree.protected_size() == 288
+    assert small.tree.prefetches.loading_tokens == 288 and small.tree.protected_size() == 288
     assert small.run(tokens) == 0
     assert len(warnings_in(caplog)) == 1
     if end == "stopped":
         assert time.monotonic() - start > 0.5
         time.sleep(0.5)
         small.tree.advance()
-        assert small.tree._loading_tokens == 288
+        assert small.tree.prefetches.loading_tokens == 288
         server.signal(signal.SIGCONT)
     assert small.tree.drain()
-    assert small.tree._loading_tokens == 0
+    assert small.tree.prefetches.loading_tokens == 0
     small.flush()
 
 
@@ -370,8 +392,8 @@ def test_more_to_save_than_may_be_held(shared, engine):
         small.run(tokens)
     small.run(stem[:100] + prompt(100, 9))
     small.tree.advance()
-    assert 0 < small.tree.protected_size() <= 336 and small.tree._unsaved
-    assert small.tree.drain() and not small.tree._unsaved
+    assert 0 < small.tree.protected_size() <= 336 and small.tree.saves.to_come
+    assert small.tree.drain() and not small.tree.saves.to_come
     small.flush()
     for tokens in prompts:
         assert small.serve(tokens)[1] == 336
@@ -440,7 +462,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def check(model, monkeypatch):
     """Check options as a server does when it starts, on a host whose memory the server can map."""
-    from sglang.srt.mem_cache import pegaflow_memory
+    from sglang.srt.mem_cache.pegaflow import memory as pegaflow_memory
     from sglang.srt.server_args import prepare_server_args
 
     monkeypatch.setattr(pegaflow_memory, "check_device", lambda device: None)
@@ -486,7 +508,7 @@ def test_an_environment_switch_is_refused_too(check, monkeypatch):
 
 
 def test_a_host_whose_memory_cannot_be_mapped_is_refused(check, monkeypatch):
-    from sglang.srt.mem_cache import pegaflow_memory
+    from sglang.srt.mem_cache.pegaflow import memory as pegaflow_memory
 
     monkeypatch.undo()
     with pytest.raises(ValueError, match="--device cuda"):
@@ -501,9 +523,9 @@ def test_a_server_of_the_right_version_is_taken(check, shared, role, ranks):
 
 
 def test_other_versions_are_refused(check, shared, monkeypatch):
-    from sglang.srt.mem_cache import pegaflow_session
+    from sglang.srt.mem_cache.pegaflow import server
 
-    monkeypatch.setattr(pegaflow_session.pegaflow_host, "installed_version", lambda: "0.24.6")
+    monkeypatch.setattr(server.pegaflow_host, "installed_version", lambda: "0.24.6")
     with pytest.raises(ValueError, match="needs pegaflow-llm==0.25.1, and 0.24.6 is installed"):
         check("--pegaflow-endpoint", shared.endpoint)
     monkeypatch.undo()
@@ -512,7 +534,7 @@ def test_other_versions_are_refused(check, shared, monkeypatch):
 def test_a_server_of_another_version_is_refused(shared, monkeypatch):
     """It turns every registration down, with this message (seen with a client 0.24.6)."""
     import pegaflow
-    from sglang.srt.mem_cache import pegaflow_session
+    from sglang.srt.mem_cache.pegaflow import server
 
     class OtherClient:
         def __init__(self, url):
@@ -526,13 +548,13 @@ def test_a_server_of_another_version_is_refused(shared, monkeypatch):
 
     monkeypatch.setattr(pegaflow, "EngineRpcClient", OtherClient, raising=False)
     with pytest.raises(ValueError, match="server=0.26.0.*Both must be 0.25.1"):
-        pegaflow_session.check_server(shared.endpoint)
+        server.check_server(shared.endpoint)
 
 
 def test_what_has_a_namespace_of_its_own(model, tmp_path):
     import shutil
 
-    from sglang.srt.mem_cache.pegaflow_pages import model_namespace, rank_namespace
+    from sglang.srt.mem_cache.pegaflow.pages import model_namespace, rank_namespace
     from sglang.srt.server_args import prepare_server_args
 
     def name_of(*options, model=model):

@@ -29,9 +29,9 @@ def world(server):
     import shared_kv
     import small_engine
     from decode_world import World
-    from sglang.srt.mem_cache import pegaflow_session
-    from sglang.srt.mem_cache.pegaflow_memory import kv_layout
-    from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowDecodeRadixCache
+    from sglang.srt.mem_cache.pegaflow import session as pegaflow_session
+    from sglang.srt.mem_cache.pegaflow.memory import kv_layout
+    from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache
 
     class PegaFlowWorld(World):
         """A decode rank with pages in the server. As `Scheduler` does it, each step begins with `advance`."""
@@ -143,7 +143,7 @@ def test_who_loads_is_passed(world):
     assert not waiting.kv_receiver.asked and waiting in one.queue.queue
     one.complete(passing)
     # Now it comes.
-    one.session.ask(one.tree._open[0].lookup)
+    one.session.ask(one.tree.prefetches.open[0].lookup)
     while not waiting.kv_receiver.asked:
         one.step()
     assert waiting.kv_receiver.prefix_len == 80

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.mem_cache.pegaflow_room import Live, Room, live_on_scheduler
+from sglang.srt.mem_cache.pegaflow.room import Live, Room, live_on_scheduler
 
 PAGE = 4
 

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 import host_server  # noqa: E402
 import small_engine  # noqa: E402
 from host_server import wait_for  # noqa: E402
-from sglang.srt.mem_cache import pegaflow_radix_cache, pegaflow_session  # noqa: E402
+from sglang.srt.mem_cache.pegaflow import prefetches  # noqa: E402
+from sglang.srt.mem_cache.pegaflow import session as pegaflow_session  # noqa: E402
 from small_engine import SmallEngine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
@@ -56,7 +57,7 @@ class Rank:
         name, weights = (name, 0) if mla else (f"{name}-{rank}", 10 * rank)
         self.small = SmallEngine(SimpleNamespace(endpoint=endpoint), size, mla=mla, namespace=name, rank=weights)
         self.tree, self.session = self.small.tree, self.small.session
-        self.tree.tp_group, self.tree.saves = dist.group.WORLD, rank == 0 or not mla
+        self.tree.tp_group, self.tree.saves._saves = dist.group.WORLD, rank == 0 or not mla
         self.history: list[Any] = []
         # So that their threads do not come to an end in the same step.
         self.pause_s = 0.001 + 0.002 * rank
@@ -64,9 +65,9 @@ class Rank:
     def step(self) -> None:
         tree = self.tree
         tree.advance()
-        under_way = [(found.rid, found.stage.value, found.pages, found.given_up) for found in tree._open]
+        under_way = [(found.rid, found.stage.value, found.pages, found.given_up) for found in tree.prefetches.open]
         sizes = tree.evictable_size(), tree.protected_size(), self.small.allocator.available_size()
-        self.history.append((*sizes, under_way, len(tree._saves), len(tree._unsaved)))
+        self.history.append((*sizes, under_way, len(tree.saves.under_way), len(tree.saves.to_come)))
         time.sleep(self.pause_s)
 
     def wait(self, rid: str, seconds: float = 8) -> int:
@@ -102,8 +103,8 @@ class Rank:
 
 @contextmanager
 def rank_of(*args: Any, **options: Any) -> Iterator[Rank]:
-    before = pegaflow_session.PROBE_S, pegaflow_radix_cache.TIMEOUT_S
-    pegaflow_session.PROBE_S, pegaflow_radix_cache.TIMEOUT_S = 0.2, 1.0
+    before = pegaflow_session.PROBE_S, prefetches.TIMEOUT_S
+    pegaflow_session.PROBE_S, prefetches.TIMEOUT_S = 0.2, 1.0
     try:
         one = Rank(*args, **options)
         yield one
@@ -111,7 +112,7 @@ def rank_of(*args: Any, **options: Any) -> Iterator[Rank]:
         one.small.audit()
         one.small.close()
     finally:
-        pegaflow_session.PROBE_S, pegaflow_radix_cache.TIMEOUT_S = before
+        pegaflow_session.PROBE_S, prefetches.TIMEOUT_S = before
 
 
 # ---- what both ranks do ----
@@ -158,7 +159,7 @@ def lease_lost(rank: int, endpoint: str, name: str, victim: int) -> list:
         load = one.session.load
 
         def without_lease(lookup, slots, skip=0):
-            one.session._client.release(lookup.lease)
+            one.session.connection.client.release(lookup.lease)
             return load(lookup, slots, skip)
 
         if rank == victim:
@@ -190,7 +191,7 @@ def server_dies(rank: int, endpoint: str, name: str, victim: int, when: str) -> 
                     one.run(PROMPT)
                     one.flush()
                     one.small.ask("first", PROMPT)
-                    while not one.tree._loading_tokens:
+                    while not one.tree.prefetches.loading_tokens:
                         one.step()
                 else:
                     one.small.run(PROMPT)
@@ -229,13 +230,13 @@ def come_to_it_first(rank: int, endpoint: str, name: str, first: int) -> list:
         one.flush()
         one.small.ask("first", PROMPT)
         one.small.ask("second", MORE)
-        while one.tree._open[0].stage.value != "found" or len(one.tree._open) > 1:
+        while one.tree.prefetches.open[0].stage.value != "found" or len(one.tree.prefetches.open) > 1:
             one.step()
         for _ in range(5):
             if rank == first:
                 one.tree.check_prefetch_progress("second")
             one.step()
-        assert one.tree._open[0].stage.value == "found", "no rank begins without the other"
+        assert one.tree.prefetches.open[0].stage.value == "found", "no rank begins without the other"
         assert one.wait("second") == HELD
         return one.history
 

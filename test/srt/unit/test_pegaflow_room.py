@@ -16,10 +16,11 @@ from decode_world import World
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache import pegaflow_radix_cache
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowDecodeRadixCache, PegaFlowRadixCache
-from sglang.srt.mem_cache.pegaflow_room import live_on_scheduler
+from sglang.srt.mem_cache.pegaflow import prefetches
+from sglang.srt.mem_cache.pegaflow import tree as pegaflow_tree
+from sglang.srt.mem_cache.pegaflow.room import live_on_scheduler
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache, PegaFlowRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -32,7 +33,7 @@ PAGE = 4
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(pegaflow_radix_cache, "DRAIN_ROUNDS", 3)
+    monkeypatch.setattr(pegaflow_tree, "DRAIN_ROUNDS", 3)
 
 
 class PegaFlowWorld(World):
@@ -66,7 +67,7 @@ class PegaFlowWorld(World):
 
 
 def hashes_of(tree, tokens) -> set[bytes]:
-    from sglang.srt.mem_cache.pegaflow_pages import first_hash, page_hashes
+    from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
 
     return set(page_hashes(tokens, tree.page_size, first_hash(None)))
 
@@ -86,8 +87,8 @@ def test_a_load_leaves_running_requests_what_they_need(monkeypatch):
         one.step()
         assert not one.session.loads and not waiting.kv_receiver.asked
     # Nobody waits for room for ever: after some time it goes on without.
-    monkeypatch.setattr(pegaflow_radix_cache, "TIMEOUT_S", -1.0)
-    one.tree._open[0].deadline = float("inf")
+    monkeypatch.setattr(prefetches, "TIMEOUT_S", -1.0)
+    one.tree.prefetches.open[0].deadline = float("inf")
     one.step()
     one.step()
     assert one.tree.check_prefetch_progress(waiting.req.rid) and not one.session.leases
@@ -135,11 +136,11 @@ def test_a_save_waits_for_a_request_that_needs_all():
     large = one.bring(list(range(100, 196)), max_new=24)
     for node in list(one._nodes()):
         node.saved = None
-        one.tree._want_saved(node)
+        one.tree.saves.want(node)
     for _ in range(12):
         one.session.end_saves()
         one.step()
-        held = {node for save in one.tree._saves for node in save.nodes}
+        held = {node for save in one.tree.saves.under_way for node in save.nodes}
         assert all(node.key.token_ids[0] >= 100 for node in held), "only what it holds itself"
     assert hashes_of(one.tree, large.origin_input_ids) <= one.session.store
     while large in one.running:
@@ -161,13 +162,13 @@ def test_loads_come_in_rounds(monkeypatch):
         for load in before:
             load.final = True
         one.tree.advance()
-        free += not one.tree._loading_tokens
+        free += not one.tree.prefetches.loading_tokens
         one.tree.pop_prefetch_loaded_tokens(f"r{n - 1}")
     assert free >= 4
     for _ in range(40):
         one.session.end_loads()
         one.tree.advance()
-        one.tree._ready.clear()
+        one.tree.prefetches.ready.clear()
     assert not one.tree.busy or one.session.saves, "and all have been loaded"
     assert one.tree.evictable_size() > 0
 
@@ -180,13 +181,15 @@ def test_a_step_looks_at_a_bounded_part_of_what_waits(monkeypatch):
         one.session.end_saves()
         one.step()
     # Two requests' worth.
-    monkeypatch.setattr(pegaflow_radix_cache, "COMPARED", 1 << 11, raising=False)
+    monkeypatch.setattr(prefetches, "COMPARED", 1 << 11, raising=False)
     prompts = [[n] * 4 + list(range(16)) for n in range(1000, 1006)]
     for n, prompt in enumerate(prompts):
         one.session.store |= hashes_of(one.tree, prompt)
         one.tree.prefetch(f"r{n}", prompt, None)
-    looked_at, held = [], one.tree._held
-    monkeypatch.setattr(one.tree, "_held", lambda tokens, key: (looked_at.append(tokens), held(tokens, key))[1])
+    looked_at, held = [], one.tree.prefetches.reader.peek
+    monkeypatch.setattr(
+        one.tree.prefetches.reader, "peek", lambda tokens, key: (looked_at.append(tokens), held(tokens, key))[1]
+    )
     for _ in range(2):
         seen = []
         for _ in range(3):
@@ -206,8 +209,8 @@ def test_a_step_looks_at_a_bounded_part_of_what_waits(monkeypatch):
         loaded += len(one.session.loads)
         one.session.end_loads()
         one.session.end_saves()
-        one.tree._ready.clear()
-    assert loaded == 6 and not one.tree._open and not one.session.leases
+        one.tree.prefetches.ready.clear()
+    assert loaded == 6 and not one.tree.prefetches.open and not one.session.leases
 
 
 def test_a_large_node_is_saved_in_parts():
@@ -217,7 +220,7 @@ def test_a_large_node_is_saved_in_parts():
     saved = 0
     while one.tree.busy:
         one.step()
-        assert one.tree._saving_tokens <= 32
+        assert one.tree.saves.tokens <= 32
         saved += one.session.end_saves()
     assert saved == 30 and hashes_of(one.tree, list(range(120))) <= one.session.store
     one.check()
@@ -308,7 +311,7 @@ def test_no_answer_says_nothing():
 def test_a_server_that_fetches_from_a_slower_tier_is_not_lost(monkeypatch, fetching):
     """It has answered. The request goes on without it all the same."""
     one, late = PegaFlowWorld(), []
-    monkeypatch.setattr(pegaflow_radix_cache, "TIMEOUT_S", -1.0)
+    monkeypatch.setattr(prefetches, "TIMEOUT_S", -1.0)
     one.session.late = lambda: late.append(True)
     one.session.ask = lambda lookup: setattr(lookup, "fetching", fetching)
     one.tree.prefetch("r", list(range(40)), None)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache import pegaflow_session
-from sglang.srt.mem_cache.pegaflow_session import Counters, Load, Lookup, PegaFlowSession
+from sglang.srt.mem_cache.pegaflow import loader
+from sglang.srt.mem_cache.pegaflow.asker import Asker
+from sglang.srt.mem_cache.pegaflow.calls import Counters, Load, Lookup
+from sglang.srt.mem_cache.pegaflow.connection import Connection
+from sglang.srt.mem_cache.pegaflow.loader import Loader
+from sglang.srt.mem_cache.pegaflow.saver import Saver
+from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
 
 
 class Client:
@@ -57,10 +61,10 @@ class State:
 @pytest.fixture
 def session(monkeypatch):
     """One whose threads run, registered once, with two pages of one buffer."""
-    monkeypatch.setattr(pegaflow_session, "GRACE_S", 0.05)
-    made = object.__new__(PegaFlowSession)
+    monkeypatch.setattr(loader, "GRACE_S", 0.05)
+    connection = object.__new__(Connection)
     layout = SimpleNamespace(names=["k"], page_size=4, buffers={}, num_pages=[2], page_bytes=[16])
-    vars(made).update(
+    vars(connection).update(
         url="http://127.0.0.1:1",
         instance_id="one",
         namespace="test",
@@ -70,21 +74,17 @@ def session(monkeypatch):
         layout=layout,
         up=True,
         stopped=False,
-        _load_state=State,
-        _client=Client(),
-        _registering=threading.Lock(),
-        _leases=threading.Lock(),
-        _loading=[],
-        _ended=[],
-        _saves=queue.SimpleQueue(),
-        _calls=queue.SimpleQueue(),
-        _questions=0,
-        _fetching=deque(),
-        _registrations=1,
-        _last_probe=0.0,
+        client=Client(),
+        registering=threading.Lock(),
+        registrations=1,
+        last_probe=0.0,
+        _retry_s=2.0,
         _told="",
     )
-    threads = [threading.Thread(target=run, daemon=True) for run in (made._run_saves, made._run_calls)]
+    made = object.__new__(PegaFlowSession)
+    made.connection, made._calls = connection, queue.SimpleQueue()
+    made.saver, made.asker, made.loader = Saver(connection), Asker(connection), Loader(connection, State)
+    threads = [threading.Thread(target=run, daemon=True) for run in (made.saver.run, made._run_calls)]
     for thread in threads:
         thread.start()
     yield made
@@ -117,20 +117,20 @@ def raise_(error: Exception) -> Any:
 
 def test_what_cannot_be_sent_has_failed_and_is_over(session):
     """No memory to share, or no descriptor: the pages come back, and so does the lease."""
-    session._load_state = lambda: raise_(OSError("shm_open: No space left on device"))
-    assert loaded(session).failed and session._client.released == [b"lease"]
+    session.loader.load_state = lambda: raise_(OSError("shm_open: No space left on device"))
+    assert loaded(session).failed and session.connection.client.released == [b"lease"]
     assert session.up and session.counters.lost == 0 and session.counters.loads_failed == 2
-    session._load_state = State
+    session.loader.load_state = State
     assert not loaded(session).failed
 
 
 def test_a_state_that_cannot_be_read_is_a_load_that_failed(session):
     """And the thread goes on: everybody waits for it."""
-    session._load_state = lambda: SimpleNamespace(
+    session.loader.load_state = lambda: SimpleNamespace(
         shm_name=lambda: "name", get_state=lambda: raise_(RuntimeError("gone"))
     )
     assert loaded(session).failed
-    session._load_state = State
+    session.loader.load_state = State
     assert not loaded(session).failed
 
 
@@ -138,11 +138,11 @@ def test_a_state_that_cannot_be_read_is_a_load_that_failed(session):
 def test_a_load_that_is_turned_down_is_no_lost_server(session, how):
     """Its lease had run out: to register anew would fail the loads of others."""
     state = State(-1 if "state" in how else 0)
-    session._load_state = lambda: state
+    session.loader.load_state = lambda: state
     error = RuntimeError("unknown or expired") if "state" in how else ValueError("16 bytes")
-    session._client.load = lambda *args: raise_(error)
+    session.connection.client.load = lambda *args: raise_(error)
     assert loaded(session).failed
-    assert session._registrations == 1 and session.counters.lost == 0 and session.up
+    assert session.connection.registrations == 1 and session.counters.lost == 0 and session.up
 
 
 def test_the_pool_is_not_registered_anew_while_a_load_is_handed_over(session):
@@ -151,17 +151,17 @@ def test_the_pool_is_not_registered_anew_while_a_load_is_handed_over(session):
     meanwhile: list[threading.Thread] = []
 
     def load(*args: Any) -> tuple[bool, str]:
-        seen.append(session._registrations)
-        meanwhile.append(threading.Thread(target=session._renew, args=["a save has failed"]))
+        seen.append(session.connection.registrations)
+        meanwhile.append(threading.Thread(target=session.connection.renew, args=["a save has failed"]))
         meanwhile[0].start()
         # As long as it takes where nothing holds it up.
         meanwhile[0].join(0.5)
-        seen.append(session._registrations)
+        seen.append(session.connection.registrations)
         return True, ""
 
-    session._client.load = load
+    session.connection.client.load = load
     state = State(0)
-    session._load_state = lambda: state
+    session.loader.load_state = lambda: state
     lookup = Lookup([b"a", b"b"])
     session.ask(lookup)
     wait(lambda: lookup.hits is not None)
@@ -169,12 +169,12 @@ def test_the_pool_is_not_registered_anew_while_a_load_is_handed_over(session):
     # The server has dropped it with the old registration.
     wait(lambda: load_.final)
     meanwhile[0].join()
-    assert seen == [1, 1] and session._registrations == 2 and load_.failed
+    assert seen == [1, 1] and session.connection.registrations == 2 and load_.failed
 
 
 def test_a_question_that_was_not_answered_says_so(session):
-    session._client.query_prefetch = lambda *args: raise_(RuntimeError("gone"))
-    session._client.health = lambda: raise_(RuntimeError("gone"))
+    session.connection.client.query_prefetch = lambda *args: raise_(RuntimeError("gone"))
+    session.connection.client.health = lambda: raise_(RuntimeError("gone"))
     lookup = Lookup([b"a"])
     session.ask(lookup)
     wait(lambda: lookup.hits is not None)
@@ -187,25 +187,25 @@ def test_a_question_that_was_not_answered_says_so(session):
 @pytest.mark.parametrize("hits", [-1, 3])
 def test_an_answer_that_cannot_be_is_none(session, hits):
     """A tree that believed it would have slots for tokens that it has not, or wait for ever."""
-    query = session._client.query_prefetch
-    session._client.query_prefetch = lambda *args: SimpleNamespace(num_hit_blocks=hits, lease=b"lease")
+    query = session.connection.client.query_prefetch
+    session.connection.client.query_prefetch = lambda *args: SimpleNamespace(num_hit_blocks=hits, lease=b"lease")
     lookup = Lookup([b"a", b"b"])
     session.ask(lookup)
     wait(lambda: lookup.hits is not None)
     assert lookup.failed and lookup.hits == 0 and not lookup.lease
-    session._client.query_prefetch = query
+    session.connection.client.query_prefetch = query
     assert session.up and not loaded(session).failed
 
 
 def test_what_the_server_fetches_from_a_slower_tier_holds_nobody_up(session):
     """Its answer is that it is not ready yet; the thread asked for this again and for nothing else until it was."""
-    query, fetched = session._client.query_prefetch, threading.Event()
+    query, fetched = session.connection.client.query_prefetch, threading.Event()
 
     def answer(instance: str, hashes: list[bytes], question: str) -> Any:
         slow = hashes[0].startswith(b"slow") and not fetched.is_set()
         return SimpleNamespace() if slow else query(instance, hashes, question)
 
-    session._client.query_prefetch = answer
+    session.connection.client.query_prefetch = answer
     slow, gone = Lookup([b"slow"]), Lookup([b"slow too"])
     session.ask(slow)
     session.ask(gone)

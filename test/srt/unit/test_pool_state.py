@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from decode_world import World
+from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
@@ -11,9 +12,10 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 @pytest.fixture
 def scheduler(monkeypatch):
     """A scheduler over the pool of ``world``; what its step of the queue does is ``step``."""
-    base = Scheduler.__mro__[1]
+    base = Scheduler.__bases__[-1]
     made = object.__new__(Scheduler)
-    monkeypatch.setattr(base, "process_decode_queue", lambda self: self.step())
+    engines = SchedulerDisaggregationDecodeMixin.__base__
+    monkeypatch.setattr(engines, "process_decode_queue", lambda self: self.step())
     monkeypatch.setattr(base, "flush_cache", lambda self: True)
     made.world = World(size=64, page_size=4)
     made.token_to_kv_pool_allocator, made.tree_cache = made.world.allocator, made.world.tree
@@ -48,6 +50,16 @@ def test_the_longest_step_is_remembered_until_a_flush(scheduler, monkeypatch):
         scheduler.process_decode_queue()
     assert scheduler.longest_queue_step == pytest.approx(0.4)
     assert scheduler.flush_cache() and scheduler.longest_queue_step == 0
+
+
+def test_prefills_are_told_what_waits_when_the_step_has_admitted(scheduler, monkeypatch):
+    """Not of who is admitted in its first step."""
+    queue, told = scheduler.disagg_decode_prealloc_queue, []
+    first, second = scheduler.world.arrive(list(range(1, 9))), scheduler.world.arrive(list(range(1, 13)))
+    monkeypatch.setattr(queue.announcements, "announce", lambda waiting: told.append([*waiting]))
+    scheduler.step = lambda: queue.queue.remove(first)
+    scheduler.process_decode_queue()
+    assert told == [[second]]
 
 
 def test_what_only_the_tree_keeps_is_not_held(scheduler):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
@@ -82,3 +83,26 @@ def test_an_answer_that_says_nothing_is_asked_for_again(status, body):
 def test_one_that_speculates_otherwise_is_of_no_use():
     with pytest.raises(ValueError, match="speculates with EAGLE and this decode worker with nothing"):
         ask(200, {"version": DECODE_PREFIX_VERSION, "drafts": "EAGLE"})
+
+
+def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
+    """Each request that waits for it has it asked in each step."""
+    asked = []
+    monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: asked.append(work))
+    monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: None)
+    monkeypatch.setattr(prefill_peers, "nothing_listens", lambda host, port: False)
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(prefill_peers, "time", clock)
+    peers = PrefillPeers(lambda: None, lambda: False, lambda: False, lambda addr: True)
+    for _ in range(3):
+        peers.ask("127.0.0.1:1")
+    # It is still being asked when it might be asked again.
+    clock.now += prefill_peers.ASK_AGAIN_S
+    peers.ask("127.0.0.1:1")
+    assert len(asked) == 1
+    # An answer that comes late lets it be asked at once; one that comes soon does not.
+    asked.pop()()
+    peers.ask("127.0.0.1:1")
+    asked.pop()()
+    peers.ask("127.0.0.1:1")
+    assert not asked

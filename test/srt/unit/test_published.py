@@ -1,4 +1,4 @@
-"""What README and docs/benchmarks.md publish is what the recorded runs say, and nothing else."""
+"""What README and docs publish is what the recorded runs say, and nothing else."""
 
 from __future__ import annotations
 

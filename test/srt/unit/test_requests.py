@@ -321,7 +321,7 @@ def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):
 def test_an_empty_logit_processor_is_none(monkeypatch):
     """The engine takes it for none, and beside a real one in the same batch it ends the scheduler."""
     taken = []
-    monkeypatch.setattr(Scheduler.__base__, "handle_generate_request", lambda self, req: taken.append(req))
+    monkeypatch.setattr(Scheduler.__bases__[-1], "handle_generate_request", lambda self, req: taken.append(req))
     scheduler = object.__new__(Scheduler)
     scheduler.tree_cache, scheduler.server_args = None, SimpleNamespace(enable_custom_logit_processor=True)
     scheduler.handle_generate_request(SimpleNamespace(custom_logit_processor=""))
@@ -355,7 +355,8 @@ def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_f
     scheduler, added = object.__new__(Scheduler), []
     scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
     scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
-    monkeypatch.setattr(Scheduler.__base__, "_add_request_to_queue", lambda self, req, retracted: added.append(req))
+    add = lambda self, req, retracted: added.append(req)  # noqa: E731
+    monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
     for rid, priority in (("none", None), ("low", -5), ("high", 5)):
         req = Req(rid, "", [1], SamplingParams(), priority=priority)
         req.time_stats.wait_queue_entry_time = 0.0
@@ -371,7 +372,7 @@ def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
         rooms.note(room, "because")
     assert [rooms.reason(room) for room in (1, 2, 3, None)] == [None, "because", "because", None] and len(rooms) == 2
     later = time.monotonic() + refusal.REMEMBERED_S + 1
-    monkeypatch.setattr(refusal.time, "monotonic", lambda: later)
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert rooms.reason(3) is None, "who uses it anew means another request"
 
 
@@ -620,10 +621,10 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
         yield
 
     async def ask() -> None:
-        async for _ in prefill._serve(obj):
+        async for _ in prefill.generate_request(obj):
             pass
 
-    monkeypatch.setattr(TokenizerManager.__bases__[0], "generate_request", generate)
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
     with pytest.raises(type(error)):
         asyncio.run(ask())
     told = [refusal.RefusedReq(5, said, by_decode=False)] if said and not sent else []

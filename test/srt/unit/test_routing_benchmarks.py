@@ -8,11 +8,12 @@ import os
 
 import pytest
 from dp_ranks import measure as simulate
-from router_policies import Held, Sent, measure, text_of
+from router_policies import Routing, measure, text_of
+from routing_workers import Held, Sent
 from sim.scale import SLOT, Many
 from sim.workload import Request
 
-ARGS = argparse.Namespace(requests=60, limit=0, trace=None, log=os.devnull)
+ARGS = argparse.Namespace(requests=60, limit=0, trace=None, log=os.devnull, happens=False, pace=1e9)
 
 
 def test_by_prefix_more_is_reused_than_by_turns_and_no_more_than_there_is():
@@ -27,7 +28,7 @@ def test_by_prefix_more_is_reused_than_by_turns_and_no_more_than_there_is():
 
 def test_what_a_worker_would_have_held():
     workload = Many(requests=1, pool=10 * SLOT).make()
-    held = Held(workload)
+    held = Held(workload.pool)
     first, second, long = (Request(((1, 2 * SLOT), (n, k * SLOT)), 64) for n, k in ((2, 2), (3, 1), (4, 7)))
     slots = {id(r): r.slots(SLOT, iter(range(1, 99))) for r in (first, second, long)}
     a, b = Sent(first, 0, 0.0), Sent(second, 0, 0.0)
@@ -49,11 +50,40 @@ def test_equal_prompts_have_equal_text_but_for_the_end():
     assert a[:24] == b[:24] and a[24:] != b[24:] and text_of([5, 2], 1)[8:16] == a[8:16]
 
 
+def through(policy: str, decodes: int = 2, prefills: int = 1, prefill: str = "round_robin", **more) -> dict:
+    routing = Routing.parse(policy, prefill, prefills, decodes)
+    return asyncio.run(measure("chat", routing, argparse.Namespace(**{**vars(ARGS), **more})))
+
+
+@pytest.mark.timeout(300)
+def test_smg_finds_the_worker_by_the_prompt():
+    """The real gateway, of decode workers and of prefill workers."""
+    turns, aware = through("smg/round_robin", prefills=2), through("smg/cache_aware", prefills=2, prefill="cache_aware")
+    for figures in (turns, aware):
+        assert figures["requests"] == 120 and figures["failed"] == 0
+        assert figures["reused"] <= figures["best"] and figures["prefill_reused"] <= figures["prefill_best"]
+    assert aware["reused"] > 0.97 * aware["best"] > turns["reused"] + 0.03
+    assert aware["prefill_reused"] > turns["prefill_reused"] + 0.03
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_the_real_router():
+def test_workers_that_forget_leave_and_come():
+    """smg goes on; each part has its figures."""
+    found = through("smg/cache_aware", decodes=3, requests=200, happens=True)
+    parts = found["parts"]
+    assert list(parts) == ["beginning", "nothing", "flush", "stop", "start", "remove", "add"]
+    assert sum(part["requests"] for part in parts.values()) == 600 and found["failed"] == 0
+    assert parts["nothing"]["reused"] > 0.95 * parts["nothing"]["best"]
+    # What was there is gone.
+    assert parts["flush"]["reused"] < parts["nothing"]["reused"]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_old_router():
     """Not told of prefill, it keeps conversations together; and by a key in any case."""
-    reused = {p: asyncio.run(measure("chat", 2, p, ARGS)) for p in ("round_robin", "cache_aware:plain", "manual")}
+    reused = {p: through(f"sglang-router/{p}") for p in ("round_robin", "cache_aware:plain", "manual")}
     assert all(f["requests"] == 120 and f["reused"] <= f["best"] for f in reused.values())
     assert reused["cache_aware:plain"]["reused"] > reused["round_robin"]["reused"] + 0.05
     assert reused["manual"]["reused"] > reused["round_robin"]["reused"] + 0.05

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers import samples, tokenizer_manager
+from sglang.srt.managers.checked_requests import CheckedRequests
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.request_checks import MAX_SAMPLES
 from sglang.srt.managers.samples import STRIDE, sample_room, samples_asked
@@ -158,6 +159,7 @@ def test_lists_that_are_too_short():
         ({"n": 1}, False),
         ({"n": 2}, True),
         ([{"n": 2}, {"n": 2}], True),
+        ([{"n": 2}], True),
         ([], False),
         ([5], False),
         ({"n": True}, False),
@@ -230,7 +232,7 @@ class Manager(TokenizerManager):
         pass
 
     async def _tokenize_one_request(self, obj):
-        self._check_prompt(obj, obj.input_ids)
+        self._admission().check_prompt(obj, obj.input_ids)
         params = SimpleNamespace(**obj.sampling_params)
         state = self.rid_to_state[obj.rid]
         return SimpleNamespace(
@@ -389,7 +391,7 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
     class Bare(Manager):
         """The engine's way, which asks nobody."""
 
-        generate_request = Manager._serve
+        generate_request = CheckedRequests.generate_request
 
     async def test():
         sent, late = await serve(Manager(DisaggregationMode.PREFILL, False))
@@ -413,6 +415,25 @@ def test_decode_asks_for_nothing_before_prefill_knows(server):
         await task
 
     run(test())
+
+
+def test_each_prompt_is_announced_to_its_own_prefill(monkeypatch):
+    """Also to one that comes twice, and once for both."""
+    told = []
+
+    async def begin(host, port, rooms):
+        told.append((host, port, list(rooms)))
+
+    monkeypatch.setattr(samples, "_begin", begin)
+    obj = expanded(
+        input_ids=[[1], [2], [3]],
+        sampling_params={"n": 3},
+        bootstrap_host=["a", "b", "a"],
+        bootstrap_port=[1, None, 1],
+        bootstrap_room=[11, 12, 13],
+    )
+    run(samples.announce(obj, 7))
+    assert told == [("a", 1, [11, 13]), ("b", 7, [12])]
 
 
 MODES = [(DisaggregationMode.PREFILL, False), (DisaggregationMode.DECODE, True)]
@@ -439,8 +460,8 @@ def test_decode_refuses_where_prefill_cannot(server, monkeypatch):
     monkeypatch.setattr(samples, "_listener", None)
     run(ask("several tokenizer processes"))
     monkeypatch.setattr(samples, "DERIVATION", 2)
-    original = samples.heard
-    monkeypatch.setattr(samples, "heard", lambda told: original({**told, "derivation": 1}))
+    original = samples.take_announcement
+    monkeypatch.setattr(samples, "take_announcement", lambda told: original({**told, "derivation": 1}))
     run(ask("derives the rooms of samples in another way"))
 
 
@@ -536,7 +557,7 @@ def test_announcements_that_cannot_be_meant(server):
     url = f"http://127.0.0.1:{server}{samples.SAMPLE_ROUTE}"
     good = {"rooms": [5], "derivation": 1}
     assert requests.post(url, json=good, timeout=5).status_code == 200
-    for wrong in ([], None, {}, {**good, "rooms": []}, {**good, "rooms": [0]}, {**good, "rooms": [2**63]}):
+    for wrong in ([], None, {}, {**good, "rooms": []}, {**good, "rooms": [5, 0]}, {**good, "rooms": [2**63]}):
         assert requests.post(url, json=wrong, timeout=5).status_code == 400
     for wrong in ({**good, "rooms": ["5"]}, {**good, "rooms": 5}, {"rooms": [5]}, {**good, "derivation": "1"}):
         assert requests.post(url, json=wrong, timeout=5).status_code == 400

@@ -63,7 +63,7 @@ class Play:
         assert len(loop.meta_alloc.free_slots) == loop.meta_alloc.size
         # As the next turn of the loop does.
         loop.scheduler.running_batch.filter_batch()
-        loop.scheduler._update_if_idle()
+        loop.scheduler.update_if_idle()
         assert loop.updated == self.asked_for
         # An error would have failed a request, as others have been here.
         assert not any(decode_req.error for decode_req in self.live)
@@ -183,6 +183,97 @@ def test_tp_ranks_overlap_their_steps_alike(pair, page_size):
 
     play()
     assert behind, "nobody was admitted beside a running batch"
+
+
+# In which a failed request gives its row back in the step in which another is admitted, beside a step in flight.
+GIVEN_BACK = [
+    [("pause", "abort"), ("flush", None), ("commit", 4)],
+    [],
+    [("flush", None), ("commit", 4)],
+    [("flush", None), ("update", None)],
+    [("pause", "in_place"), ("commit", 8), ("flush", None)],
+    [("commit", 2)],
+    [],
+    [
+        ("commit", 0),
+        ("fail", 4),
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 6, "prompt": [1, 2, 2, 1, 1], "stop": "212"}),
+    ],
+    [
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 11, "prompt": [1, 2, 2, 2, 2, 2], "stop": 1}),
+        (
+            "arrive",
+            {
+                "grammar": False,
+                "logprobs": False,
+                "max_new": 12,
+                "prompt": [1, 2, 1, 1, 2, 1, 2, 2, 2, 1, 2, 1, 1, 2, 1, 1],
+                "stop": "12",
+            },
+        ),
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 12, "prompt": [1, 2, 2, 2, 2, 2], "stop": "12"}),
+    ],
+    [
+        ("arrive", {"grammar": False, "logprobs": True, "max_new": 11, "prompt": [1, 2, 1, 1, 1, 1], "stop": 1}),
+        ("commit", 5),
+    ],
+    [("commit", 9), ("pause", "retract")],
+    [("abort", 1)],
+    [],
+    [
+        ("update", None),
+        ("flush", None),
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 2, "prompt": [2, 2, 1, 1, 1], "stop": 1}),
+    ],
+    [
+        ("update", None),
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 11, "prompt": [1, 2, 1, 2], "stop": None}),
+        ("fail", 8),
+    ],
+    [],
+    [
+        (
+            "arrive",
+            {"grammar": False, "logprobs": False, "max_new": 5, "prompt": [2, 2, 1, 2, 2, 2, 2, 1, 1], "stop": "212"},
+        ),
+        ("commit", 0),
+    ],
+    [
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 4, "prompt": [1, 1, 1, 1, 2, 1], "stop": "12"}),
+        ("abort", 8),
+        ("pause", "in_place"),
+    ],
+    [
+        ("update", None),
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 4, "prompt": [2, 1, 2, 1], "stop": "12"}),
+    ],
+    [
+        ("arrive", {"grammar": True, "logprobs": True, "max_new": 11, "prompt": [2, 2, 2, 2, 1, 1, 2], "stop": 2}),
+        ("commit", 4),
+        (
+            "arrive",
+            {
+                "grammar": False,
+                "logprobs": False,
+                "max_new": 8,
+                "prompt": [2, 1, 2, 2, 1, 1, 2, 1, 1, 2, 1, 2, 1, 2, 2, 2],
+                "stop": "12",
+            },
+        ),
+    ],
+    [],
+    [],
+    [
+        ("abort", 6),
+        ("commit", 8),
+        ("arrive", {"grammar": False, "logprobs": False, "max_new": 3, "prompt": [1, 2, 1, 1, 1, 2], "stop": "12"}),
+    ],
+]
+
+
+def test_a_row_that_becomes_free_does_not_bring_one_forward_that_a_step_in_flight_reads(pair):
+    """The rows of the step in flight go to nobody, also where others become free after a look at the free ones."""
+    assert_same(pair.run(overlapped, 1, 40, GIVEN_BACK, [-1, -3, 1, 3]))
 
 
 # Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".

@@ -266,7 +266,7 @@ def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkey
 
     if state_pool:
         Pool.get_state_buf_infos = lambda self: None
-    monkeypatch.setattr(Scheduler.__mro__[1], "init_cache_with_memory_pool", engines)
+    monkeypatch.setattr(Scheduler.__bases__[-1], "init_cache_with_memory_pool", engines)
     scheduler = object.__new__(Scheduler)
     scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True, enable_pegaflow=False)
     runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=Pool())
@@ -399,8 +399,8 @@ def test_trap_10_a_blocked_head_leaves_the_tree_alone(page_size):
     head = world.arrive(prompt[:18] + tokens(3, 30))
     world.handshake(head)
     asked: list[int] = []
-    descend = world.tree.descend
-    world.tree.descend = lambda *args: asked.append(1) or descend(*args)
+    descend = world.tree.reader.descend
+    world.tree.reader.descend = lambda *args: asked.append(1) or descend(*args)
     before = snapshot(world)
     for _ in range(100):
         world.step()

@@ -116,18 +116,18 @@ def test_a_flush_takes_from_a_watch_what_it_had_matched():
     assert watch.length == watch.in_last == 32
     assert world.flush()
     assert (watch.length, watch.in_last, watch.node) == (0, 0, world.tree.root_node)
-    assert world.tree.found(watch) == world.tree.peek(prompt, None)
+    assert watch.peek() == world.tree.peek(prompt, None)
     world.tree.insert(InsertParams(key=RadixKey(prompt[:16], None), value=world.allocator.alloc(16)))
-    assert watch.length == 16 and world.tree.found(watch) == world.tree.peek(prompt, None)
+    assert watch.length == 16 and watch.peek() == world.tree.peek(prompt, None)
 
 
 def test_each_arrival_and_each_end_of_a_leader_is_seen():
     watches = World(size=128, page_size=PAGE).tree.watches
-    seen = [watches.leaders]
+    seen = [watches.leader_version]
     first, second = (watches.add(tokens(1, 16) + tokens(n, 8), None) for n in (2, 3))
     for act in (watches.lead, watches.remove):
         act(first)
-        seen.append(watches.leaders)
+        seen.append(watches.leader_version)
     assert len(set(seen)) == 3 and watches.on_the_way == 0
     assert watches.leader(second) is None
 

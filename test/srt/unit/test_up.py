@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault == "refuses":
             return self.answer(400, {"error": "no such model"})
         self.answer(200, {"role": role, "body": body, "args": args, "omp": os.environ.get("OMP_NUM_THREADS"),
-                          "idle_s": os.environ.get("SGLANG_TIMEOUT_KEEP_ALIVE"), "extra": os.environ.get("EXTRA")})
+                          "extra": os.environ.get("EXTRA")})
         if fault == "dies-later" and self.path == "/die":
             print("MemoryError: no more", flush=True)
             os._exit(1)
@@ -356,7 +356,7 @@ def test_cluster_serves_and_leaves_nothing(fake, tmp_path):
         assert [answer["role"] for answer in answers] == ["prefill", "prefill", "decode", "decode"]
         assert [answer["extra"] for answer in answers] == ["one", None, None, None]
         # What is set stays; and an idle connection outlasts the router's patience with it.
-        assert all(answer["omp"] == "7" and int(answer["idle_s"]) > 50 for answer in answers)
+        assert all(answer["omp"] == "7" for answer in answers)
         assert answers[0]["args"][-4:] == ["--c", "1", "--p", "a"]
         assert answers[1]["args"][-4:] == ["--c", "1", "--p", "b"]
         assert answers[2]["args"][-3:] == ["--c", "1", "--d"]
@@ -433,13 +433,27 @@ def test_several_decode_workers_are_chosen_as_suits_the_gateway(fake, tmp_path, 
     }
 
 
-def test_the_gateway_that_is_named_routes(tmp_path):
+def test_the_gateway_that_is_named_routes(tmp_path, monkeypatch):
     def routed_by(*options):
         made = up.cluster_from(parse("--model-path", "m/x", "--log-dir", str(tmp_path), *options))
         return next(process.command[1:] for process in made.plan() if process.role == "router")
 
-    assert routed_by()[:2] == routed_by("--router", "sglang-router")[:2] == ["-m", "sglang_router.launch_router"]
-    assert routed_by("--router", "smg")[:3] == ["-m", "smg", "launch"]
+    assert routed_by("--router", "sglang-router")[:2] == ["-m", "sglang_router.launch_router"]
+    assert routed_by()[:3] == routed_by("--router", "smg")[:3] == ["-m", "smg", "launch"]
+    # Where smg is missing, the old one does.
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "smg" else found(name))
+    assert routed_by()[:2] == ["-m", "sglang_router.launch_router"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("", True), ("--worker-overload-token-usage 0.9", False), ("--disable-worker-overload-protection", True)],
+)
+def test_smg_leaves_no_busy_worker_out_unless_it_is_told_when(tmp_path, given, kept):
+    options = ["--model-path", "m/x", "--log-dir", str(tmp_path), "--router-args", given]
+    router = next(p for p in up.cluster_from(parse(*options)).plan() if p.role == "router")
+    assert router.command.count("--disable-worker-overload-protection") == kept
 
 
 def test_a_gateway_that_is_not_installed_is_refused(monkeypatch):
@@ -447,6 +461,15 @@ def test_a_gateway_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PdRadixError, match="--router smg: it is not installed; pip install smg"):
         up.cluster_from(parse("--model-path", "m/x", "--router", "smg"))
+    with pytest.raises(PdRadixError, match="no gateway is installed: pip install smg"):
+        up.cluster_from(parse("--model-path", "m/x"))
+
+
+def test_a_policy_of_another_gateway_is_refused(monkeypatch):
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    with pytest.raises(PdRadixError, match="--policy least_load: sglang-router has random, .*; choose one of them"):
+        up.cluster_from(parse("--model-path", "m/x", "--router", "sglang-router", "--policy", "least_load"))
+    assert up.cluster_from(parse("--model-path", "m/x", "--policy", "least_load")).spec.policy == "least_load"
 
 
 def test_each_router_has_its_own_decode_workers(fake, tmp_path):

@@ -121,6 +121,23 @@ def test_where_rounding_is_as_large_as_a_fault_nothing_is_passed(answers: Deviat
     assert judged(judge, Found("new", 1, Deviation(2.9, 0.5, 0.0), (kv(0.0),))).word == "FAILED"
 
 
+@pytest.mark.parametrize("dtype, many", [("float32", 1.0), ("bfloat16", 50.0)])
+@pytest.mark.parametrize("what", ["most", "rms", "behind", "kv"])
+def test_what_is_as_large_as_the_noise_is_no_failure(dtype: str, many: float, what: str) -> None:
+    """Above its ceiling the noise once made a run that was like it FAILED, beside CANNOT BE JUDGED."""
+    answers, most = {"most": 0.0, "rms": 0.0, "behind": 0.0}, 1e-6
+    if what == "kv":
+        most = 0.02 * many
+    else:
+        answers[what] = 0.03 * many
+    judge = noise(dtype, Deviation(**answers), most)
+    same = Deviation(**{name: 1.2 * value for name, value in answers.items()})
+    assert judged(judge, Found("new", 1, same, (kv(1.2 * most),))).word == "CANNOT BE JUDGED HERE"
+    # Of twice the noise something can be said.
+    worse = Deviation(**{name: 2 * value for name, value in answers.items()})
+    assert judged(judge, Found("new", 1, worse, (kv(2 * most),))).word == "FAILED"
+
+
 def test_a_run_that_is_bit_for_bit_the_other_one_with_the_flag_off_passes() -> None:
     """Both part from the reference at a token that it did not name among its likeliest: neither is wrong."""
     wave = [Wave("new", [[1, 2]], [0])]
@@ -209,13 +226,13 @@ def test_a_chat_that_parts_within_rounding_need_not_be_held_as_the_other_run_wen
 def test_an_answer_of_the_engine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [[-0.5, token, None] for token in range(ANSWER_TOKENS)]
     meta = {"output_token_logprobs": places, "cached_tokens_details": {"decode_prefix": 16}}
-    monkeypatch.setattr(asking, "http", lambda *a, **k: (200, json.dumps({"meta_info": meta}).encode()))
+    monkeypatch.setattr(asking.forced, "http", lambda *a, **k: (200, json.dumps({"meta_info": meta}).encode()))
     found, tokens = asking.ask("http://x", [1, 2])
     assert found == Answer(tuple(range(ANSWER_TOKENS)), (-0.5,) * ANSWER_TOKENS) and tokens == 16
     del places[3:]
     with pytest.raises(PdRadixError, match="answered with 3 tokens"):
         asking.ask("http://x", [1, 2])
-    monkeypatch.setattr(asking, "http", lambda *a, **k: (500, b"no room"))
+    monkeypatch.setattr(asking.forced, "http", lambda *a, **k: (500, b"no room"))
     with pytest.raises(PdRadixError, match="HTTP 500: no room"):
         asking.ask("http://x", [1])
 
@@ -265,6 +282,23 @@ def test_what_is_judged_is_computed_anew(monkeypatch, tmp_path) -> None:
     one._learn([])
     expected = ["off", "asked off", "off", "asked off", "off", "scored prefill"]
     assert deployment.done == [*expected, "on", "asked on", "asked on", "off", "scored prefill"]
+
+
+@pytest.mark.parametrize(
+    "info, may_lack",
+    [
+        ({}, 0),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 6}, 6),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": None}, 4),
+    ],
+)
+def test_with_speculation_kv_may_end_before_the_last_step(monkeypatch, tmp_path, info, may_lack) -> None:
+    given = []
+    monkeypatch.setattr(check, "findings", lambda waves, run, truth, may_lack: given.append(may_lack) or [])
+    one = check.Check(FakeDeployment(), Script(range(9), 16, 0), info, *(Records(tmp_path / n) for n in "abc"))
+    one.waves = []
+    one._findings(Run())
+    assert given == [may_lack]
 
 
 @pytest.mark.parametrize(

@@ -25,16 +25,21 @@ PAGE, LAYERS, HEADS, DIM, SLOTS = 4, 3, 2, 32, 64
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 0.02}
 
 
-def pool_of(seed: int, dtype: torch.dtype = torch.float32, store: torch.dtype | None = None):
+FP8 = torch.float8_e4m3fn
+
+
+def pool_of(seed: int, dtype: torch.dtype = torch.float32):
     """An MHA pool full of random KV."""
+    # As the engine has it: torch cannot index eight-bit floats.
+    store = torch.uint8 if dtype == FP8 else dtype
     generator = torch.Generator().manual_seed(seed)
 
     def buffers():
         made = [torch.randn((SLOTS, HEADS, DIM), generator=generator).to(dtype) for _ in range(LAYERS)]
-        return [buffer.view(store or dtype) for buffer in made]
+        return [buffer.view(store) for buffer in made]
 
     pool = object.__new__(MHATokenToKVPool)
-    pool.k_buffer, pool.v_buffer, pool.dtype, pool.store_dtype = buffers(), buffers(), dtype, store or dtype
+    pool.k_buffer, pool.v_buffer, pool.dtype, pool.store_dtype = buffers(), buffers(), dtype, store
     return pool
 
 
@@ -68,7 +73,7 @@ def request(prompt: int, answer: int = 3, first: int = 100):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_a_record_has_the_tokens_whose_kv_is_there(tmp_path: Path, dtype) -> None:
     """Not of the last token: with overlapped steps its slot is there, and what will be in it is not."""
     worker = Worker(tmp_path, pool_of(1, dtype))
@@ -80,8 +85,13 @@ def test_a_record_has_the_tokens_whose_kv_is_there(tmp_path: Path, dtype) -> Non
 
 
 def test_kv_of_8_bits_is_read_as_what_it_is() -> None:
-    kinds = kv_record.buffers_of(pool_of(1, torch.float8_e4m3fn, torch.uint8))
-    assert kinds[0][0].dtype == torch.float8_e4m3fn
+    pool = pool_of(1, FP8)
+    kinds = kv_record.buffers_of(pool)
+    assert kinds[0][0].dtype == FP8
+    slots = torch.tensor([3, 9])
+    seen = Recorder(Path("."), kinds, 0, 1).sketch(slots)
+    vectors = pool.v_buffer[1].view(FP8).float()[slots].flatten(1)
+    assert np.allclose(seen[:, LAYERS + 1], vectors @ torch.from_numpy(kv_record.signs(HEADS * DIM)), atol=1e-4)
 
 
 def test_latents_are_one_kind_and_other_pools_none() -> None:
@@ -139,6 +149,22 @@ def test_a_number_that_is_none_is_infinitely_far(broken) -> None:
     assert kv_difference(same(np.zeros_like(truth)), same(np.zeros_like(truth))).most == 0
 
 
+@pytest.mark.parametrize("cut", ["decode's", "prefill's"])
+def test_an_end_that_is_missing_is_a_difference(cut: str) -> None:
+    """Once the common beginning alone was compared, so a record of no token at all was right."""
+    kv = np.ones((6, 4, 16), dtype=np.float32)
+    for length in (0, 5):
+        short = Record((1,) * 7, 1, kv[:length], 2, 0, 1)
+        found = kv_difference(short, same(kv)) if cut == "decode's" else kv_difference(same(kv), short)
+        assert (found.most, found.token, found.tokens) == (np.inf, length, length)
+        assert str(found) == f"KV from token {length + 1} on, which is missing on rank 0,"
+        # With speculation what was accepted in the last step may be missing, and no more.
+        assert (kv_difference(short, same(kv), may_lack=1).most == 0) == (length == 5)
+    # Prefill computes the whole answer, of whose last token decode has no KV.
+    longer = Record((1,) * 8, 7, np.ones((7, 4, 16), dtype=np.float32), 2, 0, 1)
+    assert kv_difference(same(kv), longer).most == 0
+
+
 def test_a_vector_that_is_small_among_its_like_is_rounded_as_they_are() -> None:
     """As V of a first token, which attention rests on, often is."""
     truth = np.ones((6, 2, 16), dtype=np.float32)
@@ -166,7 +192,7 @@ def spoil(kind: str, directory: Path, pool, rank: int = 0, ranks: int = 1) -> tu
         # What is there before differs from what arrives.
         slots = made._slots(target, 1)
         fresh = made._read(slots)
-        made._write(slots, [rows + 1 for rows in fresh])
+        made._write(slots, [(rows.float() + 1).to(rows.dtype) for rows in fresh])
         made.asked(target)
         made._write(slots, fresh)
     made.arrived(target)
@@ -206,11 +232,11 @@ def same_kv(tmp_path: Path, pool, rank: int, ranks: int) -> Record:
     return Records(tmp_path / "same").take()[0]
 
 
-def changed(tmp_path: Path, kind: str, rank: int = 0, ranks: int = 1) -> set[tuple[int, int]]:
+def changed(tmp_path: Path, kind: str, rank: int = 0, ranks: int = 1, dtype=torch.float32) -> set[tuple[int, int]]:
     """Tokens of the request and buffers whose KV a fault has changed."""
-    _, first, second = spoil(kind, tmp_path / "decode", pool_of(1), rank, ranks)
+    _, first, second = spoil(kind, tmp_path / "decode", pool_of(1, dtype), rank, ranks)
     seen = second if kind == "a page in the cache" else first
-    whole = same_kv(tmp_path, pool_of(1), rank, ranks)
+    whole = same_kv(tmp_path, pool_of(1, dtype), rank, ranks)
     return {(int(t), int(b)) for t, b in np.argwhere(np.abs(seen.kv - whole.kv).max(-1) > 1e-3)}
 
 
@@ -218,6 +244,7 @@ ALL = range(2 * LAYERS)
 SECOND_PAGE = range(PAGE, 2 * PAGE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(
     "kind, tokens, buffers",
     [
@@ -231,8 +258,8 @@ SECOND_PAGE = range(PAGE, 2 * PAGE)
         ("a page for a while", (), ()),
     ],
 )
-def test_a_fault_is_what_it_says_and_no_more(tmp_path: Path, kind: str, tokens, buffers) -> None:
-    assert changed(tmp_path, kind) == {(token, buffer) for token in tokens for buffer in buffers}
+def test_a_fault_is_what_it_says_and_no_more(tmp_path: Path, kind: str, tokens, buffers, dtype) -> None:
+    assert changed(tmp_path, kind, dtype=dtype) == {(token, buffer) for token in tokens for buffer in buffers}
 
 
 def test_the_fault_of_one_rank_is_on_the_last(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""Whether answers differ by more than rounding: free ones until they part, and scored ones to their end."""
+"""Whether answers differ by more than rounding, scored to their end."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_pd_radix.tools.rounding import (
     CEILINGS,
@@ -14,60 +12,13 @@ from sglang_pd_radix.tools.rounding import (
     MARGIN,
     Answer,
     Deviation,
-    Difference,
     Limits,
     deviation,
-    difference,
-    limit_of,
 )
 
 
 def answer(tokens, logprobs, likeliest=()) -> Answer:
     return Answer(tuple(tokens), tuple(logprobs), tuple(likeliest))
-
-
-REFERENCE = answer([1, 2, 3], [-0.1, -0.2, -0.7], [{1: -0.1, 9: -5.0}, {2: -0.2, 9: -4.0}, {3: -0.7, 4: -0.71}])
-
-
-@pytest.mark.parametrize(
-    "other, found",
-    [
-        (answer([1, 2, 3], [-0.1, -0.2, -0.7]), Difference(0.0)),
-        (answer([1, 2, 3], [-0.1, -0.25, -0.7]), Difference(0.05)),
-        # Two tokens that are almost as likely, as rounding makes it.
-        (answer([1, 2, 4], [-0.1, -0.21, -0.7]), Difference(0.01, 2, 0.01)),
-        # A token that was far behind, and one that was not among the likeliest at all.
-        (answer([1, 9, 3], [-0.1, -0.2, -0.7]), Difference(0.0, 1, 3.8)),
-        (answer([1, 7, 3], [-0.1, -0.2, -0.7]), Difference(0.0, 1, math.inf)),
-        (answer([1, 2], [-0.1, -0.2]), Difference(0.0, 2, math.inf)),
-        # No number at all, as it is and as JSON has it.
-        (answer([1, 2, 3], [-0.1, math.nan, -0.7]), Difference(math.inf)),
-        (answer([1, 2, 3], [-0.1, None, -0.7]), Difference(math.inf)),
-    ],
-)
-def test_where_two_answers_part_and_how_far_they_have_drifted(other: Answer, found: Difference) -> None:
-    seen = difference(REFERENCE, other)
-    assert seen.parted_at == found.parted_at
-    assert seen.drift == pytest.approx(found.drift) and seen.behind == pytest.approx(found.behind)
-
-
-def test_the_limit_is_what_the_noise_says_and_never_nothing() -> None:
-    assert limit_of([Difference(0.0)]) == LEAST_LIMIT
-    assert limit_of([Difference(0.01), Difference(0.002, 3, 0.02)]) == pytest.approx(MARGIN * 0.02)
-    # What was not among the likeliest says nothing of how large rounding is.
-    assert limit_of([Difference(0.01, 3, math.inf)]) == pytest.approx(MARGIN * 0.01)
-
-
-@given(st.integers(0, 2), st.floats(0.2, 5))
-def test_wrong_kv_is_not_taken_for_rounding(place: int, moved: float) -> None:
-    """Of float32, where two runs agree to 1e-6, and of bf16, where they differ by some hundredths."""
-    logprobs = [value - (moved if i >= place else 0) for i, value in enumerate(REFERENCE.logprobs)]
-    wrong = difference(REFERENCE, answer(REFERENCE.tokens, logprobs))
-    for noise in (Difference(1e-6), Difference(0.02), Difference(0.03, 2, 0.05)):
-        assert not wrong.within(limit_of([noise]))
-
-
-# ---- scored answers
 
 
 def scored(logprobs, likeliest) -> Answer:

@@ -30,7 +30,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowRadixCache
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowRadixCache
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.utils import broadcast_pyobj
 from sglang.utils import TypeBasedDispatcher

@@ -16,30 +16,35 @@ def test_counters_are_summed_over_their_labels() -> None:
     assert workers.parse_counters(text, {"a": "a_total", "b": "b_total", "c": "c_total"}) == {"a": 5.0, "b": 4e8}
 
 
+PLAIN = {"size": 64, "available": 60, "evictable": 4, "protected": 0, "idle": True}
+PLAIN |= {"req_slots": 8, "free_req_slots": 8, "metadata_buffers": 4, "free_metadata_buffers": 4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"available": 59}, "59 free and 4 evictable tokens do not make its pool of 64"),
-        ({"protected": 4}, "4 tokens are locked"),
+        ({"available": 59}, "1 tokens of KV are lost"),
+        ({"available": 61}, "-1 tokens of KV are lost"),
+        ({"protected": 4, "available": 56}, "4 tokens of KV are locked"),
         ({"locks_released": 4}, "5 locks were taken and 4 released"),
         ({"audit": ["one KV slot stands in the tree twice"]}, "one KV slot stands in the tree twice"),
         ({"idle": False}, "not idle"),
+        ({"free_req_slots": 7}, "1 rows of the table are lost"),
+        ({"free_metadata_buffers": 2}, "2 metadata buffers are lost"),
     ],
 )
 def test_pool_problems(change: dict[str, Any], message: str) -> None:
-    pool = {"size": 64, "available": 60, "evictable": 4, "protected": 0, "idle": True}
-    pool |= {"locks_taken": 5, "locks_released": 5, "audit": []}
+    pool = PLAIN | {"locks_taken": 5, "locks_released": 5, "audit": []}
     assert workers.pool_problems("decode-0", pool, True) == []
     (problem,) = workers.pool_problems("decode-0", pool | change, True)
     assert problem.startswith("decode-0") and message in problem
 
 
-@pytest.mark.parametrize("missing", ["locks_taken", "locks_released", "audit"])
-def test_a_tree_that_is_not_told_of_is_not_a_sound_one(missing: str) -> None:
-    plain = {"size": 64, "available": 60, "evictable": 4, "protected": 0, "idle": True}
-    pool = plain | {"locks_taken": 0, "locks_released": 0, "audit": []}
-    # Prefill and a decode worker without the flag have neither.
-    assert workers.pool_problems("prefill-0", plain, False) == []
+@pytest.mark.parametrize("missing", ["locks_taken", "locks_released", "audit", *PLAIN])
+def test_what_is_not_told_of_is_not_sound(missing: str) -> None:
+    pool = PLAIN | {"locks_taken": 0, "locks_released": 0, "audit": []}
+    # Prefill and a decode worker without the flag have neither locks nor an audit.
+    assert workers.pool_problems("prefill-0", PLAIN, False) == []
     del pool[missing]
     assert workers.pool_problems("decode-0", pool, True) == [f"decode-0 does not tell its {missing}"]
 

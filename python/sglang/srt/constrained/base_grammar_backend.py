@@ -1,6 +1,6 @@
 """A grammar that cannot be compiled is the error of the request that brought it.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known that catches every error; sgl-project/sglang#4578 (closed) did.
 """
 
 from __future__ import annotations

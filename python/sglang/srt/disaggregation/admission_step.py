@@ -1,6 +1,6 @@
 """Admission of one step: plan, add, give memory, ask for the delta; for requests whose handshake is done, in order.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
+    from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
 __all__ = ["Admission", "Blocked"]
 
@@ -54,10 +56,11 @@ class Admission:
         memory: RequestMemory,
         deltas: PrefillDeltas,
         counters: KvTransferCounters,
+        local: LocalPrefills | None = None,
     ):
-        """deltas: where what the tree lacks of a request comes from."""
+        """deltas, local: where what the tree lacks of a request comes from."""
         self._tree, self._policy, self._accounts = tree, policy, accounts
-        self.memory, self.deltas, self._counters = memory, deltas, counters
+        self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
         # The request at which the last step ended for lack of memory.
         self.blocked: Blocked | None = None
 
@@ -120,8 +123,10 @@ class Admission:
             if decode_req.is_aborted or decode_req.error is not None:
                 continue
             req, entry = decode_req.req, decode_req.entry
+            if self._local is not None and not several_ranks:
+                entry.peer_drops = peer_drops(decode_req)
             try:
-                plan = self._plan(decode_req, entry, may_match, now)
+                plan = self._plan(decode_req, entry, may_match, now, live)
             except Exception as e:
                 # On all ranks: they ask the same of the same tree.
                 decode_req.lose(e)
@@ -144,18 +149,28 @@ class Admission:
             self._counters.overtaken(adder.overtaken())
         return admitted
 
-    def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, now: float) -> AdmissionPlan:
+    def _plan(
+        self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, now: float, live: Callable[[], LiveReqs]
+    ) -> AdmissionPlan:
         """What admitting a request takes, and in ``entry.coming`` what the transfer brings for which it waits, if any.
 
         may_match: whether it may use what the tree holds, as far as its prefill and the other ranks go.
         """
         req, policy = decode_req.req, self._policy
-        may_match = may_match and self._tree.takes(req)
+        may_match = may_match and self._tree.accepts(req)
         # In the step in which it has shaken hands nobody has asked before.
         entry.takes_prefix = entry.takes_prefix or may_match
         entry.coming = policy.look_again(entry, now) if may_match and policy.may_follow else 0
-        found = self._tree.found(entry.watch) if may_match and entry.watch is not None else NOTHING
+        found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
+        entry.local = may_match and entry.peer_drops and not entry.coming and self._computes(req, found, live)
+        if entry.local and found.length == len(req.origin_input_ids):
+            # A step has a token at least to compute, and not into a page that others read.
+            found = self._tree.peek(self._tree.shareable(req.origin_input_ids)[:-1], req.extra_key)
         return self._accounts.plan(req, req.origin_input_ids, found)
+
+    def _computes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
+        """Whether what the tree lacks of ``req`` is computed here."""
+        return self._local is not None and self._local.takes(req, found, lambda: bool(live().running))
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan, fence: Fence) -> None:
         """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""
@@ -167,7 +182,8 @@ class Admission:
         decode_req.advance(ADMITTED)
         try:
             self.memory.give(req, req.origin_input_ids, plan)
-            self.deltas.request(decode_req, fence)
+            source = self._local if entry.local and self._local is not None else self.deltas
+            source.request(decode_req, fence)
         except Exception as e:
             # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
             decode_req.lose(e)

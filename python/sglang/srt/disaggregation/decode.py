@@ -1,6 +1,7 @@
 """Decode worker with a prefix cache: admission matches, locks and allocates the delta only.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with #24230 and, for Mooncake, #24257
+(merged).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.admission_step import Admission
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_agreement import Ranks
+from sglang.srt.disaggregation.decode_agreement import Ranks, agreed_polls
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
 from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_handshakes import (
@@ -33,20 +33,24 @@ from sglang.srt.disaggregation.decode_handshakes import (
 )
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.decode_resume import Resumption
+from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import Writers, abort_transfer, flush_around, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.disaggregation.local_prefill import LocalPrefills
+from sglang.srt.disaggregation.local_steps import make_local_prefills, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
-from sglang.srt.disaggregation.transfer_commit import keep_draft_start, note_transfer
-from sglang.srt.disaggregation.utils import poll_and_all_reduce, prepare_abort
+from sglang.srt.disaggregation.transfer_commit import abort_commit, keep_draft_start, note_transfer
 from sglang.srt.environ import envs
+from sglang.srt.managers.lora_batch import split_by_adapter
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
-from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
-from sglang.srt.mem_cache.pegaflow_room import live_on_decode
+from sglang.srt.mem_cache.known_prefixes import note_known
+from sglang.srt.mem_cache.pegaflow.room import live_on_decode
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -59,8 +63,10 @@ __all__ = [
     "DecodeRequest",
     "DecodeTransferQueue",
     "HybridMambaDecodeReqToTokenPool",
+    "SchedulerDisaggregationDecodeMixin",
 ]
 
+LOCAL = Phase.LOCAL
 # Tokens of its answer, at most, for which a request must find room.
 MOST_NEW_TOKENS = engine.CLIP_MAX_NEW_TOKEN
 
@@ -118,7 +124,7 @@ class DecodeRequest(engine.DecodeRequest):
     def fail(self) -> None:
         """Have prefill, which may write for it, write no more."""
         self.failed_at = time.monotonic()
-        if not is_warmup(self.req):
+        if not is_warmup(self.req) and self.phase is not LOCAL:
             # Also where an error came before this rank had asked: the quarantine is the same on all ranks.
             self.kv_receiver.fenced = True
             self.cancel()
@@ -131,7 +137,10 @@ class DecodeRequest(engine.DecodeRequest):
         self.error = self.error or error
 
     def poll(self) -> int:
-        """What the receiver says."""
+        """What the receiver says; of a request that is computed here, whether it goes on."""
+        if self.phase is LOCAL:
+            lost = self.error is not None or self.kv_receiver.conclude_state == KVPoll.Failed
+            return int(KVPoll.Failed if lost else KVPoll.Success)
         try:
             return int(self.kv_receiver.poll() if self.error is None else KVPoll.Failed)
         except Exception as e:
@@ -164,53 +173,12 @@ class DecodeRequest(engine.DecodeRequest):
             return time.monotonic() - self.failed_at > self.kv_receiver.kv_mgr.waiting_timeout
 
 
-class DecodeReqToTokenPool(engine.DecodeReqToTokenPool):
-    """Rows of requests. Some may have to stay out of others' hands for a step, or through a flush."""
-
-    def reserve(self, req: Req) -> None:
-        """Take the row of ``req`` out of a pool that has been cleared."""
-        self.free_slots.remove(req.req_pool_idx)
-
-    def give_last(self, rows: set[int]) -> int:
-        """Hand the free ones of ``rows`` out after all others; returns how many these are."""
-        # They are taken from the front.
-        self.free_slots.sort(key=rows.__contains__)
-        return len(rows.intersection(self.free_slots))
+class DecodeReqToTokenPool(KeptRows, engine.DecodeReqToTokenPool):
+    """Rows of requests, of which some can be kept out of others' hands."""
 
 
-class HybridMambaDecodeReqToTokenPool(engine.HybridMambaDecodeReqToTokenPool):
-    """Rows and state slots of the requests of a hybrid model. The state pool may have fewer slots than there are rows.
-
-    The prefix cache holds no states, so all slots are requests' or free, and a request has its own from its admission
-    to its end.
-    """
-
-    def _init_mamba_pool(self, *args, **kwargs) -> None:
-        """Adds that the tables from rows to slots have an entry for each row; the engine makes one for each slot."""
-        super()._init_mamba_pool(*args, **kwargs)
-        rows = len(self.req_to_token)
-        slots = self.req_index_to_mamba_index_mapping
-        self.req_index_to_mamba_index_mapping = slots.new_zeros(rows)
-        if self.enable_mamba_extra_buffer:
-            tracked = self.req_index_to_mamba_ping_pong_track_buffer_mapping
-            self.req_index_to_mamba_ping_pong_track_buffer_mapping = tracked.new_zeros(rows, tracked.shape[1])
-
-    def available_size(self) -> int:
-        """Replaces the engine's number of free rows: requests for which there are a row and the state slots it takes.
-
-        All admissions ask this. The engine's run into an assertion when rows are left and slots are not.
-        """
-        each = 1 + (self.mamba_ping_pong_track_buffer_size if self.enable_mamba_extra_buffer else 0)
-        return min(len(self.free_slots), self.mamba_pool.available_size() // each)
-
-    def reserve(self, req: Req) -> None:
-        """Take the row and the state slot of ``req`` out of pools that have been cleared."""
-        self.free_slots.remove(req.req_pool_idx)
-        if req.mamba_pool_idx is not None:
-            self.mamba_pool.reserve(req.mamba_pool_idx)
-            self.req_index_to_mamba_index_mapping[req.req_pool_idx] = req.mamba_pool_idx
-
-    give_last = DecodeReqToTokenPool.give_last
+class HybridMambaDecodeReqToTokenPool(KeptStates, engine.HybridMambaDecodeReqToTokenPool):
+    """Rows and state slots of the requests of a hybrid model, each counted."""
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
@@ -243,11 +211,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.policy = self.transfer_queue.policy
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group, lambda: tree.evict_shortfall(tree.evictable_size()))
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler))
+        local = self.transfer_queue.local
+        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices)
-        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, self.counters)
+        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, self.counters, local)
         self.resumption = Resumption(tree, self.accounts, self.memory, rows, self.ranks)
 
     def _init_kv_manager(self):
@@ -335,12 +304,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """
         if not self.has_radix:
             return super().pop_preallocated(rids_to_check)
-        # 1. Find out what a step in flight still uses of requests that have ended.
+        # 1. Commit what has arrived, so that who waited for it goes on in this step.
+        self.transfer_queue.collect()
+        # 2. Find out what a step in flight still uses of requests that have ended. Rows that become free after this
+        # would be given away after theirs.
         fence = step_in_flight.OPEN
         if self.queue:
             fence = step_in_flight.raise_fence(self.scheduler, self.req_to_token_pool, self.radix.page_size)
-        # 2. Commit what has arrived, so that who waited for it goes on in this step.
-        self.transfer_queue.collect()
         # 3. Go on with handshakes.
         self._resolve_pending_reqs()
         self._steps += 1
@@ -393,7 +363,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         several = self.ranks.size > 1
         admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule, several)
         self._forget(admitted)
-        return admitted
+        # Several ranks find out first whether each of them has the memory.
+        local = None if several else self.transfer_queue.local
+        return admitted if local is None else [dr for dr in admitted if not local.agree(dr)]
 
     def _tend_tree(self) -> None:
         if self.admission.blocked is None and not self.retracted_queue:
@@ -430,11 +402,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         steps write to more than a slot of each request (state, drafts, host memory), wherever one has ended.
         """
         kv_loc = super()._pre_alloc(req)
-        more = hasattr(self.token_to_kv_pool, "get_state_buf_infos") or self.scheduler.enable_hisparse
-        more = more or not self.scheduler.spec_algorithm.is_none()
-        late = step_in_flight.late_step(self.scheduler, self.token_to_kv_pool_allocator.page_size)
-        if late is not None and (more or late.uses(req.req_pool_idx, kv_loc)):
-            late.done.synchronize()
+        more = hasattr(self.token_to_kv_pool, "get_state_buf_infos")
+        page_size = self.token_to_kv_pool_allocator.page_size
+        step_in_flight.wait_if_used(self.scheduler, page_size, req.req_pool_idx, kv_loc, more)
         return kv_loc
 
     # ---- retraction ----
@@ -465,6 +435,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
         self.quarantine: list[DecodeRequest] = []
+        # What is computed here in place of being sent.
+        self.local: LocalPrefills | None = None
         # What has arrived in this step, and whether that has been asked already.
         self.arrived: list[Req] = []
         self._collected = False
@@ -473,6 +445,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
+            self.local = make_local_prefills(self.scheduler, self.tree_cache, self.policy)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Leaves out the engine's with a radix cache."""
@@ -502,7 +475,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         if not self.queue and not self.quarantine:
             return []
         pollers = [*self.queue, *(Writers(dr) for dr in self.quarantine)]
-        polls = poll_and_all_reduce(pollers, self.gloo_group)
+        polls = agreed_polls(pollers, self.gloo_group)
         released = [
             dr for dr, poll in zip(self.quarantine, polls[len(self.queue) :], strict=True) if poll == KVPoll.Success
         ]
@@ -512,7 +485,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         for decode_req, poll in zip(self.queue, polls, strict=False):
             if poll == KVPoll.Failed:
                 self._fail(decode_req)
-                self._set_aside(decode_req, released, closed=is_warmup(decode_req.req))
+                self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
+            elif decode_req.phase is LOCAL and self.local is not None:
+                self.local.agree(decode_req)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
                 still.append(decode_req)
             elif decode_req.is_aborted:
@@ -523,6 +498,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self._set_aside(decode_req, released, closed)
             else:
                 self.tree_cache.commit_req(decode_req.req)
+                note_known(decode_req.req.last_node)
                 self.policy.committed(decode_req.entry)
                 decode_req.advance(Phase.COMMITTED)
                 arrived.append(decode_req.req)
@@ -553,6 +529,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Abort a request whose transfer failed here or on another rank."""
         # Of those that waited for it, the first becomes the leader of the others.
         self.policy.leave(decode_req.entry)
+        if self.local is not None:
+            self.local.forget(decode_req)
         abort_transfer(decode_req)
         self._report_failed(decode_req.req)
 
@@ -573,12 +551,50 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             if not isinstance(self.tree_cache, DecodeRadixCache):
                 raise
             # On all ranks, which have been sent the same metadata.
-            message = f"Decode commit failed for request {req.rid}: {type(e).__name__}: {e}"
-            logger.error(message, exc_info=e)
-            prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+            abort_commit(req, e)
             return True
         if done and req.hidden_states_tensor is not None:
             keep_draft_start(req)
         if done and not is_warmup(req) and not decode_req.is_aborted:
             note_transfer(req, KvTransferCounters.get(self.scheduler.server_args))
         return done
+
+
+class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMixin):
+    """Turns of a decode worker's loop: the step of its queues, and the batch that comes out of them."""
+
+    def process_decode_queue(self) -> None:
+        """Adds what begins and ends a step of the queue, with the record of what requests held and how long it took.
+
+        Transfers end and failures are told also while retracted requests wait for memory. The engine looks at neither
+        until all of these are back: if what they wait for is held by transfers, both wait for ever.
+        """
+        began = time.monotonic()
+        queue = self.disagg_decode_prealloc_queue
+        queue.begin_step()
+        super().process_decode_queue()
+        if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
+            queue.pop_preallocated()
+            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+        queue.end_step()
+        self.note_queue_step(time.monotonic() - began)
+
+    def get_next_disagg_decode_batch_to_run(self):
+        """Adds a step over remainders of prompts that are computed here; after each, requests that decode have one."""
+        batch = next_local_batch(self, self.disagg_decode_transfer_queue.local)
+        return super().get_next_disagg_decode_batch_to_run() if batch is None else batch
+
+    def get_new_prebuilt_batch(self):
+        """Adds that a batch has no more LoRA adapters than fit; the engine looks at that on prefill only, and ends.
+
+        Requests whose adapter does not fit wait with their KV, and others of a running one go before them, as in the
+        engine's own scheduling of prefills.
+        """
+        if not (self.enable_lora and isinstance(self.tree_cache, DecodeRadixCache)):
+            return super().get_new_prebuilt_batch()
+        fits = self.tp_worker.model_runner.lora_manager.validate_lora_batch
+        self.waiting_queue, waiting = split_by_adapter(self.waiting_queue, self.running_batch.reqs, fits)
+        try:
+            return super().get_new_prebuilt_batch()
+        finally:
+            self.waiting_queue = [*self.waiting_queue, *waiting]

@@ -1,6 +1,6 @@
 """Adds requests to a step of admission until one does not fit; as the engine's ``PrefillAdder``, figures in and out.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ decisions out. All figures are tokens unless said otherwise.
   and then needs only what lies beyond it. What it will need is kept for it meanwhile. It waits only where most of what
   it waits for is of use to it, and no longer than a copy of its own would take.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known that goes by prefixes or waits for a transfer; sgl-project/sglang#40166 (open) orders by age and
+cost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ __all__ = [
     "Transfers",
     "Turns",
     "admission_order",
-    "pays_to_follow",
 ]
 
 
@@ -90,11 +90,6 @@ def least_to_follow(leader_lacked: int) -> int:
     Where it is mostly the leader's own, the wait is for that.
     """
     return -(-leader_lacked // 2)
-
-
-def pays_to_follow(coming: int, leader_lacked: int) -> bool:
-    """Whether a prompt of which a transfer of ``leader_lacked`` tokens brings ``coming`` should wait for it."""
-    return coming >= least_to_follow(leader_lacked)
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,6 +151,9 @@ class QueueEntry:
     overtaken: int = 0
     # Whether all TP ranks know its prefill to take a prefix; only then may it wait for others.
     takes_prefix: bool = False
+    # Whether they know it to drop a request that decode computes, and whether this one is.
+    peer_drops: bool = False
+    local: bool = False
     # Whose transfer it may wait for, since when, whether it waits for that no longer, and how much of its prompt it
     # brings while it waits; since when it waits for any.
     leader: Watch | None = None
@@ -179,9 +177,6 @@ class PrefixTree(Protocol):
     """What the policy asks of the tree."""
 
     watches: PrefixWatches
-
-    def unlocked(self, watch: Watch) -> int:
-        """Tokens of a watched prompt that the tree holds and nobody has locked."""
 
 
 class AdmissionPolicy:
@@ -274,7 +269,7 @@ class AdmissionPolicy:
         """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
         if entry.watch is None:
             return 0, 0
-        return entry.watch.length, self.tree.unlocked(entry.watch)
+        return entry.watch.length, entry.watch.unlocked_tokens()
 
     def candidate(self, entry: QueueEntry, prompt: int) -> Candidate:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""

@@ -5,7 +5,7 @@ the figures that admission decides by. The minimum of a figure and the negated m
 the greatest value over the ranks: where they are the same, all ranks have it. What goes by a clock the first rank
 decides; the others add nothing to its word.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known that agrees on prefixes and admission in one reduction.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from sglang.srt.disaggregation import utils as engine
 
 __all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
 
@@ -41,9 +42,10 @@ DISAGREEMENTS = 64
 class Agreement:
     """What all ranks know after the collective.
 
-    low, high: the least and greatest of each shared figure. polls, capable (0 or 1): of each request of the window, by
-    MIN. same: for each candidate, whether all ranks' trees hold the same of it. expired: the requests of the window,
-    by index, that by the first rank's clock have waited long enough for what they wait for.
+    low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
+    2: and drops what decode computes): of each request of the window, by MIN. same: for each candidate, whether all
+    ranks' trees hold the same of it. expired: the requests of the window, by index, that by the first rank's clock have
+    waited long enough for what they wait for.
     """
 
     low: list[int]
@@ -64,7 +66,7 @@ def agree(
     shared: Sequence[int],
     held: Sequence[tuple[int, int]],
     polls: Sequence[int],
-    capable: Sequence[bool],
+    capable: Sequence[int],
     expired: Sequence[int] = (),
 ) -> Agreement:
     """Reduce over ``group``.
@@ -107,6 +109,17 @@ def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
     return bool((low == -negated).all())
 
 
+def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
+    """What each poller says, the least of all ranks.
+
+    One rank alone has nobody to ask. The engine's reduction would still wait for a thread of gloo's, which a busy host
+    gives no core for longer than a step takes.
+    """
+    if dist.get_world_size(group) > 1 or engine.FAILURE_PROB > 0:
+        return engine.poll_and_all_reduce(pollers, group)
+    return [int(poller.poll()) for poller in pollers]
+
+
 def _bits(words: Sequence[int]) -> list[int]:
     return [n * _BITS + bit for n, word in enumerate(words) if word for bit in range(_BITS) if -word >> bit & 1]
 
@@ -115,7 +128,7 @@ class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
     queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows. buffers: for metadata. order: of
-    each candidate its place in the window, and what it waits for. leaders: see `PrefixWatches`.
+    each candidate its place in the window, and what it waits for. leader_version: see `PrefixWatches`.
     """
 
     queued: int
@@ -123,7 +136,7 @@ class RankState(NamedTuple):
     memory: Sequence[int]
     buffers: int
     order: Sequence[tuple[int, int]]
-    leaders: int
+    leader_version: int
 
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
@@ -131,7 +144,7 @@ class RankState(NamedTuple):
         # Of an admission that failed on one rank there may be nothing else that differs.
         line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers}"
         order = zlib.crc32(line.encode())
-        return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leaders]
+        return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leader_version]
 
 
 class Ranks:
@@ -161,7 +174,7 @@ class Ranks:
         shared: Sequence[int],
         held: Sequence[tuple[int, int]],
         polls: Sequence[int],
-        capable: Sequence[bool],
+        capable: Sequence[int],
         expired: Sequence[int],
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""

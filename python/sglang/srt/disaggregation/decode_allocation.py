@@ -1,6 +1,6 @@
 """Memory for a request that is admitted or resumed: prefix locked, delta allocated, table written; or none of it.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations

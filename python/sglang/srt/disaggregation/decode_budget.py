@@ -4,7 +4,7 @@ Every live request may grow, and one must always be able to finish: as in the en
 decode. A prefix that several share is there once, so what a request lacks to its end is counted from what it holds, and
 what a retraction brings is only what nobody else holds. All figures are tokens, whole pages.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known that counts a shared prefix once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
+from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    from sglang.srt.mem_cache.prefix_reader import PrefixPeek
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Use", "live_reqs", "use_of"]
@@ -175,9 +177,11 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
     """The live requests of a decode worker, from its scheduler and queues."""
     batch, last = scheduler.running_batch.reqs, scheduler.last_batch
     prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
-    # Between admission and decoding: in transfer, committed in this step, committed before, in the prebuilt batch.
+    # Between admission and decoding: in transfer, committed in this step, committed before, in the prebuilt batch; or
+    # computed here.
     moving = [dr.req for dr in transfer_queue.queue]
-    coming = [*moving, *transfer_queue.arrived, *scheduler.waiting_queue, *prebuilt]
+    local = transfer_queue.local.reqs() if transfer_queue.local is not None else ()
+    coming = [*moving, *transfer_queue.arrived, *scheduler.waiting_queue, *prebuilt, *local]
     if coming:
         running = set(map(id, batch))
         coming = [req for req in coming if id(req) not in running and not req.finished()]
@@ -233,7 +237,7 @@ class Accounts:
         page, tree, running, coming = self._page, self._tree, live.running, live.coming
         # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
         holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
-        in_tree = tree.protected_size_ - tree.held_by(holders)
+        in_tree = tree.protected_size_ - tokens_above(holders)
         budget = Budget(self.free(running), tree.pool.available_size(), in_tree, ahead=self.ahead(live))
         budget.count(
             [use_of(req, page, self._most_new_tokens) for req in running],

@@ -1,6 +1,6 @@
 """Requests before their admission: their handshakes, and what prefills are told of them meanwhile.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); in threads #34865 (open).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.utils import prepare_abort
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
+    from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 __all__ = ["Announcements", "LiveRooms", "fail_unreached", "poll_handshake", "take_polls"]
 

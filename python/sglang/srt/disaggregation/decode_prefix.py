@@ -2,7 +2,7 @@
 
 Backends bring the wire; the arithmetic and the checks are here, once.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Retracted requests come back: matched anew, and only what the tree has lost is restored from host memory.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: sgl-project/sglang#29471 (open), a resume that matches again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.admission_step import Blocked
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, LiveReqs, Memory
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import NOTHING
+from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_agreement import Ranks
@@ -91,7 +91,7 @@ class Resumption:
 
     def _plan(self, req: Req, token_ids: list[int]) -> AdmissionPlan:
         found = NOTHING
-        if self._tree.takes(req):
+        if self._tree.accepts(req):
             found = self._tree.peek(self._tree.shareable(token_ids), req.extra_key)
         return self._accounts.plan(req, token_ids, found)
 

@@ -1,6 +1,6 @@
 """Which requests of the queue one step of admission looks at, in which order, and what the TP ranks agree on of it.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "priority_sign", "takes_prefix"]
+__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "peer_drops", "priority_sign", "takes_prefix"]
 
 READY = Phase.READY
 # Places of the window that are not given to requests whose handshake is done, where the queue is longer than it.
@@ -57,6 +57,12 @@ def takes_prefix(decode_req: DecodeRequest) -> bool:
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
+def peer_drops(decode_req: DecodeRequest) -> bool:
+    """Whether the prefill of a request drops it if its prompt is computed here."""
+    receiver = decode_req.kv_receiver
+    return takes_prefix(decode_req) and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).drops
+
+
 def priority_sign(scheduler: Any) -> int:
     """What priorities are multiplied with so that lower goes first, as in the engine's order; 0: they do not count."""
     if not getattr(scheduler, "enable_priority_scheduling", False):
@@ -67,16 +73,26 @@ def priority_sign(scheduler: Any) -> int:
 class Schedule:
     """Puts the requests of one queue in the order of a policy."""
 
-    def __init__(self, policy: AdmissionPolicy, tree: DecodeRadixCache, priority_sign: Callable[[], int]):
-        """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count."""
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        tree: DecodeRadixCache,
+        priority_sign: Callable[[], int],
+        computes_here: bool = False,
+    ):
+        """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count.
+
+        computes_here: whether this worker computes prompts itself.
+        """
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
+        self._computes_here = computes_here
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
 
     def version(self) -> tuple[int, ...]:
         """What must have changed for a request that did not fit to fit now, other than free memory."""
         tree = self._tree
-        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leaders, self._policy.left
+        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leader_version, self._policy.left
 
     def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
         """The entry of a request with the policy, whose queue it joins when it is first asked for."""
@@ -158,7 +174,8 @@ class Schedule:
             self._state(own, window, order).figures(self._rooms_digest(ranks, window)),
             [policy.held(entries[i]) for i in picked],
             polls,
-            [takes_prefix(dr) for dr in requests],
+            # What is less on one rank is so for all.
+            [takes_prefix(dr) + (self._computes_here and peer_drops(dr)) for dr in requests],
             expired,
         )
         if told is None:
@@ -167,6 +184,9 @@ class Schedule:
         if policy.may_follow:
             for entry, capable in zip(entries, told.capable, strict=True):
                 entry.takes_prefix = bool(capable)
+        if self._computes_here:
+            for entry, capable in zip(entries, told.capable, strict=True):
+                entry.peer_drops = capable > 1
         for i in told.expired:
             # From the next step on; the order of this one is agreed.
             policy.give_up(entries[i])
@@ -176,7 +196,7 @@ class Schedule:
 
     def _state(self, own: OwnFigures, window: Window, order: Sequence[int]) -> RankState:
         line = [(i, window.entries[i].coming) for i in order]
-        return RankState(own.queued, own.retracted, own.memory, own.buffers, line, self._tree.watches.leaders)
+        return RankState(own.queued, own.retracted, own.memory, own.buffers, line, self._tree.watches.leader_version)
 
     @staticmethod
     def _rooms_digest(ranks: Ranks, window: Window) -> int:

@@ -1,6 +1,6 @@
 """Memory of failed requests is released when no prefill can write to it any more, and stays theirs through a flush.
 
-Upstream: not in 0.5.10.post1, which frees it at once.
+Upstream: sgl-project/sglang#35049 and #35360 (merged, off by default), which #38961 (open) mends.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ fails in between waits for its turn and is then computed to its end. To stop tha
 step, and they learn of a failure in different ones. So the rank that receives for all of them says it, as if it had
 received it: the engine hands that on to the others in every step anyway, and where nothing is lost not a byte more.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["First", "LostReqs"]
+__all__ = ["LostReqs", "MessageAhead"]
 
 
 @dataclass
@@ -23,7 +23,7 @@ class LostReqs:
     reasons: dict[str, str]
 
 
-class First:
+class MessageAhead:
     """The socket from which a scheduler receives, with ``message`` before anything else."""
 
     def __init__(self, message: Any, socket: Any):

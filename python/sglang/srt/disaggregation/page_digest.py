@@ -10,7 +10,7 @@ difference but for a chance of about 2^-32; and digests of chunks add up, whatev
 has its own, so that workers of different TP sizes, which hold different heads, can compare. A pipeline stage has one of
 its own layers, whose numbers are those of the whole model. It finds faults, not forgers: the weights are public.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
 """
 
 from __future__ import annotations

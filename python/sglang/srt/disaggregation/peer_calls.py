@@ -1,6 +1,6 @@
 """Calls to other workers, on threads: one that does not answer delays what is told to it, and to nobody else.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefill worker that skips what decode already holds.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged). The end of lost requests: none is known.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                     if sender.has_failed():
                         self._tell_lost(req, sender.failure_reason())
         return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+
+    def drop_computed(self, room: int) -> None:
+        """Forget the request of a room that decode computes itself, in the same step on all ranks."""
+        waiting = self.grammar_manager.grammar_queue
+        waiting[:] = [req for req in waiting if req.bootstrap_room != room]
+        queue = self.disagg_prefill_bootstrap_queue
+        dropped = [req for req in queue.queue if req.bootstrap_room == room]
+        queue.queue = [req for req in queue.queue if req.bootstrap_room != room]
+        for req in dropped:
+            if isinstance(req.disagg_kv_sender, CommonKVSender):
+                req.disagg_kv_sender.drop()
+            if self.enable_hicache_storage:
+                self.tree_cache.release_aborted_request(req.rid)
 
     def lost_requests(self) -> dict[str, str]:
         """Why requests have failed, as far as this rank knows, that no queue polls, by rid.

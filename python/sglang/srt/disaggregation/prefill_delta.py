@@ -2,7 +2,7 @@
 
 Another place that deltas come from would be a class with the same methods.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
@@ -83,7 +84,7 @@ class PrefillDeltas:
         decode_req.advance(ASKED)
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
-        if getattr(receiver, "peer_takes_prefix", False):
+        if takes_prefix(decode_req):
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.decode_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

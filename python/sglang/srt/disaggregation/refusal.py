@@ -3,31 +3,41 @@
 The router gives a request to both. Mostly both refuse it for the same reason. Where only one does (its limits are
 smaller, or the request's rid is in use there), the other would wait for its peer until it times out.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known by which a worker tells its peer; sgl-project/sglang#30325 (open) ends prefill's own side.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
+from sglang.srt.disaggregation.told_rooms import ToldRooms, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["REFUSED_ROUTE", "RefusedReq", "RefusedRooms", "heard", "listen", "tell_prefill"]
+__all__ = [
+    "REFUSED_ROUTE",
+    "RefusedReq",
+    "RefusedRooms",
+    "listen",
+    "rooms_refused",
+    "take_refusal",
+    "tell_prefill",
+]
 
 # On a prefill's bootstrap server.
 REFUSED_ROUTE = "/refused_room"
 # Refusals that are remembered, for a request that comes after its refusal, and seconds for which they are. The router
 # sends to both workers at once; who uses a room anew later means another request.
 REMEMBERED, REMEMBERED_S = 4096, 10.0
+# Of a request that is refused, prompts whose rooms the other worker is told of.
+MOST_PROMPTS = 256
 # Of a reason; it comes from another worker.
 MOST_CHARACTERS = 1000
 # Seconds that a prefill has to answer.
@@ -46,26 +56,39 @@ class RefusedReq:
     by_decode: bool
 
 
-class RefusedRooms:
+class RefusedRooms(ToldRooms[str]):
     """Why rooms were refused of late."""
 
     def __init__(self) -> None:
-        self._reasons: dict[int, tuple[str, float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._reasons)
-
-    def note(self, room: int, reason: str) -> None:
-        """Remember it. The oldest is forgotten first."""
-        self._reasons.pop(room, None)
-        self._reasons[room] = reason, time.monotonic() + REMEMBERED_S
-        while len(self._reasons) > REMEMBERED:
-            del self._reasons[next(iter(self._reasons))]
+        super().__init__(REMEMBERED, REMEMBERED_S)
 
     def reason(self, room: int | None) -> str | None:
         """Why, or None if it was not refused of late."""
-        reason, until = self._reasons.get(room, ("", 0.0))  # type: ignore[arg-type]
-        return reason if time.monotonic() < until else None
+        return self.of(room)
+
+
+def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tuple[int, Any, Any]]:
+    """The rooms of a refused request that the other worker is told of, each with host and port of its prefill.
+
+    Of the first prompts, and None for what the request does not say. served: requests that are being served; their
+    rooms are theirs, and this request was a copy. decodes: whether decode refuses it.
+    """
+    rooms = getattr(obj, "bootstrap_room", None)
+    if rooms is None:
+        return
+    hosts, ports = obj.bootstrap_host, obj.bootstrap_port
+    live = {getattr(other, "bootstrap_room", None) for other in served}
+    if getattr(obj, "samples", 0) and decodes and not obj.announced:
+        # Prefill knows only of the rooms of prompts.
+        rooms, hosts, ports = obj.request_rooms, hosts[:: obj.samples], ports[:: obj.samples]
+    for i, room in enumerate(rooms[:MOST_PROMPTS] if isinstance(rooms, list) else [rooms]):
+        if isinstance(room, int) and 0 < room < 2**63 and room not in live:
+            yield room, _of_prompt(hosts, i), _of_prompt(ports, i)
+
+
+def _of_prompt(values: Any, i: int) -> Any:
+    """The value of one prompt, where each may have its own; None where a list is too short."""
+    return values if not isinstance(values, list) else values[i] if i < len(values) else None
 
 
 def listen(listener: Callable[[int, str], None]) -> None:
@@ -73,13 +96,12 @@ def listen(listener: Callable[[int, str], None]) -> None:
     _listeners.append(listener)
 
 
-def heard(told: Any) -> None:
-    """Take what decode has told of a room that it has refused. Raises ValueError for what cannot be meant.
-
-    Room 0 is nobody's: it is that of health checks.
-    """
-    room, reason = (told.get("room"), told.get("reason")) if isinstance(told, dict) else (None, None)
-    if not isinstance(room, int) or isinstance(room, bool) or not 0 < room < 2**63 or not isinstance(reason, str):
+def take_refusal(told: Any) -> None:
+    """Take what decode has told of a room that it has refused. Raises ValueError for what cannot be meant."""
+    said: dict[str, Any] = told if isinstance(told, dict) else {}
+    room: Any = said.get("room")
+    reason = said.get("reason")
+    if not is_room(room) or not isinstance(reason, str):
         raise ValueError("a refusal has a room and a reason")
     for listener in _listeners:
         listener(room, reason[:MOST_CHARACTERS])

@@ -1,6 +1,7 @@
 """The phases of a request on a decode worker with a radix cache, until it decodes or has failed.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release (#35049, #35360,
+merged).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Phase(enum.Enum):
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
     ASKED = enum.auto()
-    # Its KV is in the tree, and it waits for its prebuilt batch.
+    # Or nobody is asked: this worker computes it, see local_prefill.py.
+    LOCAL = enum.auto()
+    # Its KV is in the tree, and it waits for its prebuilt batch; or the step that computes it has been launched.
     COMMITTED = enum.auto()
     # It has failed and been told, and a prefill may still write to its pages.
     QUARANTINED = enum.auto()

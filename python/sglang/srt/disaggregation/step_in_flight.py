@@ -5,7 +5,8 @@ that result is in the next step too, which writes one more slot of it (with spec
 row, after both have been let go. What the worker itself does with them comes later in the same stream; what a prefill
 writes does not.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known for what a prefill writes; sgl-project/sglang#26380 and #31687 (merged) order the scheduler's
+own writes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-__all__ = ["OPEN", "Fence", "LateStep", "late_step", "raise_fence"]
+__all__ = ["OPEN", "Fence", "LateStep", "late_step", "raise_fence", "wait_if_used"]
 
 
 class LateStep:
@@ -80,6 +81,17 @@ def late_step(scheduler: Any, page_size: int) -> LateStep | None:
     batch, result = steps[-1]
     ended = [i for i, req in enumerate(batch.reqs) if req.finished()]
     return LateStep(batch, ended, result.copy_done, page_size) if ended else None
+
+
+def wait_if_used(scheduler: Any, page_size: int, row: int, slots: torch.Tensor, has_state: bool) -> None:
+    """Wait for the step in flight if it may still use ``row`` or ``slots`` of a request that has ended.
+
+    has_state: whether steps write more than KV; then it is waited for wherever a request has ended.
+    """
+    more = has_state or scheduler.enable_hisparse or not scheduler.spec_algorithm.is_none()
+    late = late_step(scheduler, page_size)
+    if late is not None and (more or late.uses(row, slots)):
+        late.done.synchronize()
 
 
 class Fence(NamedTuple):

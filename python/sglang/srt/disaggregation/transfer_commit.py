@@ -1,17 +1,30 @@
 """What a request takes along from its metadata buffer, and what is noted of its transfer, when all has arrived.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
 
+import logging
+from http import HTTPStatus
 from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.utils import prepare_abort
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["keep_draft_start", "note_transfer"]
+__all__ = ["abort_commit", "keep_draft_start", "note_transfer"]
+
+logger = logging.getLogger(__name__)
+
+
+def abort_commit(req: Req, error: Exception) -> None:
+    """Abort a request of which what has arrived cannot be taken in."""
+    message = f"Decode commit failed for request {req.rid}: {type(error).__name__}: {error}"
+    logger.error(message, exc_info=error)
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def keep_draft_start(req: Req) -> None:

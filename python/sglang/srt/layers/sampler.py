@@ -1,6 +1,6 @@
 """Logits of which no token can be chosen, and logit processors that raise, cost only their own requests the answer.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) aborts requests whose logits are all NaN.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Choosing the DP rank of a decode worker by the prefix that it holds.
 
-Upstream: not in 0.5.10.post1, where a rank is chosen by turns, by room or by load.
+Upstream: sgl-project/sglang#26561 (open), which goes by digests that the ranks report.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A prefill with several tokenizer processes hears what decode refuses.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

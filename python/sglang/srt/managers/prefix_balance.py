@@ -28,7 +28,7 @@ come together meet. It is known in blocks, by a number that stands for a block a
 (answers, what running requests keep from the tree, a flush that it did not hear of) makes it choose less well until the
 next request of that prefix, and no worse.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#26561 (open), which goes by digests that the ranks report.
 """
 
 from __future__ import annotations

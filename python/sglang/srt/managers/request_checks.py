@@ -4,7 +4,8 @@ The engine takes these values as they come, and some end its scheduler: a token 
 probabilities. Prefill and decode look at the same things, so both refuse. What the engine serves passes: its own checks
 of ranges come after these, and what it does not look at may be anything.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) have one option
+each.
 """
 
 from __future__ import annotations

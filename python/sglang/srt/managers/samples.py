@@ -8,9 +8,9 @@ and find it in the tree, so prefill computes the prompt once.
 Prefill cannot know from a request which rooms decode will ask for, so decode says it (`announce`) before it asks for
 anything. Until then prefill does what the engine does, for a decode worker that says nothing: it warms its cache with a
 request of the prompt's own room. That waits for decode to ask for this room, which a decode worker that announces never
-does, so in this race nothing can go wrong (`Word`).
+does, so in this race nothing can go wrong (`Announcement`).
 
-Upstream: not in 0.5.10.post1; wanted since 2025 (sglang 9224, 24223, 26486).
+Upstream: none is known: sgl-project/sglang#9224, #24223, #26486, #30723 and #40297 are all closed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
+from sglang.srt.disaggregation.told_rooms import is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.request_checks import MAX_SAMPLES
@@ -41,11 +42,13 @@ __all__ = [
     "SAMPLE_ROUTE",
     "SampleRooms",
     "SamplesHaveRooms",
-    "Word",
+    "Announcement",
     "announce",
+    "first_answer",
     "give_rooms",
-    "heard",
+    "take_announcement",
     "listen",
+    "names_of",
     "sample_room",
     "samples_asked",
 ]
@@ -144,10 +147,10 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
     elif rid is not None:
         obj.rid = [name for one in rid for name in _numbered(one, n)]
     # What is no room is refused by the checks of requests. None is none.
-    obj.request_rooms = [room if _is_room(room) else None for room in obj.bootstrap_room[::n]]
+    obj.request_rooms = [room if is_room(room) else None for room in obj.bootstrap_room[::n]]
     for i, room in enumerate(obj.bootstrap_room):
         # Warm-ups share nothing.
-        if _is_room(room) and obj.bootstrap_host[i] != FAKE_BOOTSTRAP_HOST:
+        if is_room(room) and obj.bootstrap_host[i] != FAKE_BOOTSTRAP_HOST:
             obj.bootstrap_room[i] = sample_room(room, i % n)
     obj.batch_size, obj.parallel_sample_num, obj.samples = prompts * n, 1, n
     obj._validate_rid_uniqueness()
@@ -158,8 +161,15 @@ def _numbered(rid: str, count: int) -> list[str]:
     return [f"{rid}_{i:0{width}d}" for i in range(count)]
 
 
-def _is_room(room: Any) -> bool:
-    return isinstance(room, int) and not isinstance(room, bool) and 0 < room < 2**63
+def names_of(rid: str | list[str] | None, sampled: Sequence[str], taken: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What the samples of a request are called, by what the client has called it.
+
+    sampled: the names of all samples, prompt by prompt. taken: names of requests that are being served. One that is in
+    use is the other request's, and this one is refused.
+    """
+    called = [] if rid is None else rid if isinstance(rid, list) else [rid]
+    count = len(sampled) // (len(called) or 1)
+    return {one: [*sampled[i * count : (i + 1) * count]] for i, one in enumerate(called) if one not in taken}
 
 
 # ---- decode ----
@@ -221,7 +231,7 @@ class SamplesHaveRooms(Exception):
     """Decode has announced the samples of a request that was begun as the engine begins it."""
 
 
-class Word:
+class Announcement:
     """Whether decode has announced a request's samples, for the prefill that serves it; of one event loop.
 
     told: it has. too_late: the engine's warm-up was answered, so decode has asked for the request's own room, and the
@@ -244,6 +254,20 @@ class Word:
         self.loop.call_soon_threadsafe(self._event.set)
 
 
+async def first_answer(answers: AsyncIterator, word: Announcement) -> asyncio.Future:
+    """The task of the next of ``answers``, when it is done or decode has announced the samples."""
+    answer = asyncio.ensure_future(answers.__anext__())
+    told = asyncio.ensure_future(word.wait())
+    try:
+        await asyncio.wait({answer, told}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        answer.cancel()
+        raise
+    finally:
+        told.cancel()
+    return answer
+
+
 class SampleRooms:
     """What a prefill has been told of samples, by the rooms of their requests. Announcement and request may come in
     any order, on different threads."""
@@ -252,7 +276,7 @@ class SampleRooms:
         self._lock = threading.Lock()
         # Until when announcements hold whose request has not come.
         self._told: OrderedDict[int, float] = OrderedDict()
-        self._words: dict[int, Word] = {}
+        self._words: dict[int, Announcement] = {}
         # Requests that this prefill has refused, which decode may announce later.
         self._refused = refusal.RefusedRooms()
 
@@ -278,9 +302,9 @@ class SampleRooms:
                 word.tell()
             return None
 
-    def expect(self, rooms: Sequence[int]) -> Word:
+    def expect(self, rooms: Sequence[int]) -> Announcement:
         """A request of ``rooms`` has come: whether its samples have been announced, now or later."""
-        word = Word()
+        word = Announcement()
         with self._lock:
             now = time.monotonic()
             if any(self._told.get(room, 0.0) >= now for room in rooms):
@@ -289,7 +313,7 @@ class SampleRooms:
                 self._words[room] = word
         return word
 
-    def done(self, rooms: Sequence[int], word: Word) -> None:
+    def done(self, rooms: Sequence[int], word: Announcement) -> None:
         """The request of `expect` has ended, or its samples have been sent."""
         with self._lock:
             for room in rooms:
@@ -304,7 +328,7 @@ class SampleRooms:
             for room in rooms:
                 self._refused.note(room, reason)
 
-    def close(self, word: Word) -> bool:
+    def close(self, word: Announcement) -> bool:
         """The engine's warm-up was answered. Returns whether that was before an announcement; then none is taken."""
         with self._lock:
             word.too_late = not word.told
@@ -320,10 +344,10 @@ def listen(listener: SampleRooms) -> None:
     _listener = listener
 
 
-def heard(told: Any) -> None:
+def take_announcement(told: Any) -> None:
     """Take an announcement. Raises ValueError for what cannot be meant or served."""
     rooms = told.get("rooms") if isinstance(told, dict) else None
-    if not isinstance(rooms, list) or not rooms or not all(map(_is_room, rooms)):
+    if not isinstance(rooms, list) or not rooms or not all(map(is_room, rooms)):
         raise ValueError("an announcement of samples has rooms")
     if told.get("derivation") != DERIVATION:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Requests that decode has already given their KV.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the resume #29471 (open), drafts at a
+retraction #34801 (merged, with a hierarchical cache).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.managers import schedule_batch as engine
 
-__all__ = ["Req", "ScheduleBatch"]
+__all__ = ["Req", "ScheduleBatch", "alloc_for_extend", "keep_extra_key"]
 
 
 def _tail(chunks: list, start: int, size: int) -> list:
@@ -31,6 +32,26 @@ def _load(loader: Any, pool: Any, saved: list, table: torch.Tensor, start: int) 
     loader.load_cpu_copy(saved, table)
 
 
+def alloc_for_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Adds that a batch of prompts that decode computes itself has been given its slots at admission.
+
+    Returns the slots that the step writes, int64 of ``extend_num_tokens``; the rows, int64 of one for each request; and
+    the same as a list.
+    """
+    if not batch.has_slots:
+        return engine.alloc_for_extend(batch)
+    rows = [req.req_pool_idx for req in batch.reqs]
+    table = batch.req_to_token_pool.req_to_token
+    places = zip(rows, batch.prefix_lens, batch.extend_lens, strict=True)
+    slots = torch.cat([table[row, start : start + count] for row, start, count in places])
+    return slots.to(torch.int64), torch.tensor(rows, dtype=torch.int64).to(batch.device), rows
+
+
+def keep_extra_key(message: Any) -> None:
+    """Have the request that is made of ``message`` get its ``extra_key``: its sampling parameters bring it along."""
+    message.sampling_params.extra_key = message.extra_key
+
+
 class Req(engine.Req):
     """A request that knows whether decode has admitted it with a prefix of its own."""
 
@@ -38,6 +59,8 @@ class Req(engine.Req):
     decode_prefix_len: int | None = None
     # The same at its first admission, when prefill was asked for the rest; a resume asks prefill for nothing.
     transfer_prefix_len: int | None = None
+    # Tokens of its prompt that decode computes itself; 0 where prefill does.
+    computed_here: int = 0
     # Of cached_tokens, what prefill held; None where no decode tree admitted the request.
     prefill_cached_tokens: int | None = None
     # Its KV slots as the engine wants them when the prebuilt batch is made, from commit until then.
@@ -50,12 +73,13 @@ class Req(engine.Req):
     state_cpu: list[torch.Tensor] | None = None
     # And its window, where layers with one have a pool of their own.
     window_cpu: list | None = None
-    # The key of the message from which the next request is made; see Scheduler.handle_generate_request.
-    incoming_extra_key: ClassVar[str | None] = None
 
-    def __init__(self, *args, extra_key: str | None = None, **kwargs):
-        """Adds the key of the message that the request comes from, which the engine's scheduler does not pass on."""
-        super().__init__(*args, extra_key=extra_key or Req.incoming_extra_key, **kwargs)
+    def __init__(self, rid, origin_input_text, origin_input_ids, sampling_params, *args, extra_key=None, **kwargs):
+        """Adds the ``extra_key`` of the message, which the engine's scheduler drops; see `keep_extra_key`."""
+        extra_key = extra_key or getattr(sampling_params, "extra_key", None)
+        super().__init__(
+            rid, origin_input_text, origin_input_ids, sampling_params, *args, extra_key=extra_key, **kwargs
+        )
 
     def init_next_round_input(self, tree_cache=None, cow_mamba: bool | None = None) -> None:
         """Keeps the engine from matching an admitted request again when its prebuilt batch is made.
@@ -132,6 +156,8 @@ class ScheduleBatch(engine.ScheduleBatch):
 
     # Where overlapped steps of speculation leave that; set with a decode worker's first batch.
     future_map: ClassVar[Any] = None
+    # Whether its requests have been given the slots that an extend writes.
+    has_slots: bool = False
     # Of a step of a model with sliding windows, the slots of the window pool that it writes to, as it was launched.
     window_cache_loc: torch.Tensor | None = None
 
@@ -144,7 +170,7 @@ class ScheduleBatch(engine.ScheduleBatch):
     def copy(self) -> ScheduleBatch:
         """Adds that for the processing of the result."""
         batch = super().copy()
-        batch.window_cache_loc = self.window_cache_loc
+        batch.window_cache_loc, batch.has_slots = self.window_cache_loc, self.has_slots
         return batch
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:

@@ -1,6 +1,6 @@
 """What a prefill or decode worker says of its requests.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#25973 (merged) counts cached tokens once. What decode held, and why: none is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.pegaflow_radix_cache import PegaFlowTree
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 __all__ = ["SchedulerOutputProcessorMixin"]
 
@@ -24,19 +24,23 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
     def _get_cached_tokens_details(self, req) -> dict | None:
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
 
-        ``decode_prefix`` and ``transferred`` are tokens and add up to the prompt; the bytes are those of all TP ranks.
+        ``decode_prefix``, ``transferred`` and ``decode_computed`` (there only if decode computes the rest itself) are
+        tokens and add up to the prompt; the bytes are those of all TP ranks.
         """
         details = super()._get_cached_tokens_details(req)
         if req.decode_prefix_len is None or req.transfer_prefix_len is None:
             return details
-        prefix_len, prompt_len = req.transfer_prefix_len, len(req.origin_input_ids)
+        prefix_len, sent = req.transfer_prefix_len, len(req.origin_input_ids) - req.transfer_prefix_len
+        computed = {"decode_computed": sent} if req.computed_here else {}
+        sent = 0 if computed else sent
         page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
         return {
             # Without a hit of prefill, the engine takes ``cached_tokens`` for one.
             **(details if details and req.prefill_cached_tokens else {"device": 0, "host": 0}),
             "decode_prefix": prefix_len,
-            "transferred": prompt_len - prefix_len,
-            "transferred_bytes": pages(prompt_len - prefix_len, page_size) * page_bytes,
+            **computed,
+            "transferred": sent,
+            "transferred_bytes": pages(sent, page_size) * page_bytes,
             "saved_bytes": prefix_len // page_size * page_bytes,
         }
 

@@ -1,6 +1,6 @@
 """Pipeline stages of a prefill worker that begin the same requests in the same turn, and end those that fail.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#31869 (merged), by which stages heed their vote; #34569 (open) goes on with it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ here: an aborted request whose transfer has not ended, a step in flight. And whi
 nobody, and the loops of prefill and decode do not pause. So an update waits here until no request is left. Nothing new
 comes meanwhile: the tokenizer manager keeps it back.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known that waits; sgl-project/sglang#25372 (merged) retracts requests of a pair before an update.
 """
 
 from __future__ import annotations
@@ -90,8 +90,15 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         """Has the engine's wait for what came before it."""
         return self._when_idle(Postponed(super().resume_memory_occupation, recv_req, flushes=False))
 
+    def before_weight_update(self) -> None:
+        """Called when no request is left and the weights are about to change. Who keeps KV elsewhere overrides it."""
+
     def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
         return self._when_idle(Postponed(partial(self._update, update), recv_req, recv_req.flush_cache))
+
+    def _update(self, update: Callable[[Any], Any], recv_req):
+        self.before_weight_update()
+        return update(recv_req)
 
     def _when_idle(self, one: Postponed):
         """Do it now or, on a worker of a pair, when no rank has a request to flush under; None means later.
@@ -106,7 +113,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         self.postponed_updates = (*self.postponed_updates, one)
         return None
 
-    def _update_if_idle(self, recv_reqs: Sequence[Any] = ()) -> None:
+    def update_if_idle(self, recv_reqs: Sequence[Any] = ()) -> None:
         """Do what waits if no rank has a request any more. Called in each turn of the loop, with what has come in it.
 
         All ranks enter the collectives in the same turn: what waits is the same on all of them.
@@ -120,9 +127,22 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
             self.postponed_updates = tuple(rest)
             self.send_to_tokenizer.send_output(self._do_update(one), one.recv_req)
 
+    def _can_flush(self) -> bool:
+        """Whether no request is here.
+
+        Of those that have been retracted, and of batches under way at pipeline stages, the engine does not think.
+        """
+        self.end_step_of_none()
+        queue = getattr(self, "disagg_decode_prealloc_queue", None)
+        if queue is not None and queue.retracted_queue:
+            return False
+        if self.pp_size > 1 and any(batch is not None for batch in self.mbs):
+            return False
+        return self.is_fully_idle()
+
     def _ranks_are_idle(self, one: Postponed) -> bool:
         with self._not_begun_set_aside(one):
-            idle = torch.tensor([int(self._can_flush() and not (one.memory and self._has_quarantine()))])
+            idle = torch.tensor([int(self._can_flush() and not (one.memory and self.has_quarantine()))])
         if self.tp_size > 1:
             # With DP attention, of all DP ranks.
             dist.all_reduce(idle, op=dist.ReduceOp.MIN, group=self.tp_cpu_group)

@@ -1,6 +1,6 @@
 """Page allocators of a decode worker with a radix cache: long runs of free pages are kept for what prefill writes.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known; sgl-project/sglang#35036 (open) sends fragmented KV by way of staging buffers.
 """
 
 from __future__ import annotations

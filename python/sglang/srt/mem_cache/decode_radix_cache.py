@@ -1,82 +1,38 @@
 """The decode worker's radix cache: the engine's tree plus what admission needs of it.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
-from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
+from sglang.srt.mem_cache.free_watermark import WATERMARK_LEAVES, WATERMARK_SLACK, watermark_part
+from sglang.srt.mem_cache.known_prefixes import note_split
+from sglang.srt.mem_cache.kv_event_namespaces import record_store
+from sglang.srt.mem_cache.leaf_eviction import evict_leaves
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
+from sglang.srt.mem_cache.prefix_watch import PrefixWatches
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.tree_audit import audit_tree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["NOTHING", "DecodeRadixCache", "PrefixPeek", "climb", "is_warmup", "watermark_part"]
-
-
-class PrefixPeek(NamedTuple):
-    """What the tree holds of a prompt, found without touching the tree. Good until the tree next changes.
-
-    length: matched tokens, a multiple of the page size.
-    evictable: how many of them no request has locked; locking the match takes these out of the evictable size.
-    path: the nodes that hold them, from the root down.
-    in_last: tokens of the last node that matched, a multiple of the page size.
-    """
-
-    length: int
-    evictable: int
-    path: list[TreeNode]
-    in_last: int
-
-
-NOTHING = PrefixPeek(0, 0, [], 0)
-
-WATERMARK = "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK"
-DEFAULT_WATERMARK = 1 / 16
-# Leaves that one step evicts to reach it: it must not be felt.
-WATERMARK_LEAVES = 16
-# The part of it that may be missing before anything is evicted.
-WATERMARK_SLACK = 1 / 8
-
-
-def watermark_part() -> float:
-    """The part of the pool to keep free, from the environment, or the default. Raises ValueError."""
-    text = os.environ.get(WATERMARK, "").strip()
-    if not text:
-        return DEFAULT_WATERMARK
-    try:
-        part = float(text)
-    except ValueError:
-        part = -1.0
-    if not 0 <= part <= 0.5:
-        raise ValueError(f"{WATERMARK} is {text!r}: give the part of the KV pool to keep free, from 0 (none) to 0.5.")
-    return part
+__all__ = ["DecodeRadixCache", "is_warmup"]
 
 
 def is_warmup(req: Req) -> bool:
     """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
     return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
-
-
-def climb(node: TreeNode, seen: set[TreeNode]) -> int:
-    """Tokens of ``node`` and what is above it, but for what has been seen, which this adds to."""
-    tokens = 0
-    while node.parent is not None and node not in seen:
-        seen.add(node)
-        tokens += len(node.key)
-        node = node.parent
-    return tokens
 
 
 class DecodeRadixCache(RadixCache):
@@ -140,6 +96,7 @@ class DecodeRadixCache(RadixCache):
         if hasattr(self, "watches"):
             self.watches.on_reset()
         else:
+            self.reader = PrefixReader(self)
             self.watches = PrefixWatches(self, lambda node: self.victims.no_longer_wanted(node))
         self.victims = EvictionOrder(self.evictable_leaves, self.eviction_strategy, self.watches.waiting)
         self.generation = getattr(self, "generation", 0) + 1
@@ -157,7 +114,7 @@ class DecodeRadixCache(RadixCache):
             self.growth += 1
         return result
 
-    def takes(self, req: Req) -> bool:
+    def accepts(self, req: Req) -> bool:
         """Whether the tree may serve ``req`` and take its KV.
 
         Not for warm-ups, and not for a request whose KV is older than the last flush: one that was retracted before a
@@ -167,93 +124,9 @@ class DecodeRadixCache(RadixCache):
 
     # ---- asking ----
 
-    def keys_of(self, token_ids: Sequence[Any]) -> Sequence[Any]:
-        """What the tree knows these tokens by: with EAGLE each is a pair with the one after it, else they themselves.
-
-        A draft's KV of a token depends on the next one too. So of a prompt all tokens but the last can be matched.
-        """
-        if not self.is_eagle or (token_ids and isinstance(token_ids[0], tuple)):
-            return token_ids
-        return list(zip(token_ids, token_ids[1:], strict=False))
-
     def peek(self, token_ids: Sequence[Any], extra_key: str | None) -> PrefixPeek:
-        """Longest page-aligned prefix of ``token_ids`` in the tree, without a split, an access time or a lock.
-
-        token_ids: list of ints, as long as the request may match, or their `keys_of`. Cost: one comparison per token,
-        at C speed.
-        """
-        token_ids = self.keys_of(token_ids)
-        path: list[TreeNode] = []
-        length = evictable = span = 0
-        for node, span in self.descend(self.root_node, 0, token_ids, extra_key):
-            path.append(node)
-            length += span
-            if node.lock_ref == 0:
-                evictable += span
-        return PrefixPeek(length, evictable, path, span)
-
-    def descend(
-        self, node: TreeNode, length: int, token_ids: Sequence[Any], extra_key: str | None
-    ) -> Iterator[tuple[TreeNode, int]]:
-        """The nodes below ``node`` that hold what follows the first ``length`` tokens, each with how many it holds.
-
-        token_ids: as `keys_of` returns them.
-
-        ``node`` ends where these tokens end. Nothing is touched; cost: one comparison per token, at C speed.
-        """
-        page, child_key = self.page_size, self.get_child_key_fn
-        end = len(token_ids) // page * page
-        following = RadixKey([], extra_key)
-        while length < end:
-            following.token_ids = token_ids[length : length + page]
-            child = node.children.get(child_key(following))
-            if child is None:
-                return
-            held = child.key.token_ids
-            stop = length + len(held)
-            wanted = token_ids[length : stop if stop < end else end]
-            if held != wanted:
-                # It ends within the node.
-                yield child, self.common_length(held, wanted)
-                return
-            yield child, stop - length
-            length, node = stop, child
-
-    def common_length(self, a: Sequence[Any], b: Sequence[Any], known: int = 0) -> int:
-        """Tokens, whole pages, that ``a`` and ``b`` share from their start; the first ``known`` are known to be equal.
-
-        A prefix is equal up to some page and never after, so the end is found by halving.
-        """
-        page, low, high = self.page_size, known // self.page_size, min(len(a), len(b)) // self.page_size
-        while low < high:
-            mid = (low + high + 1) // 2
-            if a[low * page : mid * page] == b[low * page : mid * page]:
-                low = mid
-            else:
-                high = mid - 1
-        return low * page
-
-    def found(self, watch: Watch) -> PrefixPeek:
-        """What `peek` would find of a watched prompt. Cost: the depth of its node."""
-        path: list[TreeNode] = []
-        evictable, node, span = 0, watch.node, watch.in_last
-        while node is not self.root_node:
-            path.append(node)
-            if node.lock_ref == 0:
-                evictable += span
-            node = node.parent
-            span = len(node.key.token_ids)
-        path.reverse()
-        return PrefixPeek(watch.length, evictable, path, watch.in_last)
-
-    def unlocked(self, watch: Watch) -> int:
-        """Tokens of a watched prompt that the tree holds and nobody has locked. Cost: as many nodes as that are."""
-        node, span, tokens = watch.node, watch.in_last, 0
-        while node.lock_ref == 0:
-            tokens += span
-            node = node.parent
-            span = len(node.key.token_ids)
-        return tokens
+        """What the tree holds of ``token_ids``, see `PrefixReader.peek`."""
+        return self.reader.peek(token_ids, extra_key)
 
     def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
         """Lock what `peek` found; the tree must not have changed in between.
@@ -289,11 +162,6 @@ class DecodeRadixCache(RadixCache):
 
     # ---- locks ----
 
-    def held_by(self, nodes: Iterable[TreeNode | None]) -> int:
-        """Tokens of the tree that locks on ``nodes`` hold, each once. Cost: the nodes above these, each once."""
-        seen: set[TreeNode] = set()
-        return sum([climb(node, seen) for node in nodes if node is not None])
-
     def inc_lock_ref(self, node: TreeNode):
         self.locks_taken += 1
         return super().inc_lock_ref(node)
@@ -309,7 +177,7 @@ class DecodeRadixCache(RadixCache):
 
         ``fill_ids`` already has the token whose KV the next decode step computes; a slot of it must not enter the tree.
         """
-        if not self.takes(req):
+        if not self.accepts(req):
             return
         if req.committed_indices is not None:
             req.prefix_indices, req.committed_indices = req.committed_indices, None
@@ -326,7 +194,7 @@ class DecodeRadixCache(RadixCache):
         return req.kv_committed_len
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        super().cache_finished_req(req, is_insert=is_insert and self.takes(req))
+        super().cache_finished_req(req, is_insert=is_insert and self.accepts(req))
 
     def commit_req(self, req: Req) -> None:
         """Put the KV of ``req``, all of which has just arrived, into the tree, without waiting for its prebuilt batch.
@@ -334,7 +202,7 @@ class DecodeRadixCache(RadixCache):
         Requests that follow it, and copies of the same pages that others bring, find it at once. To the engine the
         request still begins at position 0; see `cache_unfinished_req`.
         """
-        if not self.takes(req):
+        if not self.accepts(req):
             return
         # What the engine wants to find in it after its own call, when the batch is made.
         nothing = req.prefix_indices
@@ -347,11 +215,11 @@ class DecodeRadixCache(RadixCache):
         The engine's ``evict`` takes whole leaves, which for one request can empty a cache of long prompts.
         Returns the number of tokens freed; fewer than asked when the rest is locked.
         """
-        return self._evict(num_tokens, exact=True)
+        return evict_leaves(self, num_tokens, exact=True)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
-        return EvictResult(num_tokens_evicted=self._evict(params.num_tokens, exact=False))
+        return EvictResult(num_tokens_evicted=evict_leaves(self, params.num_tokens, exact=False))
 
     def evict_to_watermark(self) -> None:
         """Evict what the free list lacks to the watermark, a few leaves at a time; nothing that a request waits for.
@@ -363,53 +231,13 @@ class DecodeRadixCache(RadixCache):
         short = self.watermark - self.pool.available_size()
         # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
         if short > self.watermark * WATERMARK_SLACK:
-            self._evict(short, exact=True, max_leaves=WATERMARK_LEAVES, wanted_too=False)
-
-    def _evict(self, num_tokens: int, exact: bool, max_leaves: int | None = None, wanted_too: bool = True) -> int:
-        """Evict leaves in the order of the eviction policy; what queued requests match goes last, if at all.
-
-        Of a leaf that they match in part, the rest goes first. Among what they match, that for which fewest wait.
-        """
-        start = time.perf_counter()
-        if self.eviction_policy == "mru":
-            # The only policy by which a node in the list can move towards the front.
-            self.victims.list_anew()
-        allocator = self.pool
-        batching = allocator.is_not_in_free_group
-        if batching:
-            allocator.free_group_begin()
-        freed = leaves = 0
-        while freed < num_tokens and leaves != max_leaves:
-            node = self.victims.take_next()
-            if node is not None:
-                keep = self.watches.wanted(node)
-                if keep == len(node.key):
-                    self.victims.spare(node)
-                    continue
-            else:
-                node = self.victims.take_least_wanted() if wanted_too else None
-                if node is None:
-                    break
-                keep = 0
-            leaves += 1
-            if exact:
-                keep = max(keep, (len(node.key) - (num_tokens - freed)) // self.page_size * self.page_size)
-            if keep > 0:
-                head = self._split_node(node.key, node, keep)
-                head.last_access_time, head.creation_time = node.last_access_time, node.creation_time
-            allocator.free(node.value)
-            freed += len(node.value)
-            self._delete_leaf(node)
-            self._record_remove_event(node)
-        if batching:
-            allocator.free_group_end()
-        self.update_eviction_metrics(freed, start)
-        return freed
+            evict_leaves(self, short, exact=True, max_leaves=WATERMARK_LEAVES, wanted_too=False)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Adds that what waits for ``child`` learns of it."""
         upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
+        note_split(upper, child)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
@@ -419,8 +247,8 @@ class DecodeRadixCache(RadixCache):
         self.watches.on_removal(node)
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Adds to what the engine does with each new leaf that what waits for it learns of it."""
-        super()._record_store_event(node)
+        """Adds that events tell prompts with an extra_key apart, and that what waits for a new leaf learns of it."""
+        record_store(self, node, super()._record_store_event)
         self.watches.on_new_leaf(node)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
@@ -436,44 +264,4 @@ class DecodeRadixCache(RadixCache):
 
         holders: one node per lock that a live request holds (the same node twice for two requests).
         """
-        wrong: list[str] = []
-        held: dict[int, int] = {}
-        for node in holders:
-            while node is not self.root_node:
-                held[id(node)] = held.get(id(node), 0) + 1
-                node = node.parent
-                if node is None:
-                    wrong.append("a live request holds a node of an earlier tree")
-                    break
-        evictable = protected = 0
-        slots: list[int] = []
-        leaves: set[TreeNode] = set()
-        stack = list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            slots.extend(node.value.tolist())
-            expected = held.get(id(node), 0)
-            if node.lock_ref != expected:
-                wrong.append(f"node {node.id}: lock_ref {node.lock_ref}, {expected} live requests hold it")
-            if len(node.key) != len(node.value) or len(node.key) % self.page_size:
-                wrong.append(f"node {node.id}: {len(node.key)} tokens, {len(node.value)} slots")
-            if node.lock_ref:
-                protected += len(node.key)
-            else:
-                evictable += len(node.key)
-                if not node.children:
-                    leaves.add(node)
-        if (evictable, protected) != (self.evictable_size_, self.protected_size_):
-            wrong.append(
-                f"counted {evictable} evictable and {protected} protected tokens, "
-                f"the tree says {self.evictable_size_} and {self.protected_size_}"
-            )
-        unlisted = sum(node not in self.victims for node in leaves)
-        if unlisted:
-            wrong.append(f"{unlisted} evictable leaves are not listed for eviction")
-        if leaves != self.evictable_leaves:
-            wrong.append(f"{len(leaves)} evictable leaves, the tree lists {len(self.evictable_leaves)}")
-        if len(set(slots)) != len(slots):
-            wrong.append("one KV slot stands in the tree twice")
-        return wrong
+        return audit_tree(self, holders)

@@ -6,7 +6,7 @@ the tree may hold of it ends where the window begins.
 
 Plain data in and out. All figures are tokens; those of memory are whole pages.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#27770 (merged).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A leaf's place is what it was when it was listed. What has happened to it since 
 requests wait for it) is found out when its turn comes, so each change of the tree costs the logarithm of the number of
 leaves at most.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

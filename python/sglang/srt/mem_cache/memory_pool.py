@@ -1,6 +1,7 @@
 """Hybrid models: the state of a retracted request is saved and comes back with its KV.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known for a retraction; sgl-project/sglang#32732 (open) and #40263 (merged) keep a tree for such
+models.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A prompt is compared with the tree once, when its watch begins. After that only 
 leaf behind its match, a split, an eviction. So a queue of any length can be ordered by what the tree holds of each
 request without asking the tree again in every step, and the tree knows which nodes somebody waits for.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 if TYPE_CHECKING:
@@ -43,6 +44,29 @@ class Watch:
         # Tokens from the start, whole pages, that it shares with each leader it was compared with.
         self.common: dict[Watch, int] = {}
 
+    def peek(self) -> PrefixPeek:
+        """What `PrefixReader.peek` would find of the prompt. Cost: the depth of its node."""
+        path: list[TreeNode] = []
+        evictable, node, span = 0, self.node, self.in_last
+        while node.parent is not None:
+            path.append(node)
+            if node.lock_ref == 0:
+                evictable += span
+            node = node.parent
+            span = len(node.key.token_ids)
+        path.reverse()
+        return PrefixPeek(self.length, evictable, path, self.in_last)
+
+    def unlocked_tokens(self) -> int:
+        """Tokens of the prompt that the tree holds and nobody has locked. Cost: as many nodes as that are."""
+        node, span, tokens = self.node, self.in_last, 0
+        # The root is always locked.
+        while node.lock_ref == 0:
+            tokens += span
+            node = node.parent
+            span = len(node.key.token_ids)
+        return tokens
+
 
 class _Group:
     """Watches of one place: prompts that share what the tree holds of them, and the page after that."""
@@ -71,7 +95,7 @@ class PrefixWatches:
         self._at: dict[TreeNode, dict[tuple[int, Any], _Group]] = {}
         # Leaders; and a number that is advanced when one comes or goes.
         self.on_the_way = 0
-        self.leaders = 0
+        self.leader_version = 0
 
     def __iter__(self) -> Iterator[Watch]:
         for places in self._at.values():
@@ -80,7 +104,7 @@ class PrefixWatches:
 
     def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
         """Begin to watch a prompt. Cost: one `peek`."""
-        keys = self._tree.keys_of(self._tree.shareable(token_ids))
+        keys = self._tree.reader.keys_of(self._tree.shareable(token_ids))
         watch = Watch(keys, extra_key, owner, self._tree.root_node)
         self._descend(watch, self._tree.root_node)
         return watch
@@ -89,7 +113,7 @@ class PrefixWatches:
         """End a watch."""
         group = self._take(watch)
         if watch.leading:
-            self.leaders += 1
+            self.leader_version += 1
             self.on_the_way -= 1
             for other in group.waiting:
                 other.common.pop(watch, None)
@@ -104,7 +128,7 @@ class PrefixWatches:
         group.leading[watch] = None
         watch.leading, watch.least = True, least
         watch.common.clear()
-        self.leaders += 1
+        self.leader_version += 1
         self.on_the_way += 1
         self._on_leave(watch.node)
 
@@ -122,7 +146,7 @@ class PrefixWatches:
         for other in self._at[watch.node][watch.place].leading:
             shared = watch.common.get(other)
             if shared is None:
-                shared = self._tree.common_length(watch.token_ids, other.token_ids, watch.length)
+                shared = self._tree.reader.common_length(watch.token_ids, other.token_ids, watch.length)
                 watch.common[other] = shared
             coming = shared - watch.length
             if coming > most and coming >= other.least:
@@ -192,7 +216,7 @@ class PrefixWatches:
     def _descend(self, watch: Watch, node: TreeNode) -> None:
         """Match on from the end of ``node``, at which ``watch`` stands."""
         in_last = 0 if node is self._tree.root_node else len(node.key)
-        for child, span in self._tree.descend(node, watch.length, watch.token_ids, watch.extra_key):
+        for child, span in self._tree.reader.descend(node, watch.length, watch.token_ids, watch.extra_key):
             node, in_last = child, span
             watch.length += span
         self._put(watch, node, in_last)

@@ -4,7 +4,7 @@ The engine's tree for such models keeps windows as well, and frees those of long
 stays. Its table from slots of one pool to slots of the other has one entry for each slot, so two requests cannot each
 have a window in slots that they share. Here nothing that is shared has a window: see `decode_windows`.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#27770 (merged).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The number of state slots of a decode worker whose prefix cache holds none.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#32732 (open) and #40263 (merged), which keep a tree for such models.
 """
 
 from __future__ import annotations

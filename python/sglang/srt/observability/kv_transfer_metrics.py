@@ -1,6 +1,6 @@
 """Counters of what a worker's KV transfers have moved, and have not had to.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class KvTransferCounters:
             self._prompt = counter("decode_prompt_tokens", "Prompt tokens of committed requests.")
             self._hit = counter("decode_prefix_hit_tokens", "Prompt tokens that the decode tree held.")
             self._moved = counter("decode_transferred_tokens", "Prompt tokens whose KV prefill sent.")
+            self._computed = counter("decode_computed_tokens", "Prompt tokens that decode computed itself.")
+            self._local = counter("decode_local_prefills", "Requests of which prefill computed and sent nothing.")
             self._blocked = counter(
                 "decode_admissions_blocked", "Requests that had to wait for KV memory at least once."
             )
@@ -90,11 +92,15 @@ class KvTransferCounters:
         if self.enabled:
             self._states.inc(num_bytes)
 
-    def committed(self, prompt_len: int, prefix_len: int) -> None:
+    def committed(self, prompt_len: int, prefix_len: int, computed: int = 0) -> None:
+        """The rest of a prompt has come; or all of it, ``computed`` tokens, is computed here."""
         if self.enabled:
             self._prompt.inc(prompt_len)
             self._hit.inc(prefix_len)
-            self._moved.inc(prompt_len - prefix_len)
+            self._moved.inc(prompt_len - prefix_len - computed)
+            if computed:
+                self._computed.inc(computed)
+                self._local.inc()
 
     def blocked(self) -> None:
         if self.enabled:

@@ -1,6 +1,6 @@
 """Transfer figures of a request whose prefix decode held.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations

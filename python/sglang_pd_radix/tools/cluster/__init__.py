@@ -13,7 +13,8 @@ closes and the watchdog ends what is left.
 
 from .deployment import STOP_GRACE_S, Cluster
 from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
-from .gateway import GATEWAYS, SGLANG_ROUTER, SMG, Gateway, named_gateway
+from .gateway import GATEWAYS, SGLANG_ROUTER, SMG, Gateway, add_router_option, named_gateway
+from .gateway import options as gateway_options
 from .local_http import http, local_session
 from .logs import current_phase, describe_exit, failure_reason, log_tail
 from .options import (
@@ -45,12 +46,14 @@ __all__ = [
     "Process",
     "Progress",
     "Spec",
+    "add_router_option",
     "cpu_env",
     "cpu_options",
     "current_phase",
     "describe_exit",
     "failure_reason",
     "free_ports",
+    "gateway_options",
     "gpu_count",
     "gpu_placement",
     "has_option",

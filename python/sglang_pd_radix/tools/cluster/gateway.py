@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +17,18 @@ from .options import HOST, has_option
 class Gateway:
     """One such program. ``distribution``: its name on PyPI. ``module``: arguments with which an interpreter runs it.
 
-    ``several_decode``: options that choose among several decode workers where none are given.
+    ``policies``: how it can choose workers of a PD deployment. ``several_decode``: options that choose among
+    several decode workers where none are given. ``settings``: options for any deployment, each with those of the user's
+    in whose presence it is left out. ``asks_nobody``: options with which it sends workers requests alone.
     """
 
     distribution: str
     module: tuple[str, ...]
     package: str
+    policies: tuple[str, ...]
     several_decode: tuple[str, ...]
+    asks_nobody: tuple[str, ...]
+    settings: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     def __str__(self) -> str:
         return self.distribution
@@ -31,31 +38,74 @@ class Gateway:
         """Whether this interpreter can run it."""
         return importlib.util.find_spec(self.package) is not None
 
+    @property
+    def version(self) -> str:
+        """Name and release, as a report tells them."""
+        return f"{self} {importlib.metadata.version(self.distribution)}"
 
+
+_SHARED_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
+_OVERLOAD = ("--worker-overload-protection", "--worker-overload-waiting-requests", "--worker-overload-token-usage")
 # Where it knows which worker holds what, a client need not say where its conversation is.
-SMG = Gateway("smg", ("-m", "smg", "launch"), "smg", ("--decode-policy", "cache_aware"))
+SMG = Gateway(
+    "smg",
+    ("-m", "smg", "launch"),
+    "smg",
+    (*_SHARED_POLICIES, "least_load", "consistent_hashing", "prefix_hash"),
+    ("--decode-policy", "cache_aware"),
+    ("--disable-health-check",),
+    (
+        # From 8 waiting requests on it would leave a worker out. A decode worker counts those in transfer, so has as
+        # many whenever it is busy, and the prefixes that it holds are sent to others.
+        (("--disable-worker-overload-protection",), _OVERLOAD),
+        # A decode worker that refuses connections counts against the prefill worker of each attempt as well: after two
+        # requests with their retries there would be no prefill left for anybody.
+        (("--disable-circuit-breaker",), ("--cb-failure-threshold", "--cb-timeout-duration-secs")),
+        # What has a little of its prompt somewhere goes there: who has none is given to workers by their throughput,
+        # which is greatest where most requests are. And nobody is to have more than 1.2 times the mean.
+        (("--cache-threshold", "0.05"), ("--cache-match-threshold",)),
+        (("--balance-rel-threshold", "1.2"), ("--spill-rel-threshold",)),
+    ),
+)
 # Its cache_aware never learns of a PD deployment's workers: the same worker for all requests of one X-SMG-Routing-Key.
 SGLANG_ROUTER = Gateway(
     "sglang-router",
     ("-m", "sglang_router.launch_router"),
     "sglang_router",
+    _SHARED_POLICIES,
     ("--decode-policy", "manual", "--assignment-mode", "min_load"),
+    ("--disable-health-check",),
 )
+# The first that is installed routes where none is named.
 GATEWAYS = {gateway.distribution: gateway for gateway in (SMG, SGLANG_ROUTER)}
 
 
-# The whole test suite goes through this one.
-DEFAULT = SGLANG_ROUTER
+def add_router_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--router``, whose value `named_gateway` takes."""
+    parser.add_argument(
+        "--router",
+        choices=tuple(GATEWAYS),
+        help="the gateway that routes requests (default: smg, or sglang-router where smg is not installed)",
+    )
 
 
 def named_gateway(name: str | None) -> Gateway:
-    """The gateway of this distribution, or the one that is used by default. Raises PdRadixError if it is missing."""
+    """The gateway of this distribution; of None, the first that is installed. Raises PdRadixError if it is missing."""
     if name is None:
-        return DEFAULT
+        found = next((gateway for gateway in GATEWAYS.values() if gateway.installed), None)
+        if found is None:
+            raise PdRadixError("no gateway is installed: pip install smg")
+        return found
     gateway = GATEWAYS[name]
     if not gateway.installed:
         raise PdRadixError(f"--router {name}: it is not installed; pip install {name}")
     return gateway
+
+
+def check_policy(gateway: Gateway, policy: str | None) -> None:
+    """Raise PdRadixError if ``policy`` is none of this gateway's."""
+    if policy is not None and policy not in gateway.policies:
+        raise PdRadixError(f"--policy {policy}: {gateway} has {', '.join(gateway.policies)}; choose one of them")
 
 
 def options(
@@ -84,6 +134,9 @@ def options(
     ):
         if not has_option(given, option):
             options += [option, value]
+    for setting, instead in gateway.settings:
+        if not has_option(given, setting[0], *instead):
+            options += setting
     if policy:
         options += ["--policy", policy]
     elif len(decode) > 1 and not has_option(given, "--policy", "--decode-policy"):

@@ -16,10 +16,6 @@ from .ports import DP_ATTENTION_OFFSETS, free_ports
 from .process import Process
 from .spec import Spec
 
-# Of every worker. The router keeps an idle connection for 50 s and the engine for 5 (sgl-project/sglang#20851): what is
-# asked over one in the moment in which the engine gives it up comes to nothing.
-ENGINE_ENV = {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
-
 
 def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
     """Every process of the deployment, the workers before the routers."""
@@ -65,7 +61,7 @@ def _workers(
     arguments = [args for _, _, args in engines]
     cpu = cpu_host.active()
     placement = [(cpu_options(args), 0) for args in arguments] if cpu else gpu_placement(arguments, gpu_count())
-    defaults = ENGINE_ENV | (cpu_env(len(engines), spec.backend) if cpu else {})
+    defaults = cpu_env(len(engines), spec.backend) if cpu else {}
     defaults = {name: value for name, value in defaults.items() if name not in inherited}
     for (role, index, args), (extra, wave) in zip(engines, placement, strict=True):
         if role == "engine":

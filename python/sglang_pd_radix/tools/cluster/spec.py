@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sglang_pd_radix.errors import PdRadixError
 
 from ..netns import Host
-from .gateway import DEFAULT, Gateway
+from .gateway import Gateway, check_policy, named_gateway
 from .options import HOST, RoleArgs, RoleEnv, per_worker, per_worker_env, refuse_owned
 
 
@@ -23,7 +23,8 @@ class Spec:
     are for the aggregated engine alone. Of a repeated option the later one wins: ours, ``common_args``, then the
     role's. ``env`` is added to the environment of every process.
 
-    ``gateway`` is the program that routes (default: sglang-router). ``routers`` starts one router per entry in
+    ``gateway`` is the program that routes (default: the first of `gateway.GATEWAYS` that is installed, which is smg, or
+    sglang-router where it is not). ``routers`` starts one router per entry in
     the place of the single one: name to (indices of the decode workers that it routes to, further options for it). All
     route to every prefill worker. ``policy`` is the router's for workers of both roles; without one, and with none
     among its options, the gateway's own defaults here apply (`Gateway.several_decode`).
@@ -53,7 +54,7 @@ class Spec:
     aggregated: bool = False
     executable: str = sys.executable
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    gateway: Gateway = DEFAULT
+    gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     routers: Mapping[str, tuple[Sequence[int], Sequence[str]]] = field(default_factory=dict)
     hosts: Mapping[str, Host] = field(default_factory=dict)
     pegaflow: Sequence[str] | None = None
@@ -63,6 +64,7 @@ class Spec:
             raise PdRadixError(
                 f"{self.prefill} prefill and {self.decode} decode workers: at least one of each is needed"
             )
+        check_policy(self.gateway, self.policy)
         self.args_of = {
             "prefill": per_worker(self.prefill_args, self.prefill, "prefill_args"),
             "decode": per_worker(self.decode_args, self.decode, "decode_args"),

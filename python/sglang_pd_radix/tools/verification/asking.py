@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from sglang_pd_radix.errors import PdRadixError
 
 from .. import forced
-from ..cluster import http
 from ..rounding import Answer
 from .kv_record import ByTokens, Record, Records
 from .script import Script, Wave
@@ -37,10 +35,7 @@ def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int]:
         "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
         "return_logprob": True,
     }
-    status, content = http(url + "/generate", body, timeout=600)
-    if status != 200:
-        raise PdRadixError(f"{url}/generate answered HTTP {status}: {content.decode(errors='replace')[:300]}")
-    meta = json.loads(content)["meta_info"]
+    meta = forced.generate(url, body)
     told = meta["output_token_logprobs"]
     if len(told) != ANSWER_TOKENS:
         raise PdRadixError(f"{url}/generate answered with {len(told)} tokens, and {ANSWER_TOKENS} were asked for")

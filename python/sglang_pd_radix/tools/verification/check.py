@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..chat_run import DRAFT_TOKENS
 from .asking import Run, Truth, ask_alone, ask_together
-from .judging import Judge, Verdict, findings, judge_reuse, same_answers
+from .judging import Found, Judge, Verdict, findings, judge_reuse, same_answers
 from .kv_record import Records
 from .script import Script, Wave
 
@@ -43,7 +44,7 @@ class Check:
         self.deployment.use(self._off)
         together = ask_together(url, self.waves, self.off_records)
         self._learn([self.reference, together])
-        noise = [found for run in (self.reference, together) for found in findings(self.waves, run, self.truth)]
+        noise = [found for run in (self.reference, together) for found in self._findings(run)]
         self.noise = Judge.of(noise, str(self.info["dtype"]), has_kv=self.unreadable is None)
 
     def empty_on(self) -> None:
@@ -65,7 +66,7 @@ class Check:
         self._learn(list(runs.values()))
         for number, (name, run) in enumerate(runs.items()):
             held = self.script.warm(self.waves) if number else self.waves
-            self.noise.judge(verdict, findings(self.waves, run, self.truth), name, same_answers(self.reference, run))
+            self.noise.judge(verdict, self._findings(run), name, same_answers(self.reference, run))
             bigrams = bool(self.info.get("speculative_algorithm"))
             judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name, bigrams)
 
@@ -73,6 +74,11 @@ class Check:
         """What follows is measured, and not looked into."""
         for records in (self.prefill_records, self.off_records, self.on_records):
             records.stop()
+
+    def _findings(self, run: Run) -> list[Found]:
+        # Decode keeps out of the tree what the draft model has not seen: at the most what a step verifies.
+        drafts = self.info.get("speculative_num_draft_tokens") or DRAFT_TOKENS
+        return findings(self.waves, run, self.truth, drafts if self.info.get("speculative_algorithm") else 0)
 
     def _learn(self, runs: list[Run]) -> None:
         """Prefill's cache is emptied first, so all is computed anew; the side with the flag is left as it is."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .kv_record import DIRECTORY, SCHEDULER, buffers_of, when_made
+from .kv_record import DIRECTORY, SCHEDULER, buffers_of, bytes_of, rows_of, when_made
 
 ALLOWED = "SGLANG_PD_RADIX_SELF_TEST_FAULTS"
 ORDER, DONE = "fault.json", "fault-done"
@@ -214,10 +214,10 @@ class Faults:
         return row[start : start + self._page].long()
 
     def _read(self, slots: Any) -> list[Any]:
-        return [buffer[slots].clone() for buffer in self._buffers]
+        return [rows_of(buffer, slots) for buffer in self._buffers]
 
     def _write(self, slots: Any, rows: list[Any] | None, layer: int | None = None) -> None:
         """Into all layers, or into one of them."""
         for i, (buffer, values) in enumerate(zip(self._buffers, rows or [], strict=True)):
             if layer is None or i % self._layers == layer:
-                buffer[slots] = values
+                bytes_of(buffer)[slots] = bytes_of(values)

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..rounding import MARGIN, Deviation, Limits, deviation
+from ..rounding import MARGIN, Deviation, Limits, deviation, limit_of
 from .asking import Run, Truth
 from .kv_record import KvDifference, kv_difference
 from .script import Wave
 
 # What KV may be off by, in parts of its size, whatever the noise; and what it may be off by where there is none. By
-# what was measured, see docs/operations.md: that of another token is off by about 1.
+# what was measured, see docs/lab/2026-11-23-verdicts.md: that of another token is off by about 1.
 KV_CEILINGS = {"float32": 0.01, "": 0.3}
 KV_LEAST_LIMIT = 1e-4
 # Of each part of a run so many failures are told one by one.
@@ -72,12 +72,15 @@ class Found:
         return f"{self.wave}, prompt {self.number}"
 
 
-def findings(waves: Sequence[Wave], run: Run, truth: Truth) -> list[Found]:
-    """Compare all answers of a run, and what they were made from, to what prefill says of them."""
-    return list(_findings(waves, run, truth))
+def findings(waves: Sequence[Wave], run: Run, truth: Truth, may_lack: int = 0) -> list[Found]:
+    """Compare all answers of a run, and what they were made from, to what prefill says of them.
+
+    may_lack: tokens at the end of each of which there need be no KV, see `kv_difference`.
+    """
+    return list(_findings(waves, run, truth, may_lack))
 
 
-def _findings(waves: Sequence[Wave], run: Run, truth: Truth) -> Iterator[Found]:
+def _findings(waves: Sequence[Wave], run: Run, truth: Truth, may_lack: int) -> Iterator[Found]:
     for wave, answers, records in zip(waves, run.answers, run.kv, strict=True):
         for number, (prompt, answer, ranks) in enumerate(zip(wave.prompts, answers, records, strict=True), 1):
             own = truth.kv.get((*prompt, *answer.tokens), {})
@@ -87,7 +90,7 @@ def _findings(waves: Sequence[Wave], run: Run, truth: Truth) -> Iterator[Found]:
                 wave.name,
                 number,
                 deviation(answer, truth.score(prompt, answer)),
-                tuple(kv_difference(ranks[rank], own[rank]) for rank in both),
+                tuple(kv_difference(ranks[rank], own[rank], may_lack) for rank in both),
                 tuple(sorted(expected - set(both))),
             )
 
@@ -127,11 +130,11 @@ class Judge:
 
     def _judge_answers(self, verdict: Verdict, found: Sequence[Found], what: str, same: int) -> None:
         most, rms, behind = (max(getattr(f.deviation, name) for f in found) for name in ("most", "rms", "behind"))
-        limits = self.answers
+        limit, noise = self.answers.held_to, self.answers.noise
         verdict.lines.append(
             f"{what}, answers: {len(found)}, each scored by prefill over the same tokens. Log-probabilities are off by "
-            f"at most {most:.2g} (limit {limits.most:.2g}; without a cache {limits.noise.most:.2g}), in the root mean "
-            f"square {rms:.2g} ({limits.rms:.2g}; {limits.noise.rms:.2g}); no token is more than {behind:.2g} behind "
+            f"at most {most:.2g} (limit {limit.most:.2g}; without a cache {noise.most:.2g}), in the root mean "
+            f"square {rms:.2g} ({limit.rms:.2g}; {noise.rms:.2g}); no token is more than {behind:.2g} behind "
             f"the likeliest. {same} are the reference's, token for token"
         )
         verdict.figures[f"{what}, answers"] = {
@@ -140,29 +143,31 @@ class Judge:
             "most": most,
             "rms": rms,
             "behind": behind,
-            "limit": limits.most,
-            "limit_rms": limits.rms,
+            "limit": limit.most,
+            "limit_rms": limit.rms,
         }
-        wrong = [(f, limits.beyond(f.deviation)) for f in found]
+        wrong = [(f, self.answers.beyond(f.deviation)) for f in found]
         failures = [f"{what}, {f.name}: {why}; that is more than rounding" for f, why in wrong if why]
         _tell(verdict, "answers", what, failures)
 
     def _judge_kv(self, verdict: Verdict, found: Sequence[Found], what: str) -> None:
+        assert self.kv_noise is not None
+        limit = limit_of(self.kv_limit, self.kv_noise)
         compared = [d for f in found for d in f.kv]
         most = max((d.most for d in compared), default=math.inf)
         tokens = sum(d.tokens for d in compared)
         verdict.lines.append(
-            f"{what}, KV: {tokens} tokens that the answers were made from, in every layer, are off by at most "
-            f"{most:.2g} of their size from what prefill computes anew (limit {self.kv_limit:.2g}; without a cache "
+            f"{what}, KV: {tokens} tokens that the answers were made from, in every layer of full attention, are off "
+            f"by at most {most:.2g} of their size from what prefill computes anew (limit {limit:.2g}; without a cache "
             f"{self.kv_noise:.2g})"
         )
-        verdict.figures[f"{what}, kv"] = {"tokens": tokens, "most": most, "limit": self.kv_limit}
+        verdict.figures[f"{what}, kv"] = {"tokens": tokens, "most": most, "limit": limit}
         failures = []
         for f in found:
             failures += [
                 f"{what}, {f.name}: the KV that decode has is not its tokens': {d} is off by {d.most:.2g} of its size"
                 for d in f.kv
-                if not d.most <= self.kv_limit
+                if not d.most <= limit
             ]
             if f.missing:
                 failures.append(f"{what}, {f.name}: its KV could not be compared, a worker left no record of it")

@@ -8,6 +8,7 @@ whoever computed it; another token's is as far away as it is long.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -103,6 +104,18 @@ def buffers_of(pool: Any) -> list[list[Any]]:
     return [[buffer.view(pool.dtype) for buffer in buffers] for buffers in found]
 
 
+def bytes_of(buffer: Any) -> Any:
+    """The same memory as bytes. torch has no index of eight-bit floats on a CPU."""
+    import torch
+
+    return buffer.view(torch.uint8)
+
+
+def rows_of(buffer: Any, slots: Any) -> Any:
+    """A copy of the rows ``slots`` of a buffer, of its type."""
+    return bytes_of(buffer)[slots].view(buffer.dtype)
+
+
 class Recorder:
     """Writes the records of one rank. kinds: see `buffers_of`."""
 
@@ -118,7 +131,7 @@ class Recorder:
 
         rows = []
         for buffer in self._buffers:
-            vectors = buffer[slots.to(buffer.device)].reshape(len(slots), -1).float()
+            vectors = rows_of(buffer, slots.to(buffer.device)).reshape(len(slots), -1).float()
             rows.append(vectors @ torch.from_numpy(self._signs[vectors.shape[1]]).to(vectors.device))
         return torch.stack(rows, 1).cpu().numpy()
 
@@ -228,12 +241,20 @@ class KvDifference:
     tokens: int
 
     def __str__(self) -> str:
+        if self.token == self.tokens:
+            return f"KV from token {self.token + 1} on, which is missing on rank {self.rank},"
         return f"{self.kind} of token {self.token + 1} in layer {self.layer + 1}, rank {self.rank}"
 
 
-def kv_difference(seen: Record, truth: Record) -> KvDifference:
-    """Compare two records of the same tokens on the same rank. A number that is none is infinitely far."""
-    tokens = min(len(seen.kv), len(truth.kv))
+def kv_difference(seen: Record, truth: Record, may_lack: int = 0) -> KvDifference:
+    """Compare two records of the same tokens on the same rank.
+
+    A number that is none is infinitely far, and so is KV that either of them lacks. Of the last token there is none,
+    nor need there be of ``may_lack`` before it: with speculation, of what was accepted in the last step.
+    """
+    tokens, expected = min(len(seen.kv), len(truth.kv)), max(1, len(seen.tokens) - 1 - may_lack)
+    if tokens < expected:
+        return KvDifference(math.inf, tokens, 0, "KV", seen.rank, tokens)
     a, b = seen.kv[:tokens].astype(np.float64), truth.kv[:tokens].astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart, size = np.linalg.norm(a - b, axis=-1), np.linalg.norm(b, axis=-1)

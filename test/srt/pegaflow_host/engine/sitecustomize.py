@@ -40,4 +40,4 @@ def map_without_cuda(module):
 
 
 wrapt.register_post_import_hook(share_pools, "sglang.srt.mem_cache.memory_pool")
-wrapt.register_post_import_hook(map_without_cuda, "sglang.srt.mem_cache.pegaflow_memory")
+wrapt.register_post_import_hook(map_without_cuda, "sglang.srt.mem_cache.pegaflow.memory")

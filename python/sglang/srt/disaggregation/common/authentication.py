@@ -6,7 +6,8 @@ a HMAC-SHA256 (RFC 2104) over what it says, the time, a number used once and, ov
 or a wrong, an old or a used one, is ignored. A bootstrap server goes by many names, so a request to one is good at
 another of the deployment too. Nothing is encrypted, and KV itself goes as it always goes.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known. sgl-project/sglang#21567 (open) encrypts ZeroMQ; #39400 (open) asks for a check of bootstrap
+routes.
 """
 
 from __future__ import annotations

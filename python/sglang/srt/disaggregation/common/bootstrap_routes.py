@@ -1,6 +1,7 @@
 """What a patched prefill's bootstrap server answers beside the engine's questions.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on both workers. Refusals and samples: none
+is known.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 from sglang.srt import server_args
-from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation import computed_rooms, refusal
 from sglang.srt.disaggregation.common.authentication import middleware, secret
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
@@ -20,7 +21,7 @@ from sglang.srt.managers import samples
 
 
 def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Add the routes of the decode prefix, of refused requests and of samples, and ask for the secret, if any."""
+    """Add the routes of the decode prefix, and of rooms that decode speaks of, and ask for the secret, if any."""
     key = secret()
     if key is not None:
         app.middlewares.append(middleware(key))
@@ -29,13 +30,17 @@ def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[s
         return web.json_response(await capabilities())
 
     async def refused_room(request: web.Request) -> web.Response:
-        return await _hear(request, refusal.heard)
+        return await _take(request, refusal.take_refusal)
+
+    async def computed_room(request: web.Request) -> web.Response:
+        return await _take(request, computed_rooms.take_word)
 
     async def sample_rooms(request: web.Request) -> web.Response:
-        return await _hear(request, samples.heard)
+        return await _take(request, samples.take_announcement)
 
     app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
     app.router.add_post(refusal.REFUSED_ROUTE, refused_room)
+    app.router.add_post(computed_rooms.COMPUTED_ROUTE, computed_room)
     app.router.add_post(samples.SAMPLE_ROUTE, sample_rooms)
 
 
@@ -57,6 +62,8 @@ async def capabilities(
         "pieces": pieces and whole,
         "digests" if whole else "stage_digests": digests,
         "queued": queued,
+        # Stages would have to agree, and of several fronts only one hears of it.
+        "drops": whole and cp_size == 1 and _fronts() == 1,
     }
     answer: dict[str, int | str] = {"version": version if cp_size is not None and not shared_out else 0}
     answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1}
@@ -66,9 +73,14 @@ async def capabilities(
     return answer | {name: said for name, said in (("drafts", drafts), ("draft_model", draft_model)) if said}
 
 
-async def _hear(request: web.Request, heard: Callable[[Any], None]) -> web.Response:
+def _fronts() -> int:
+    """Processes that take requests for this prefill."""
+    return getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
+
+
+async def _take(request: web.Request, take: Callable[[Any], None]) -> web.Response:
     try:
-        heard(await request.json())
+        take(await request.json())
     except ValueError as e:
         return web.Response(text=str(e), status=400)
     return web.Response(text="OK")

@@ -1,13 +1,14 @@
 """What every transfer backend shares: who understands a decode prefix, and how it is learnt.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257 (merged). The layers
+of pipeline stages: #28229 (open).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,12 @@ from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.last_words import LastWords
+from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
 from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, PrefillWatch, SocketSweep, ports_of
-from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, requests
-from sglang.srt.disaggregation.common.rooms import Rooms, rooms_held
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes, requests
+from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, Rooms, rooms_held
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters, count_transfer
@@ -126,19 +128,10 @@ class CommonKVManager(engine.CommonKVManager):
         return bool(self.kv_args.state_data_ptrs)
 
     def _resolve_rank_mapping(self, info) -> None:
-        """Adds, with a radix cache, that states are never cut: a prefill of another TP size cannot be used.
-
-        NIXL has no message for a part of one. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
-        convolution has its queries, keys and values one after the other, each cut by TP.
-        """
-        uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
-        if self.has_radix and info.attn_tp_size != self.attn_tp_size and (self.has_state or uneven):
-            # The engine cuts all buffers as it cuts the first: a draft model's may have other heads.
-            what = "states" if self.has_state else "KV buffers of different sizes"
-            raise ValueError(
-                f"it has TP size {info.attn_tp_size} and this decode worker {self.attn_tp_size}; the {what} of this "
-                "model cannot be cut. Start both with the same --tp-size."
-            )
+        """Adds, with a radix cache, that a prefill of another TP size cannot be used where that would cut states."""
+        if self.has_radix and info.attn_tp_size != self.attn_tp_size:
+            uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
+            check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.has_state, uneven)
         super()._resolve_rank_mapping(info)
 
     def why_unreached(self, addr: str, since: float) -> str | None:
@@ -188,13 +181,9 @@ class CommonKVManager(engine.CommonKVManager):
 
         It takes the rest for a draft model's, and writes V of every layer to the place of another's K or V.
         """
-        total = len(dst_kv_ptrs) // 2
-        if self.pp_size == 1 or total != self.num_layers:
+        if self.pp_size == 1 or len(dst_kv_ptrs) // 2 != self.num_layers:
             return super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
-        here = len(src_kv_ptrs) // 2
-        first = self.kv_args.prefill_start_layer
-        k, v = (dst_kv_ptrs[start + first : start + first + here] for start in (0, total))
-        return src_kv_ptrs[:here], src_kv_ptrs[here:], k, v, here
+        return pointers_of_stage(src_kv_ptrs, dst_kv_ptrs, self.kv_args.prefill_start_layer)
 
     @property
     def samples_tokens(self) -> bool:
@@ -263,15 +252,30 @@ class CommonKVManager(engine.CommonKVManager):
             self.cancels.pop(room, None)
             self.rooms.end(room, reason)
 
+    def end_failed_room(self, room: int, asked: Mapping[str, Any], reason: str) -> set:
+        """End ``room``; returns the decode ranks that are to be told why, by the backend's names for them.
+
+        asked: by name, as its request has kept it. Decode workers without the flag are not told. Nor does a dummy rank
+        tell anybody but who gave the room up: its word would count for that of the rank that writes.
+        """
+        with self.rooms.lock:
+            infos = asked or self.transfer_infos.get(room, {})
+            peers = self.cancels.get(room, set()) | self.listeners(infos)
+            self.end_room(room, reason)
+        return peers
+
+    def refuse_room(self, room: int, reason: str) -> None:
+        """Answer decode's request for a room that is refused on this prefill, which may have come or not."""
+        with self.rooms.lock:
+            if room in self.rooms.live:
+                # That is another request.
+                return
+            peers = self.end_failed_room(room, {}, reason)
+            self.forget(room)
+        self.tell_failure(room, peers, reason)
+
     # Attributes with an entry for each live room, or with a set of rooms for each peer.
-    room_books: tuple[str, ...] = (
-        "request_status",
-        "failure_records",
-        "transfer_infos",
-        "required_prefill_response_num_table",
-        "prefill_response_tracker",
-        "addr_to_rooms_tracker",
-    )
+    room_books: tuple[str, ...] = ENGINE_BOOKS
 
     def rooms_held(self) -> dict[str, int]:
         """How many rooms each book of this worker mentions; none when it is idle. The engine's books and ours."""
@@ -299,10 +303,7 @@ class CommonKVManager(engine.CommonKVManager):
         """
         if not any(info.wants_digest for info in infos):
             return None
-        if self.page_digests is None:
-            raise ValueError("decode asks for digests of pages, which this prefill's KV pool does not have")
-        digests = self.rooms.live[room].state.add_digests(self.page_digests.of(kv_indices, first_page))
-        return self.page_digests.claim(digests) if is_last else None
+        return self.rooms.live[room].add_chunk(self.page_digests, kv_indices, first_page, is_last)
 
 
 class CommonKVSender(DeltaSender, engine.CommonKVSender):

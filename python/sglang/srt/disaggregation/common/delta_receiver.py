@@ -2,7 +2,8 @@
 
 `DeltaReceiver` is what the backends' receivers have in common. `conn.py` puts it before the engine's.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release (#35049, #35360,
+merged).
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ class DeltaReceiver(Base):
         self.state.given_up_at = time.monotonic()
         if not self.fenced:
             # Prefill was never asked for anything: there are no writers to wait for.
-            self._end()
+            self.end()
         if self.peer_takes_prefix:
             self.state.untold = self._writers()
             self.state.tell(self.bootstrap_room, self._cancel_at)
@@ -322,7 +323,7 @@ class DeltaReceiver(Base):
             self.bootstrap_room, self.bootstrap_addr, self.kv_mgr.waiting_timeout, self._cancel_at, self._nobody_writes
         ):
             state.over = True
-            self._end()
+            self.end()
         return state.over
 
     def _nobody_writes(self) -> bool:
@@ -334,7 +335,7 @@ class DeltaReceiver(Base):
         ranks = [(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or []]
         return self.kv_mgr.liveness.are_gone(ranks, self.state.given_up_at)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Close the books, also of the reasons that came after the first one, which nobody reads."""
         with self.kv_mgr.rooms.lock:
             self._close_books()

@@ -2,7 +2,8 @@
 
 `DeltaSender` is what the backends' senders have in common. `conn.py` puts it before the engine's.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with failures that both backends tell
+decode (#36612, merged).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from sglang.srt.disaggregation.common.wire import asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+    from sglang.srt.disaggregation.page_digest import PageDigests
 
 
 # Of a failure of which nobody has said why.
@@ -223,7 +227,8 @@ class DeltaSender(Base):
     def fail(self, reason: str) -> None:
         """Fail this request, on this worker and on decode, and nothing else. The first reason stays."""
         if not self.has_failed():
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            # The engine's senders, as Mori's, look for the reason in the manager's book.
+            self.kv_mgr.fail_room(self.bootstrap_room, reason)
             self.state.fail(reason)
             self.on_failure()
 
@@ -252,22 +257,30 @@ class DeltaSender(Base):
         if reason is not None and self.poll() != KVPoll.Success:
             self.fail(reason)
 
-    def end_failed_room(self, reason: str) -> set:
-        """End this request's room; returns the decode ranks that are to be told, by the backend's names for them.
+    def add_chunk(
+        self, digests: PageDigests | None, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
+    ) -> str | None:
+        """Add a chunk to the digest of what is sent; with the last one, what to tell of it. Raises ValueError."""
+        if digests is None:
+            raise ValueError("decode asks for digests of pages, which this prefill's KV pool does not have")
+        total = self.state.add_digests(digests.of(kv_indices, first_page))
+        return digests.claim(total) if is_last else None
 
-        Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody but who gave
-        the room up: its word would count for that of the rank that writes.
-        """
-        manager, room = self.kv_mgr, self.bootstrap_room
-        with manager.rooms.lock:
-            infos = self.state.asked or manager.transfer_infos.get(room, {})
-            peers = manager.cancels.get(room, set()) | manager.listeners(infos)
-            manager.end_room(room, reason)
-        return peers
+    def end_failed_room(self, reason: str) -> set:
+        """End this request's room; returns the decode ranks that are to be told, by the backend's names for them."""
+        return self.kv_mgr.end_failed_room(self.bootstrap_room, self.state.asked, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Wraps the engine's init: the pages to send are those beyond the prefix."""
         super().init(num_kv_indices - self.decode_prefix_len // self.kv_mgr.kv_args.page_size, aux_index)
+
+    def drop(self) -> None:
+        """End this request well: decode has asked for nothing, and computes the prompt itself."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        self.state.reach(Phase.CLOSED)
+        with manager.rooms.lock:
+            manager.end_room(room)
+            manager.forget(room)
 
     def failure_exception(self) -> None:
         """Replaces the engine's, which does not say what failed."""

@@ -10,7 +10,7 @@ own cache, or beside another prompt in the same batch it is not, and then two se
 a piece is what is sent: prefill asks for memory for exactly that when it has computed it, and gets it for itself until
 it is scattered. Positions are counted in the list of delta pages, which decode has sent to prefill.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: sgl-project/sglang#30545 (merged), which has staging buffers behind a prefix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What decode asks of a prefill's bootstrap server before it can shake hands, asked in threads: a scheduler waits for
 no peer.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whom of decode a prefill rank has told that it writes no more for a room.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#36612 (merged), by which both backends tell decode of a failure.
 """
 
 from __future__ import annotations

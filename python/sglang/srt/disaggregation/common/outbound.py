@@ -1,6 +1,6 @@
 """Messages to workers that may not read them: nobody waits until they do.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#31144 (merged), which bounds the wait.
 """
 
 from __future__ import annotations

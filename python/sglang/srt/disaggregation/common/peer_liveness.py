@@ -3,7 +3,7 @@
 A refused connection says that the process that listened there has ended. No answer says nothing: the way to the peer
 may be cut, or it stands still.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that was replaced.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A watch is a thread of its own. It knows of its worker only what it is handed.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that was replaced.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A message may come before its room's request, while that is here, or long after its end.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); decode's cancellation #27372 (merged).
 """
 
 from __future__ import annotations

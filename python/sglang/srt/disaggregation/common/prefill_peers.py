@@ -2,7 +2,7 @@
 
 Asked in threads: a scheduler waits for no peer.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on all prefills.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
 from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
 from sglang.srt.disaggregation.common.peer_watch import host_and_port
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
@@ -38,14 +38,15 @@ class Capabilities:
     """What a prefill says that it can do.
 
     version: of the decode prefix that it understands, 0 for none. pieces: it asks for each piece of staging memory.
-    digests: it sends digests of pages. queued: it wants to hear what waits on decode. drafts, draft_model: what it
-    speculates with, empty without.
+    digests: it sends digests of pages. queued: it wants to hear what waits on decode. drops: it drops a request whose
+    prompt decode computes. drafts, draft_model: what it speculates with, empty without.
     """
 
     version: int = 0
     pieces: bool = False
     digests: bool = False
     queued: bool = False
+    drops: bool = False
     drafts: str = ""
     draft_model: str = ""
 
@@ -73,7 +74,8 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     def can(*names: str) -> bool:
         return takes and any(answer.get(name) for name in names)
 
-    return Capabilities(version, can("pieces"), can("digests", "stage_digests"), can("queued"), drafts, draft_model)
+    each = can("pieces"), can("digests", "stage_digests"), can("queued"), can("drops")
+    return Capabilities(version, *each, drafts, draft_model)
 
 
 def check_drafts(theirs: Capabilities, server_args: Any) -> None:
@@ -92,6 +94,21 @@ def check_drafts(theirs: Capabilities, server_args: Any) -> None:
         raise ValueError(
             f"its draft model ({theirs.draft_model}) is not this decode worker's ({own}). Give both the same "
             "--speculative-draft-model-path"
+        )
+
+
+def check_tp_sizes(theirs: int, ours: int, has_state: bool, uneven: bool) -> None:
+    """Raise ValueError where a prefill of another TP size cannot be used, since what would have to be cut cannot be.
+
+    NIXL has no message for a part of a state. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
+    convolution has its queries, keys and values one after the other, each cut by TP. uneven: whether KV buffers differ
+    in size; the engine cuts all as it cuts the first, and a draft model's may have other heads.
+    """
+    if has_state or uneven:
+        what = "states" if has_state else "KV buffers of different sizes"
+        raise ValueError(
+            f"it has TP size {theirs} and this decode worker {ours}; the {what} of this "
+            "model cannot be cut. Start both with the same --tp-size."
         )
 
 
@@ -129,7 +146,7 @@ class PrefillPeers:
         if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
             self._asked_at[addr] = now
             self._asking.add(addr)
-            threading.Thread(target=self._ask, args=(addr,), daemon=True, name="ask-prefill").start()
+            in_background(lambda: self._ask(addr), "ask-prefill")
 
     def _ask(self, addr: str) -> None:
         """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""

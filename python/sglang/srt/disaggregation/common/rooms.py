@@ -3,7 +3,7 @@
 Decode's messages and the worker's own requests meet here in any order: a message may come before its request, or long
 after its end. All of it is kept by the engine's bootstrap_room, and both transfer backends use the same books.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known for all of it; sgl-project/sglang#27372 and #36612 (merged) have parts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ logger = logging.getLogger(__name__)
 
 # Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
 REMEMBERED_ROOMS = 65536
+
+# Attributes of the engine's manager with an entry for each live room, or with a set of rooms for each peer.
+ENGINE_BOOKS = (
+    "request_status",
+    "failure_records",
+    "transfer_infos",
+    "required_prefill_response_num_table",
+    "prefill_response_tracker",
+    "addr_to_rooms_tracker",
+)
 
 
 class Verdict(enum.Enum):

@@ -3,7 +3,7 @@
 docs/protocol.md has the frames. Every message but a registration begins with its room and with who sends it. What a
 decode rank is called is the backend's: where it listens, over Mooncake, or the name of its agent, over NIXL.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257 (merged).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Reader(Generic[Peer]):
             return None
 
 
-def head(room: int, host: str, port: int, name: str) -> list[bytes]:
+def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
     """The frames with which each of decode's messages about a request begins: the room, and who it is."""
     return [b"%d" % room, host.encode("ascii"), b"%d" % port, name.encode("ascii")]
 

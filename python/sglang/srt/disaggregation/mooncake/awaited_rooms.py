@@ -1,6 +1,6 @@
 """What a decode rank over Mooncake waits for, and what the ranks of prefill have said of it.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#36612 (merged).
 """
 
 from __future__ import annotations

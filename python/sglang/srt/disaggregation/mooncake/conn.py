@@ -1,6 +1,6 @@
 """Delta transfer over Mooncake.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: sgl-project/sglang#24257 (merged), with deferred release (#35049, merged).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, head, prefix_frames
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, prefix_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import wire
@@ -407,7 +407,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
 def _head(receiver: Any) -> list[bytes]:
     manager = receiver.kv_mgr
-    return head(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
+    return room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
@@ -505,7 +505,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         staging = self.kv_mgr.staging
         landed = staging is None or staging.landed(self.bootstrap_room)
         if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
-            self._end()
+            self.end()
 
     def _close_books(self) -> None:
         super().clear()

@@ -1,6 +1,6 @@
 """What a decode rank over Mooncake does with prefill's messages.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#36612 (merged), and for staging buffers #30545 (merged).
 """
 
 from __future__ import annotations

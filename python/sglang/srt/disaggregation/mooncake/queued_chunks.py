@@ -1,6 +1,6 @@
 """What a prefill rank over Mooncake has queued for its transfer threads.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#35049 (merged), which waits for chunks that are outstanding.
 """
 
 from __future__ import annotations

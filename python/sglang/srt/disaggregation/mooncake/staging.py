@@ -2,7 +2,7 @@
 
 docs/protocol.md has the messages.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#30545 (merged).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
-from sglang.srt.disaggregation.common.wire import head
+from sglang.srt.disaggregation.common.wire import room_header
 from sglang.srt.disaggregation.mooncake.wire import (
     GRANT,
     STAGE,
@@ -249,7 +249,7 @@ class StagingKVManager(Base):
         peer = piece.peer
 
         def grant(offset: int) -> None:
-            begin = head(room, self.local_ip, self.rank_port, self.get_session_id())
+            begin = room_header(room, self.local_ip, self.rank_port, self.get_session_id())
             try:
                 post(peer, [*begin, GRANT, b"%d" % piece.start, b"%d" % offset])
             except Exception as e:

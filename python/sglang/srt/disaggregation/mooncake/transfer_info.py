@@ -1,6 +1,6 @@
 """Decode's request for KV over Mooncake, with the prefix it holds. `conn.py` puts it before the engine's.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: sgl-project/sglang#24257 (merged).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The transfer queue of a prefill worker over Mooncake, as its one thread sees it.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 docs/protocol.md has the frames; those that both backends share are in `common/wire.py`.
 
-Upstream: not in 0.5.10.post1.
+Upstream: sgl-project/sglang#24257 and #30545 (merged).
 """
 
 from __future__ import annotations

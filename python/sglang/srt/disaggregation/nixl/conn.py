@@ -1,6 +1,7 @@
 """Delta transfer over NIXL.
 
-Upstream: not in 0.5.10.post1; later releases carry their own decode-side cache.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with #35360 (deferred release), #36612
+(failures) and #32270 (senders told apart), all merged.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from sglang.srt.disaggregation.common.wire import (
     Reader,
     Registration,
     check_prefix_frames,
-    head,
     prefix_frames,
+    room_header,
     wire_int,
 )
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
@@ -475,7 +476,10 @@ class NixlKVSender(engine.NixlKVSender):
 
 def _head(receiver: Any) -> list[bytes]:
     manager = receiver.kv_mgr
-    return [engine.GUARD, *head(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name)]
+    return [
+        engine.GUARD,
+        *room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name),
+    ]
 
 
 class NixlKVReceiver(engine.NixlKVReceiver):
@@ -548,7 +552,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
     def clear(self) -> None:
         """Called at commit, where no book may be left open."""
-        self._end()
+        self.end()
 
     def _close_books(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room

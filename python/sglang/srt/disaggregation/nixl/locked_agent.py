@@ -1,6 +1,6 @@
 """A NIXL agent that several threads of a prefill worker use.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

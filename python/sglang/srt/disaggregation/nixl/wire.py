@@ -1,6 +1,6 @@
 """Prefill's notifications over NIXL, parsed once into typed values. docs/protocol.md has the texts.
 
-Upstream: not in 0.5.10.post1.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); failures #36612 (merged).
 """
 
 from __future__ import annotations

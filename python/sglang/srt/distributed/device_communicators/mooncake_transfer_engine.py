@@ -1,6 +1,6 @@
 """What Mooncake's library says only in lines of its own log, or not at all, as one message of the server.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

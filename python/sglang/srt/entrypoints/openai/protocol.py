@@ -1,6 +1,6 @@
 """What cannot be read of a chat request is the client's error.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options that the OpenAI endpoints share.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

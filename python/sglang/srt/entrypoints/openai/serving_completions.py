@@ -1,6 +1,6 @@
 """/v1/completions with ``echo`` and ``logprobs``.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ``triton`` attention backend, reading shared prefixes once where that was asked for.
 
-Upstream: not in 0.5.10.post1.
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
 
 from __future__ import annotations

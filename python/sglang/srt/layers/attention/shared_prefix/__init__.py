@@ -11,4 +11,6 @@ running_groups.py   what a batch on a device shares, found without waiting for t
 triton_plan.py      the pieces of shared KV of a step, as one array
 triton_kernels.py   the computation
 triton_shared.py    the engine's interface
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """

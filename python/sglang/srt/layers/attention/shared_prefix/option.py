@@ -1,4 +1,7 @@
-"""Shared decode attention on GPUs: whether it is asked for, what it is refused with, where it does not apply."""
+"""Shared decode attention on GPUs: whether it is asked for, what it is refused with, where it does not apply.
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
+"""
 
 from __future__ import annotations
 

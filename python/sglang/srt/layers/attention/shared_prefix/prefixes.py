@@ -1,4 +1,7 @@
-"""Which running requests share which KV slots: a radix tree of the rows of ``req_to_token``."""
+"""Which running requests share which KV slots: a radix tree of the rows of ``req_to_token``.
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
+"""
 
 from __future__ import annotations
 

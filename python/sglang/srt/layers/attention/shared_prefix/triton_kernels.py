@@ -1,4 +1,7 @@
-"""Decode attention to shared pieces of KV, and the merge with what each request reads itself."""
+"""Decode attention to shared pieces of KV, and the merge with what each request reads itself.
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pieces of shared KV of a step, and whose queries attend to each, as one array for the kernels."""
+"""The pieces of shared KV of a step, and whose queries attend to each, as one array for the kernels.
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine's ``triton`` backend, with decode steps that read shared prefixes once."""
+"""The engine's ``triton`` backend, with decode steps that read shared prefixes once.
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .option import is_windowed
 from .running_groups import RunningGroups
 from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared
 
-# Fitted on an H100: docs/benchmarks.md, "On a GPU".
+# Fitted on an H100: docs/lab/2026-11-23-h100.md.
 #: Bytes that a GPU reads in a nanosecond of attention.
 BANDWIDTH = 2800.0
 #: Nanoseconds for a byte of a partial result, which is written by one kernel and read by another.

@@ -1,4 +1,7 @@
-"""Rows of ``req_to_token`` whose slots are not those of the step before."""
+"""Rows of ``req_to_token`` whose slots are not those of the step before.
+
+Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,301 @@
+"""Remainders of prompts that a decode rank computes itself, in slices between its decode steps.
+
+In a chat, decode holds all of a prompt but the tokens that are new. To compute these is one short step here; to ask
+prefill for them is a round trip, behind whatever else waits there. NVIDIA Dynamo calls it conditional disaggregation.
+
+A request comes here from admission with its prefix locked and its slots allocated, and leaves with a step of the
+engine's own kind (EXTEND), after which it decodes like any other. Whole pages enter the tree when the step that
+computes them is launched: what reads them comes later in the same stream, and if the tree has got the same pages from
+elsewhere meanwhile, ours have not been touched by anybody and go back to the pool.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.computed_rooms import tell_prefill
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+from sglang.srt.mem_cache.known_prefixes import unknown_to_prefill
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
+    from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
+
+__all__ = ["LocalPrefills", "LocalReq", "Policy", "Slice", "may_compute", "needs_prefill"]
+
+
+class Policy(NamedTuple):
+    """Which remainders decode computes. All figures are tokens, and the same on all ranks.
+
+    most: a longer remainder is prefill's. slice: computed in one step while other requests decode, which wait for that.
+    step: computed in one step while none does. queued: what may wait for its step, while others decode; what comes
+    beyond goes to prefill, which works at the same time. debt: what decode computed of a conversation and prefill has
+    never seen; prefill computes it with the next remainder that is its own, so a conversation that has more goes there.
+    """
+
+    most: int
+    slice: int
+    step: int
+    queued: int
+    debt: int
+
+    @classmethod
+    def of(cls, asked: str) -> Policy | None:
+        """What ``--disaggregation-decode-local-prefill`` asks for; None for nothing. Raises ValueError."""
+        if asked == "off":
+            return None
+        if asked != "auto" and not (asked.isdecimal() and int(asked)):
+            raise ValueError(f"--disaggregation-decode-local-prefill is {asked!r}: give off, auto or 1 token or more.")
+        most = AUTO.most if asked == "auto" else int(asked)
+        return AUTO._replace(
+            most=most, step=max(AUTO.step, most), queued=max(AUTO.queued, most), debt=max(AUTO.debt, most)
+        )
+
+    def takes(self, delta: int, queued: int, debt: int, others: bool) -> bool:
+        """Whether a remainder of ``delta`` tokens is decode's. queued: what waits. others: whether requests decode."""
+        if not 0 < delta <= self.most or (debt and delta + debt > self.debt):
+            return False
+        return not (others and queued) or queued + delta <= self.queued
+
+
+# A chat's turn has fewer than 128 tokens; 64 in a step of others were hardly felt in a prototype (not measured since).
+AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=1024)
+
+
+def needs_prefill(model: str | None, pegaflow: bool) -> str | None:
+    """Why prompts of this worker are never computed by it; None if they can be. model: what it keeps beside KV."""
+    if model is not None:
+        return f"{model} of a prefix, which a step over the rest would start from, are not kept on decode"
+    return "prefixes that a PegaFlow server brings or saves are not computed here" if pegaflow else None
+
+
+def may_compute(req: Req) -> bool:
+    """Whether nothing in a request needs prefill: what it says of the prompt itself, or what is no token."""
+    in_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    extra = in_prompt or req.return_hidden_states or req.return_routed_experts or req.is_prefill_only
+    other = req.input_embeds is not None or req.multimodal_inputs is not None or req.session is not None
+    return not (extra or other or req.token_type_ids is not None or is_warmup(req))
+
+
+@dataclasses.dataclass(eq=False)
+class LocalReq:
+    """A request that is computed here. done: tokens of its prompt held, or launched. agreed: by all ranks."""
+
+    decode_req: DecodeRequest
+    done: int
+    agreed: bool = False
+
+    @property
+    def req(self) -> Req:
+        return self.decode_req.req
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that no step computes yet."""
+        return len(self.req.origin_input_ids) - self.done
+
+
+class Slice(NamedTuple):
+    """Tokens of a prompt that one step computes: up to ``end``, from where `LocalReq.done` is."""
+
+    one: LocalReq
+    end: int
+
+
+class LocalPrefills:
+    """The requests of one decode rank that are computed here, from admission until they decode."""
+
+    def __init__(
+        self,
+        tree: DecodeRadixCache,
+        rows: Any,
+        admission: AdmissionPolicy,
+        counters: KvTransferCounters,
+        policy: Policy,
+        tells: bool,
+    ):
+        """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
+        self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
+        self.policy, self._tells = policy, tells
+        # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
+        self.slices = not tree.is_eagle
+        self.waiting: list[LocalReq] = []
+        # The last step, until those that it has finished decode.
+        self.launched: Any = None
+
+    # ---- questions ----
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits here, or for its first decode step."""
+        return bool(self.waiting) or self.launched is not None
+
+    @property
+    def queued(self) -> int:
+        """Tokens that no step computes yet."""
+        return sum(one.left for one in self.waiting)
+
+    def reqs(self) -> list[Req]:
+        """The requests that all ranks know to be here and that do not decode, those in the last step included."""
+        found = {id(one.req): one.req for one in self.waiting if one.agreed}
+        if self.launched is not None:
+            found |= {id(req): req for req in self.launched.reqs}
+        return list(found.values())
+
+    def takes(self, req: Req, found: PrefixPeek, others: Callable[[], bool]) -> bool:
+        """Whether ``req``, of which the tree holds ``found``, is computed here. others: whether requests decode."""
+        delta = max(1, len(req.origin_input_ids) - found.length)
+        if delta > self.policy.most or not may_compute(req):
+            return False
+        decoding = others()
+        if decoding and not self.slices and delta > self.policy.slice:
+            return False
+        return self.policy.takes(delta, self.queued, unknown_to_prefill(found), decoding)
+
+    # ---- admission: see `PrefillDeltas` ----
+
+    def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
+        """Take over a request that has its memory, and have its prefill drop it.
+
+        A step in flight comes before ours in the stream, so it need not be waited for.
+        """
+        req = decode_req.req
+        req.transfer_prefix_len = req.decode_prefix_len
+        req.computed_here = len(req.origin_input_ids) - req.decode_prefix_len
+        decode_req.advance(Phase.LOCAL)
+        self.waiting.append(LocalReq(decode_req, req.decode_prefix_len))
+        req.time_stats.set_decode_transfer_queue_entry_time()
+        # Prefill has been asked for nothing.
+        decode_req.kv_receiver.conclude_state = KVPoll.Success
+        decode_req.kv_receiver.end()
+        if self._tells:
+            tell_prefill(decode_req.kv_receiver.bootstrap_addr, req.bootstrap_room)
+
+    def agree(self, decode_req: DecodeRequest) -> bool:
+        """All ranks have got the memory for a request: if it is one of these, it is computed when its step comes.
+
+        Returns whether it is. One that has failed on the way is not.
+        """
+        for one in self.waiting:
+            if one.decode_req is decode_req and decode_req.poll() != KVPoll.Failed:
+                one.agreed = True
+                one.req.time_stats.set_wait_queue_entry_time()
+                return True
+        return False
+
+    def forget(self, decode_req: DecodeRequest) -> None:
+        """A request has failed before that."""
+        self.waiting = [one for one in self.waiting if one.decode_req is not decode_req]
+
+    def abort(self, matches: Callable[[Req], bool]) -> None:
+        """Have the requests that match end at the next step; what is in flight for them is waited for."""
+        for one in self.waiting:
+            if matches(one.req) and one.req.to_finish is None:
+                one.req.to_finish = FINISH_ABORT()
+
+    # ---- steps ----
+
+    def take_aborted(self, overlapped: bool) -> list[DecodeRequest]:
+        """Those that have been aborted and of which no step is in flight; they are no longer here.
+
+        overlapped: whether the result of the last step has not been processed.
+        """
+        in_flight = set(map(id, self.launched.reqs)) if overlapped and self.launched is not None else set()
+        gone = [one for one in self.waiting if one.agreed and one.req.to_finish and id(one.req) not in in_flight]
+        self.waiting = [one for one in self.waiting if one not in gone]
+        for one in gone:
+            self._admission.leave(one.decode_req.entry)
+        return [one.decode_req for one in gone]
+
+    def computed(self) -> tuple[Any, list[Req]] | None:
+        """The last step, and those of its requests of whose prompt a part is left; None if there was none."""
+        batch, self.launched = self.launched, None
+        return None if batch is None else (batch, [one.req for one in self.waiting])
+
+    def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
+        """What the next step computes, in order of admission. fits: whether the step can have this request too.
+
+        All end with a page, or with their prompt; the last one may be a part of its prompt.
+        """
+        return list(self._pick(most_tokens, most_reqs, fits))
+
+    def _pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> Iterator[Slice]:
+        page, picked = self._tree.page_size, 0
+        for one in self.waiting:
+            if picked >= most_reqs or most_tokens <= 0:
+                return
+            if not one.agreed or one.req.to_finish or not fits(one.req):
+                continue
+            if one.left <= most_tokens or (not self.slices and not picked):
+                end = len(one.req.origin_input_ids)
+            elif self.slices:
+                # At least a page: its start need not be at one, where pages are larger than the slice.
+                end = max((one.done + most_tokens) // page, one.done // page + 1) * page
+                end = min(end, len(one.req.origin_input_ids))
+            else:
+                return
+            most_tokens -= end - one.done
+            picked += 1
+            yield Slice(one, end)
+
+    def begin(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Set the requests of ``slices`` up for a step of the engine; what is whole pages by then is the tree's.
+
+        Returns those of which there is something to compute.
+        """
+        begun = []
+        for one, end in slices:
+            req, prompt = one.req, one.req.origin_input_ids
+            last = end == len(prompt)
+            # The page of the last token is computed into a page of its own, whatever the tree holds.
+            start = self._share(one, (end - 1 if last else end) // self._tree.page_size * self._tree.page_size)
+            one.done = end
+            if start == end:
+                # The tree has got all of it from elsewhere meanwhile.
+                continue
+            begun.append(Slice(one, end))
+            req.fill_ids = prompt[:end]
+            req.prefix_indices = self._rows.req_to_token[req.req_pool_idx, :start].to(torch.int64)
+            req.set_extend_input_len(end - start)
+            if not last:
+                req.is_chunked += 1
+        return begun
+
+    def launch(self, batch: Any, slices: Sequence[Slice]) -> None:
+        """``batch`` computes ``slices``: whose prompt it ends is no longer here."""
+        self.launched = batch
+        for one, _ in slices:
+            req = one.req
+            # The engine takes what this step computes for all that has been allocated.
+            req.kv_committed_len = req.kv_allocated_len = len(req.origin_input_ids)
+            # It is in the tree already: see `DecodeRadixCache.cache_unfinished_req`.
+            req.committed_indices = req.prefix_indices
+            if one.left == 0:
+                self._admission.leave(one.decode_req.entry)
+                one.decode_req.advance(Phase.COMMITTED)
+                self._counters.committed(len(req.origin_input_ids), req.decode_prefix_len, req.computed_here)
+        self.waiting = [one for one in self.waiting if one.left]
+
+    def _share(self, one: LocalReq, end: int) -> int:
+        """Put the prompt's tokens before ``end`` into the tree; returns up to where the tree had them."""
+        req, tree = one.req, self._tree
+        if end <= req.cache_protected_len or not tree.accepts(req):
+            return one.done
+        # With drafts, the token after them is part of what they are known by.
+        tokens = req.origin_input_ids[: end + 1 if tree.is_eagle else end]
+        held = tree.peek(tree.shareable(tokens), req.extra_key).length
+        req.fill_ids, req.committed_indices = tokens, None
+        tree.cache_unfinished_req(req)
+        return max(one.done, min(held, end))

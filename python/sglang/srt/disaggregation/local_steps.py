@@ -1,0 +1,148 @@
+"""How the scheduler of a decode worker runs steps over remainders of prompts: see local_prefill.py.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice, needs_prefill
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.managers.lora_batch import joining
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
+from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["end_local_step", "make_local_prefills", "merge_computed", "next_local_batch"]
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--disaggregation-decode-local-prefill"
+
+
+def make_local_prefills(scheduler: Any, tree: DecodeRadixCache, admission: AdmissionPolicy) -> LocalPrefills | None:
+    """What computes prompts on this rank, as the options ask for it; None where prefill computes all."""
+    policy = Policy.of(scheduler.server_args.disaggregation_decode_local_prefill)
+    if policy is None:
+        return None
+    rows = scheduler.req_to_token_pool
+    state = "states" if hasattr(rows, "mamba_pool") else "windows" if tree.windows is not None else None
+    reason = needs_prefill(state, isinstance(tree, PegaFlowTree))
+    if reason is not None:
+        logger.warning("%s has no effect on this worker: %s.", FLAG, reason)
+        return None
+    logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
+    counters = KvTransferCounters.get(scheduler.server_args)
+    return LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
+
+
+def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
+    """The step over remainders that comes next; None if there is none, or requests decode first.
+
+    Called once in each turn of the event loop, on all ranks.
+    """
+    if local is None:
+        return None
+    after_local = local.launched is not None
+    end_aborted(scheduler, local)
+    merge_computed(scheduler, local)
+    running = scheduler.running_batch
+    if running.is_empty():
+        running.batch_is_full = False
+    elif after_local:
+        # Or who decodes would stand still for as long as prompts come.
+        running.filter_batch(v1_spec_info_filtered=True)
+        if not running.is_empty():
+            return None
+    slices = local.begin(pick(scheduler, local))
+    if not slices:
+        return None
+    batch = scheduler.maybe_prepare_mlp_sync_batch(launch(scheduler, local, slices))
+    set_schedule_time_batch(batch)
+    return batch
+
+
+def end_aborted(scheduler: Any, local: LocalPrefills) -> None:
+    """Release the requests that have been aborted before they were computed to their end."""
+    for decode_req in local.take_aborted(scheduler.enable_overlap):
+        req = decode_req.req
+        req.finished_reason = req.to_finish
+        decode_req.advance(Phase.RELEASED)
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+        scheduler.stream_output([req], req.return_logprob)
+
+
+def merge_computed(scheduler: Any, local: LocalPrefills) -> None:
+    """Have the requests of the last step decode from now on, as the engine's aggregated scheduler does."""
+    computed = local.computed()
+    if computed is None:
+        return
+    batch, unfinished = computed
+    batch.filter_batch(chunked_req_to_exclude=unfinished)
+    if batch.is_empty():
+        return
+    if scheduler.running_batch.is_empty():
+        scheduler.running_batch = batch
+    else:
+        scheduler.running_batch.merge_batch(batch)
+
+
+def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
+    """Process the result of a step over remainders that is in flight, and have its requests decode."""
+    if local is None or local.launched is None:
+        return
+    steps = getattr(scheduler, "result_queue", None)
+    if steps:
+        scheduler.process_batch_result(*steps.popleft())
+    merge_computed(scheduler, local)
+    scheduler.last_batch = scheduler.cur_batch = None
+
+
+def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
+    """What the next step computes: as much as those that decode can wait for."""
+    running, rows = scheduler.running_batch, scheduler.req_to_token_pool
+    tokens = local.policy.step if running.is_empty() else local.policy.slice
+    places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
+    if not scheduler.enable_lora:
+        return local.pick(tokens, places, lambda req: True)
+    fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
+    return local.pick(tokens, places, joining(running.reqs, fits))
+
+
+def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:
+    """The engine's batch that computes ``slices``, which have been begun."""
+    # Not at the top: it needs the engine's scheduler, which needs this.
+    from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
+
+    reqs = [one.req for one, _ in slices]
+    set_time_batch(reqs, "set_forward_entry_time")
+    batch = ScheduleBatch.init_new(
+        reqs,
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        scheduler.enable_overlap,
+        scheduler.spec_algorithm,
+    )
+    batch.has_slots = True
+    batch.prepare_for_extend()
+    local.launch(batch, slices)
+    batch.prefill_stats = PrefillStats(
+        log_input_tokens=batch.extend_num_tokens,
+        log_hit_tokens=sum(batch.prefix_lens),
+        new_token_ratio=scheduler.new_token_ratio,
+        num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, scheduler.enable_priority_scheduling),
+        num_new_seqs=len(reqs),
+    )
+    if getattr(scheduler, "future_map", None) is not None:
+        ScheduleBatch.future_map = scheduler.future_map
+    return batch

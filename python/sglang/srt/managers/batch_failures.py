@@ -1,0 +1,60 @@
+"""Errors of a batch that are one request's.
+
+Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) aborts requests whose logits are all NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["failed_processors", "keep_undrafted_out", "pad_token_logprobs", "without_token"]
+
+NO_TOKEN = "No token can be chosen: the grammar, logit_bias or the model leave none"
+
+
+def failed_processors(batch: Any, result: Any) -> dict[int, str]:
+    """Why the logit processors of a step's requests failed, by their place in the batch. Takes them off the batch."""
+    # With pipeline stages the result has them, else its output.
+    found = (getattr(of, "failed_processors", None) for of in (result, getattr(result, "logits_output", None)))
+    failed = next(filter(None, found), None)
+    # A step of speculation leaves them with the batch.
+    info = getattr(batch, "sampling_info", None)
+    left = vars(info).pop("failed_processors", None) if info is not None else None
+    return failed or left or {}
+
+
+def without_token(result: Any) -> dict[int, str]:
+    """The same for requests that no token was left for. Waits for the result's copy to the host, if one is made."""
+    found = (getattr(of, "hopeless", None) for of in (result, getattr(result, "logits_output", None)))
+    hopeless = next((flags for flags in found if flags is not None), None)
+    if hopeless is None:
+        return {}
+    if getattr(result, "copy_done", None) is not None:
+        result.copy_done.synchronize()
+    return {place: NO_TOKEN for place, none in enumerate(hopeless.tolist()) if none}
+
+
+def pad_token_logprobs(output: Any) -> None:
+    """Give a request without ``token_ids_logprob`` an empty tensor beside those of a request with it.
+
+    The engine has an empty list there and raises.
+    """
+    values = getattr(output, "next_token_token_ids_logprobs_val", None)
+    if values:
+        output.next_token_token_ids_logprobs_val = [torch.as_tensor(row) for row in values]
+
+
+def keep_undrafted_out(batch: Any, result: Any) -> None:
+    """Keep what the draft model has no KV for out of the tree.
+
+    Without overlap, a step of speculation ends with the draft model taking in what was accepted, but only of requests
+    that go on: of those that end with it, the slots of that step hold another draft's KV.
+    """
+    if batch.spec_algorithm.is_none() or batch.is_spec_v2:
+        return
+    for req, accepted in zip(batch.reqs, result.accept_length_per_req_cpu or (), strict=False):
+        if req.finished():
+            # What is allocated beyond is given back.
+            req.kv_committed_len -= accepted + 1

@@ -1,0 +1,236 @@
+"""Requests that no worker can serve: both workers of a pair refuse them, with status 400, before anything is sent.
+
+Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
+each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.disaggregation import computed_rooms, refusal
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import samples
+from sglang.srt.managers.computed_answers import ComputedAnswers
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.request_admission import RequestAdmission
+from sglang.srt.managers.request_checks import check_names, stop_tokens
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["CheckedRequests", "reason_of"]
+
+# The engine's tokenizer manager comes behind.
+Base: Any = object
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, for another worker; an image that could not be read may be all of the message."""
+    said = error.detail if isinstance(error, HTTPException) else str(error)
+    return str(said or repr(error))[: refusal.MOST_CHARACTERS]
+
+
+class CheckedRequests(Base):
+    """Looks at each option of a request, and tells the other worker of a request that only this one refuses."""
+
+    def init_disaggregation(self) -> None:
+        """Adds that a prefill hears of requests that decode refuses."""
+        super().init_disaggregation()
+        self.refused_rooms = refusal.RefusedRooms()
+        # The states of each request that is being served, by its identity.
+        self.own_states: dict[int, dict[str, Any]] = {}
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            refusal.listen(self._on_refused_by_decode)
+            computed_rooms.listen(lambda room: self.event_loop.call_soon_threadsafe(self.computed.hear, room))
+
+    @cached_property
+    def computed(self) -> ComputedAnswers:
+        """What answers requests of prefill whose prompts decode computes."""
+        return ComputedAnswers(self)
+
+    async def generate_request(self, obj, request=None):
+        """Adds what follows a refusal: the peer is told, other prompts of the batch end, and nothing is
+        left behind."""
+        states: dict[str, Any] = {}
+        self.own_states[id(obj)] = states
+        try:
+            async for out in super().generate_request(obj, request):
+                for item in out if isinstance(out, list) else [out]:
+                    if getattr(obj, "needs_top_logprobs", False):
+                        item["meta_info"].setdefault("input_top_logprobs", [])
+                yield out
+        except samples.SamplesHaveRooms:
+            raise
+        except Exception as e:
+            # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
+            known = states and all(state.sent for state in states.values())
+            refused = not known and not isinstance(e, HTTPException)
+            # The failure of one sample is the answer to all.
+            end_others = refused or bool(getattr(obj, "samples", 0))
+            if refused:
+                # First, or the peer would hear only of the others' end.
+                self._tell_peer(obj, reason_of(e), states)
+            for rid, state in states.items() if end_others else ():
+                if state.sent and self.rid_to_state.get(rid) is state:
+                    self.abort_request(rid)
+            raise
+        finally:
+            if self.own_states.get(id(obj)) is states:
+                del self.own_states[id(obj)]
+            if states and self.server_args.enable_lora and obj.lora_id and getattr(obj, "parallel_sample_num", 1) == 1:
+                ids = obj.lora_id if isinstance(obj.lora_id, list) else [obj.lora_id]
+                unsent = [uid for uid, state in zip(ids, states.values(), strict=True) if not state.sent]
+                await self._release_adapters(unsent)
+            for rid, state in states.items():
+                if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
+                    del self.rid_to_state[rid]
+
+    def _validate_rid_not_in_flight(self, obj) -> None:
+        """Adds the checks of all options: here each prompt has its own, and nothing is kept of them yet."""
+        super()._validate_rid_not_in_flight(obj)
+        if not isinstance(obj, GenerateReqInput):
+            return
+        if self.server_args.enable_lora and obj.lora_id is not None:
+            if not obj.lora_path:
+                # The scheduler has no such adapter.
+                raise ValueError("lora_id is not the client's to choose: name the adapter in lora_path.")
+            obj.lora_id = None
+        self._admission().check(obj)
+
+    def _admission(self) -> RequestAdmission:
+        return RequestAdmission(
+            self.disaggregation_mode,
+            self.server_args,
+            self.model_config,
+            self.mm_processor,
+            self.tokenizer is not None,
+            lambda: self.max_req_input_len,
+            self._check_room,
+        )
+
+    def _validate_one_request(self, obj, input_ids) -> None:
+        """Adds the scheduler's limit, which it would find only after the handshake, and options that nobody knows.
+
+        A processor of images or sound has taken out by now what is for it alone.
+        """
+        super()._validate_one_request(obj, input_ids)
+        if not isinstance(obj, GenerateReqInput):
+            return
+        check_names(obj.sampling_params)
+        if input_ids is not None:
+            self._admission().check_prompt(obj, input_ids)
+
+    def _create_tokenized_object(self, obj, *args, **kwargs):
+        """Adds that a stop token is a token: of others, the engine makes places among the logits that there are not."""
+        tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
+        params = tokenized_obj.sampling_params
+        params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
+        return tokenized_obj
+
+    def _check_room(self, room: int | None) -> None:
+        """Raise ValueError if decode has refused the request of this room."""
+        reason = self.refused_rooms.reason(room)
+        if reason is not None:
+            raise ValueError(reason)
+
+    def _req_stats_init(self, obj, request=None) -> None:
+        """Adds a note of the states that are this request's own, and that none has been sent."""
+        super()._req_stats_init(obj, request)
+        rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+        # The engine makes states for samples too, whose objects are its own.
+        self.own_states.get(id(obj), {}).update({rid: self.rid_to_state[rid] for rid in rids})
+
+    def _send_one_request(self, tokenized_obj) -> None:
+        """Adds a last look at what decode says of it: from here on the scheduler is told."""
+        self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
+        if self.computed.answers(tokenized_obj):
+            return
+        super()._send_one_request(tokenized_obj)
+        self._note_sent(tokenized_obj.rid)
+
+    def _send_batch_request(self, tokenized_objs) -> None:
+        """Adds the same for a batch."""
+        for tokenized_obj in tokenized_objs:
+            self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
+        tokenized_objs = [one for one in tokenized_objs if not self.computed.answers(one)]
+        if tokenized_objs:
+            super()._send_batch_request(tokenized_objs)
+        for tokenized_obj in tokenized_objs:
+            self._note_sent(tokenized_obj.rid)
+
+    def _note_sent(self, rid: str) -> None:
+        if rid in self.rid_to_state:
+            self.rid_to_state[rid].sent = True
+
+    async def _wait_one_response(self, obj, state, request=None):
+        """Adds that what decode has refused is the client's error, also if the scheduler heard of it too late."""
+        try:
+            async for out in super()._wait_one_response(obj, state, request):
+                yield out
+        except HTTPException:
+            self._check_room(getattr(obj, "bootstrap_room", None))
+            raise
+
+    # ---- adapters ----
+
+    async def _release_adapters(self, lora_ids: list[str | None] | None) -> None:
+        """Of requests that were not sent. The engine forgets them, and the adapter can never be unloaded."""
+        if lora_ids:
+            await self.lora_registry.release(lora_ids)
+
+    def _handle_batch_output(self, recv_obj) -> None:
+        """Adds that the end of a request releases its adapter once.
+
+        The engine releases it here and, where a request has failed, again when that is answered: the count of users
+        is negative then, and an unload waits for 0 for ever.
+        """
+        adapters = self.server_args.enable_lora
+        states = [self.rid_to_state.get(rid) for rid in recv_obj.rids] if adapters else []
+        super()._handle_batch_output(recv_obj)
+        for state in states:
+            if state is not None and state.finished:
+                state.obj.lora_path = None
+
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        """Adds that a request which was aborted in a queue releases its adapter, which the engine forgets."""
+        state = self.rid_to_state.get(recv_obj.rid) if self.server_args.enable_lora else None
+        super()._handle_abort_req(recv_obj)
+        if state is not None and state.finished and state.obj.lora_path:
+            asyncio.create_task(self._release_adapters([state.obj.lora_id]))
+            state.obj.lora_path = None
+
+    # ---- the two workers of a pair ----
+
+    def _tell_peer(self, obj, reason: str, own: Mapping[str, Any] | None = None) -> None:
+        """Tell the other worker that the rooms of this request are refused here.
+
+        own: the request's states. A room of a request that is being served is that one's: this was a copy of it.
+        """
+        if self.disaggregation_mode == DisaggregationMode.NULL:
+            return
+        served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
+        decodes = self.disaggregation_mode == DisaggregationMode.DECODE
+        for room, host, port in refusal.rooms_refused(obj, served, decodes):
+            if not decodes:
+                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False))
+                continue
+            own_port = self.server_args.disaggregation_bootstrap_port
+            if host and (port or own_port):
+                refusal.tell_prefill(host, port or own_port, room, reason)
+
+    def _on_refused_by_decode(self, room: int, reason: str) -> None:
+        """Called on the bootstrap server's thread."""
+        if self.event_loop is None:
+            self.refused_rooms.note(room, reason)
+        else:
+            self.event_loop.call_soon_threadsafe(self._refuse_room, room, reason)
+
+    def _refuse_room(self, room: int, reason: str) -> None:
+        logger.info("Decode has refused room %s: %s", room, reason)
+        self.refused_rooms.note(room, reason)
+        self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=True))

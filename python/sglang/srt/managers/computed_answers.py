@@ -1,0 +1,67 @@
+"""What a prefill answers its client at once when decode computes the prompt: nothing, and that it has ended.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
+
+__all__ = ["ComputedAnswers"]
+
+
+class ComputedAnswers:
+    """Ends requests of a prefill's tokenizer manager, on its event loop."""
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+        # Those whose requests have not come, or have not been sent to the scheduler.
+        self.rooms = ComputedRooms()
+
+    def hear(self, room: int) -> None:
+        """Decode computes ``room``: answer its request, and have the scheduler drop it; now, or when it comes."""
+        manager = self._manager
+        for rid, state in [*manager.rid_to_state.items()]:
+            if state.sent and not state.finished and getattr(state.obj, "bootstrap_room", None) == room:
+                manager.send_to_scheduler.send_pyobj(ComputedReq(room))
+                self._end(rid, state, state.prompt_tokens)
+                return
+        self.rooms.note(room)
+
+    def answers(self, tokenized_obj: Any) -> bool:
+        """Whether a request that is about to be sent need not be: it has been answered."""
+        state = self._manager.rid_to_state.get(tokenized_obj.rid)
+        if state is None:
+            return False
+        if self.rooms.take(getattr(tokenized_obj, "bootstrap_room", None)):
+            self._end(tokenized_obj.rid, state, len(tokenized_obj.input_ids or ()))
+            return True
+        state.prompt_tokens = len(getattr(tokenized_obj, "input_ids", None) or ())
+        return False
+
+    def _end(self, rid: str, state: Any, prompt_tokens: int) -> None:
+        manager, obj = self._manager, state.obj
+        meta: dict[str, Any] = {
+            "id": rid,
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "reasoning_tokens": 0,
+            "weight_version": manager.server_args.weight_version,
+        }
+        if getattr(obj, "return_logprob", False):
+            texts = obj.return_text_in_logprobs and not manager.server_args.skip_tokenizer_init
+            manager.add_logprob_to_meta_info(meta, state, obj.top_logprobs_num, obj.token_ids_logprob, texts)
+        state.finished = True
+        state.time_stats.set_finished_time()
+        meta["e2e_latency"] = state.time_stats.get_e2e_latency()
+        del manager.rid_to_state[rid]
+        if manager.server_args.enable_lora and obj.lora_path and state.sent:
+            asyncio.create_task(manager._release_adapters([obj.lora_id]))
+            obj.lora_path = None
+        state.out_list.append({"text": state.text, "output_ids": [], "meta_info": meta})
+        state.event.set()

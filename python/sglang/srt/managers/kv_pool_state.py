@@ -1,0 +1,82 @@
+"""What a worker tells of its KV pool under ``kv_pool`` of its internal state.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+__all__ = ["Pools"]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The pools of a worker. size: of the KV pool, in tokens. buffers: for metadata; None where there are none."""
+
+    tree: Any
+    allocator: Any
+    rows: Any
+    size: int
+    buffers: Any = None
+
+    def has_one_kv_pool(self) -> bool:
+        """Whether one pool has all KV, so that its figures say what requests hold."""
+        return type(self.tree) in (RadixCache, ChunkCache) or isinstance(self.tree, (DecodeRadixCache, PegaFlowTree))
+
+    def available_tokens(self) -> int:
+        """Free tokens of the pool that the tree's slots are from."""
+        pool = self.tree.pool if isinstance(self.tree, DecodeRadixCache) else self.allocator
+        return pool.available_size()
+
+    def held_tokens(self) -> int:
+        """Tokens that requests hold."""
+        return self.size - self.available_tokens() - self.tree.evictable_size()
+
+    def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
+        """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.
+
+        record: what has been noted of them since the last flush. manager: the transfer backend's, if there is one.
+        """
+        tree, rows = self.tree, self.rows
+        state = {
+            "size": self.size,
+            "available": self.available_tokens(),
+            "evictable": tree.evictable_size(),
+            "protected": tree.protected_size(),
+            **record,
+            "idle": idle,
+            "free_req_slots": len(rows.free_slots),
+            "req_slots": rows.size + getattr(rows, "pre_alloc_size", 0),
+        }
+        if self.buffers is not None:
+            state |= {"metadata_buffers": self.buffers.size, "free_metadata_buffers": self.buffers.available_size()}
+        if isinstance(manager, CommonKVManager):
+            state["rooms"] = manager.rooms_held()
+        if isinstance(tree, DecodeRadixCache):
+            state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
+            if idle:
+                state["audit"] = tree.audit([])
+            if tree.windows is not None:
+                state |= {"window_size": tree.windows.size, "window_available": tree.windows.available_size()}
+        states = getattr(rows, "mamba_pool", None)
+        if states is not None:
+            state |= {"state_slots": states.size, "free_state_slots": states.available_size()}
+            if "audit" in state:
+                state["audit"] += self.audit_states()
+        return state
+
+    def audit_states(self) -> list[str]:
+        """How the state slots contradict that no request is here; one in the retracted queue has none either."""
+        states = self.rows.mamba_pool
+        free = states.free_slots.tolist()
+        if sorted(free) == list(range(1, states.size + 1)):
+            return []
+        return [f"{len(set(free))} different state slots are free, {len(free)} in all, and there are {states.size}"]

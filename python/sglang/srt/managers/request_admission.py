@@ -1,0 +1,105 @@
+"""What a worker looks at in a request when it comes: its options, its prompt, and whether it has the other worker.
+
+Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.request_checks import (
+    MAX_SAMPLES,
+    check_embeds,
+    check_names,
+    check_prompt,
+    check_request,
+    check_without_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["RequestAdmission"]
+
+
+@dataclass(frozen=True)
+class RequestAdmission:
+    """What a worker has to look at requests with.
+
+    processor: of images or sound; None without. max_input_len: the scheduler's limit of a prompt, in tokens, asked when
+    it is needed. check_room: raises ValueError for a room that the other worker has refused.
+    """
+
+    mode: DisaggregationMode
+    args: ServerArgs
+    model: Any
+    processor: Any
+    has_tokenizer: bool
+    max_input_len: Callable[[], int]
+    check_room: Callable[[int | None], None]
+
+    def check(self, obj: GenerateReqInput) -> None:
+        """Raise ValueError for what cannot be served of a request that has been normalised, all its prompts included.
+
+        Before it is tokenized: of text, the prompt is looked at later.
+        """
+        args = self.args
+        if obj.parallel_sample_num != 1 and args.disaggregation_decode_enable_radix_cache:
+            # Else its samples have become prompts.
+            raise ValueError(f"n must be a whole number from 1 to {MAX_SAMPLES}, got {obj.parallel_sample_num!r:.80}.")
+        # The engine's samples are copies of these.
+        for item in [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]:
+            self._check_one(item)
+
+    def _check_one(self, item: GenerateReqInput) -> None:
+        args, disaggregated = self.args, self.mode != DisaggregationMode.NULL
+        check_request(
+            item,
+            self.model.vocab_size,
+            disaggregated,
+            keyed=disaggregated or args.enable_pegaflow,
+            deterministic=args.enable_deterministic_inference,
+        )
+        if not self.is_processed(item):
+            check_names(item.sampling_params)
+        if not self.has_tokenizer:
+            check_without_tokenizer(item.sampling_params, self.mode != DisaggregationMode.PREFILL)
+        if item.input_ids is not None:
+            self.check_prompt(item, item.input_ids)
+        elif item.text is None and args.disable_radix_cache:
+            check_embeds(item.input_embeds, self.model.hidden_size)
+        if disaggregated and args.disaggregation_transfer_backend != "fake":
+            self._check_pair(item)
+
+    def _check_pair(self, item: GenerateReqInput) -> None:
+        """Raise ValueError for a request that no router has sent, or that decode has refused.
+
+        One without a room ends the DP controller of a worker that gives each room its rank.
+        """
+        decodes = self.mode == DisaggregationMode.DECODE
+        for name in ("bootstrap_room", "bootstrap_host") if decodes else ("bootstrap_room",):
+            if getattr(item, name) is None:
+                raise ValueError(f"{name} is missing: send the request to the router, which names a prefill.")
+        self.check_room(item.bootstrap_room)
+
+    def is_processed(self, item: GenerateReqInput) -> bool:
+        """Whether a processor of images or sound makes another prompt of this one, and other options."""
+        return bool(self.processor and item.contains_mm_input())
+
+    def check_prompt(self, item: GenerateReqInput, input_ids: Any) -> None:
+        """Raise ValueError for a prompt, as tokens, that the scheduler would not take."""
+        if self.is_processed(item):
+            # Places of images are no tokens, and their number is known later.
+            return
+        if item.session_params and not input_ids:
+            # The session has the prompt.
+            return
+        # Without a peer, the scheduler may as well find it out: other prompts of a batch are served.
+        alone = self.mode == DisaggregationMode.NULL
+        limit = None if alone or self.args.allow_auto_truncate else self.max_input_len()
+        check_prompt(input_ids, self.model.vocab_size, limit)

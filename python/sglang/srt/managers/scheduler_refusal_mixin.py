@@ -1,0 +1,153 @@
+"""Requests that cannot be served: they end with their reason, on both workers of a pair, and end nothing else.
+
+Upstream: none is known by which a worker tells its peer; sgl-project/sglang#30325 (open) ends prefill's own side.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
+from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.utils import TypeBasedDispatcher
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SchedulerRefusalMixin"]
+
+# The engine's scheduler comes behind.
+Base: Any = object
+
+
+class SchedulerRefusalMixin(Base):
+    """Takes requests in, refuses those that are known to be wrong, and tells the other worker."""
+
+    # What decode has refused, on prefill.
+    refused_rooms = RefusedRooms()
+
+    def init_request_dispatcher(self) -> None:
+        """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
+        super().init_request_dispatcher()
+        self._request_dispatcher += TypeBasedDispatcher(
+            [
+                (RefusedReq, self.handle_refused_request),
+                (ComputedReq, self.handle_computed_request),
+                (LostReqs, self.handle_lost_requests),
+            ]
+        )
+
+    def recv_requests(self) -> list:
+        """Adds, on prefill, what the rank that receives for all knows of requests that are lost, before all else."""
+        # Elsewhere than on that rank there is no socket. Pipeline stages agree on what they begin.
+        socket = self.recv_from_tokenizer
+        if self.disaggregation_mode != DisaggregationMode.PREFILL or socket is None or self.pp_size > 1:
+            return super().recv_requests()
+        lost = self.lost_requests()
+        if not lost:
+            return super().recv_requests()
+        self.recv_from_tokenizer = MessageAhead(LostReqs(lost), socket)
+        try:
+            return super().recv_requests()
+        finally:
+            self.recv_from_tokenizer = socket
+
+    def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
+        """Adds that what is lost goes, like work, to the ranks of one DP rank; control goes to all, from the first."""
+        work, control = super()._split_work_and_control_reqs(recv_reqs)
+        lost = [one for one in control if isinstance(one, LostReqs)]
+        return lost + work, [one for one in control if not isinstance(one, LostReqs)]
+
+    def handle_generate_request(self, recv_req) -> None:
+        """Adds that an error ends this request only, and ``extra_key``: the engine receives it and then drops it.
+
+        The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
+        not be shared.
+        """
+        if isinstance(self.tree_cache, (DecodeRadixCache, PegaFlowTree)):
+            keep_extra_key(recv_req)
+        # An empty one is none to the engine, until there is another in its batch, which then ends the worker.
+        recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
+        try:
+            if recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor:
+                # Made again in each batch; what cannot be made must be known before.
+                CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
+            super().handle_generate_request(recv_req)
+        except Exception as e:
+            # On all ranks, which have been given the same.
+            reason = f"The request cannot be served: {type(e).__name__}: {e}"
+            logger.error("Request %s", recv_req.rid, exc_info=e)
+            finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
+            self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
+            self._tell_peer(recv_req, reason)
+
+    def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
+        """Adds three cases that the engine forgets.
+
+        A request that is known to be wrong (its grammar, its logprobs) is refused at once. The engine has it shake
+        hands with a prompt of one token, which is not what the peer has.
+
+        A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
+        that has long finished them, and wait for ever.
+
+        With priorities, a prefill sorts by them what waits, and one without any ends it: it gets the least.
+        """
+        if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
+            is_retracted = True
+        if self.disaggregation_mode != DisaggregationMode.NULL and not is_retracted:
+            reason = self.refused_rooms.reason(req.bootstrap_room)
+            if reason is None and isinstance(req.to_finish, FINISH_ABORT):
+                reason = req.to_finish.message
+            if reason is not None:
+                prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
+                self.stream_output([req], req.return_logprob)
+                self._tell_peer(req, reason)
+                return
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.enable_priority_scheduling:
+            self._set_or_validate_priority(req)
+        began = time.monotonic()
+        super()._add_request_to_queue(req, is_retracted)
+        self.longest_queue_step = max(self.longest_queue_step, time.monotonic() - began)
+
+    def handle_refused_request(self, recv_req: RefusedReq) -> None:
+        """Fail what is here of a room that decode has refused, or comes later; tell decode of one refused here."""
+        if self.disaggregation_mode != DisaggregationMode.PREFILL:
+            return
+        manager = self.kv_manager()
+        if not recv_req.by_decode:
+            if isinstance(manager, CommonKVManager):
+                manager.refuse_room(recv_req.room, recv_req.reason)
+            return
+        self.refused_rooms.note(recv_req.room, recv_req.reason)
+        for req in self.grammar_manager.grammar_queue:
+            if req.bootstrap_room == recv_req.room:
+                req.set_finish_with_abort(recv_req.reason)
+        sender = manager.rooms.live.get(recv_req.room) if isinstance(manager, CommonKVManager) else None
+        if sender is not None:
+            sender.fail(recv_req.reason)
+            sender.poll()
+
+    def handle_computed_request(self, recv_req: ComputedReq) -> None:
+        """Drop the request of a room that decode computes, whose client has been answered; decode asks for nothing."""
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.drop_computed(recv_req.room)
+
+    def _tell_peer(self, req, reason: str) -> None:
+        """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""
+        room, host = req.bootstrap_room, req.bootstrap_host
+        if not room or host == FAKE_BOOTSTRAP_HOST:
+            return
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.handle_refused_request(RefusedReq(room, reason, by_decode=False))
+        elif self.disaggregation_mode == DisaggregationMode.DECODE and self.attn_tp_rank == 0 and host:
+            tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)

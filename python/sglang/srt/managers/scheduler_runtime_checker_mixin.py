@@ -1,0 +1,24 @@
+"""Leak checks that know of quarantine: pages of failed transfers are neither free nor a request's.
+
+Upstream: sgl-project/sglang#35049 (merged), whose deferred release the checks have to know too.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.managers import scheduler_runtime_checker_mixin as engine
+
+__all__ = ["SchedulerRuntimeCheckerMixin"]
+
+
+class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
+    """Checks an idle worker for lost pages."""
+
+    def self_check_during_idle(self) -> None:
+        """Puts the leak check off while pages are in quarantine, which it would report as lost."""
+        if not self.has_quarantine():
+            super().self_check_during_idle()
+
+    def has_quarantine(self) -> bool:
+        """Whether a prefill may still write to pages of requests that have failed."""
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        return queue is not None and bool(queue.quarantine)

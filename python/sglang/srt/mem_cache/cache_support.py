@@ -1,0 +1,259 @@
+"""Which tree a worker gets, and what is refused with it: one table.
+
+The start-up checks, their errors and the documentation (`markdown`) are made of it. `kv_cache_builder.py` builds the
+trees; here is nothing that needs the engine's caches, so options can be checked before anything is loaded.
+
+Upstream: none: it names what has been verified here. EAGLE was in sgl-project/sglang#39150 (closed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang.srt.environ import envs
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = [
+    "DECODE",
+    "FLAG",
+    "LINEAR",
+    "PEGAFLOW",
+    "WINDOWS",
+    "CacheKind",
+    "check",
+    "check_draft",
+    "markdown",
+]
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+PEGAFLOW_FLAG = "--enable-pegaflow"
+# Speculative algorithms whose drafts' KV the tree is known to keep right.
+SPECULATION = ("EAGLE", "EAGLE3")
+# Architectures of which the same is known for a draft that is part of the model (MTP).
+OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+
+class Rule(NamedTuple):
+    """Something that is refused: what it is called, with ``{args}`` for the server's, and whether it is so."""
+
+    name: str
+    used: Callable[[ServerArgs], object]
+
+
+class Refused(NamedTuple):
+    """What is refused with one error, in the order in which it is looked at. error: with ``{name}`` and ``{args}``."""
+
+    error: str
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """Workers that get one tree, in words; the class of the tree; and what is refused with it."""
+
+    workers: str
+    tree: str
+    refused: tuple[Refused, ...]
+
+
+def _speculation(name: str, used: Callable[[ServerArgs], object]) -> Rule:
+    return Rule(name, lambda args: args.speculative_algorithm is not None and used(args))
+
+
+def _switch(option: str) -> Rule:
+    """An option that is refused where it is given."""
+    return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
+
+
+def _several(option: str, name: str) -> Rule:
+    """An option, ``name`` among the server's arguments, that is refused above 1."""
+    return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
+
+
+def _has_draft_apart(args: ServerArgs) -> bool:
+    path = args.speculative_draft_model_path
+    return args.speculative_algorithm is not None and path not in (None, args.model_path)
+
+
+def _has_unknown_own_draft(args: ServerArgs) -> bool:
+    """Whether the draft is a part of the model, and not of one that has been tried."""
+    if args.enable_multi_layer_eagle:
+        return True
+    if _has_draft_apart(args):
+        return False
+    known = args.speculative_algorithm == "EAGLE"
+    return not (known and args.get_model_config().hf_config.architectures[0] in OWN_DRAFTS)
+
+
+DECODE = CacheKind(
+    f"decode with {FLAG}, full attention in all layers",
+    "DecodeRadixCache",
+    (
+        Refused(
+            f"{FLAG} is not verified together with {{name}}. Leave one of the two out.",
+            (
+                _switch("--disable-radix-cache"),
+                _switch("--enable-hisparse"),
+                _switch("--disaggregation-decode-enable-offload-kvcache"),
+                _switch("--enable-hierarchical-cache"),
+                _switch("--enable-lmcache"),
+                _switch("--enable-streaming-session"),
+                # Decode has no step in which they would be loaded.
+                _switch("--enable-lora-overlap-loading"),
+                _speculation(
+                    f"--speculative-algorithm {{args.speculative_algorithm}} ({', '.join(SPECULATION)} is)",
+                    lambda args: args.speculative_algorithm not in SPECULATION,
+                ),
+                _speculation("--speculative-eagle-topk above 1", lambda args: (args.speculative_eagle_topk or 1) > 1),
+                _speculation(
+                    f"a draft that is part of the model (MTP), other than that of {', '.join(OWN_DRAFTS)}",
+                    _has_unknown_own_draft,
+                ),
+                _speculation(
+                    "--speculative-algorithm {args.speculative_algorithm} and --data-parallel-size above 1",
+                    lambda args: args.dp_size > 1,
+                ),
+                _speculation(
+                    "--speculative-algorithm {args.speculative_algorithm} and --enable-custom-logit-processor",
+                    lambda args: args.enable_custom_logit_processor,
+                ),
+                _several("--pipeline-parallel-size", "pp_size"),
+                _several("--attention-context-parallel-size", "attn_cp_size"),
+                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
+                Rule(
+                    "SGLANG_DISAGG_STAGING_BUFFER, which is Mooncake's",
+                    lambda args: (
+                        envs.SGLANG_DISAGG_STAGING_BUFFER.get() and args.disaggregation_transfer_backend != "mooncake"
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+LINEAR = CacheKind(
+    "the same, linear attention of the kind of Qwen3-Next (GDN) in some layers",
+    "DecodeRadixCache",
+    (
+        Refused(
+            f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
+            "({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
+            "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
+            (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
+        ),
+    ),
+)
+
+WINDOWS = CacheKind(
+    "the same, sliding windows in some layers",
+    "WindowRadixCache",
+    (
+        Refused(
+            f"{FLAG} is not verified for a model with sliding windows together with {{name}}. Leave that out, "
+            "start with --disable-hybrid-swa-memory, which keeps the KV of all layers for all tokens, or start "
+            "this decode worker without the flag.",
+            (
+                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
+                _switch("--enable-dp-attention"),
+                Rule(
+                    "--disaggregation-decode-verify-pages, whose digests leave windows out",
+                    lambda args: args.disaggregation_decode_verify_pages,
+                ),
+            ),
+        ),
+    ),
+)
+
+PEGAFLOW = CacheKind(
+    f"any with {PEGAFLOW_FLAG}, full attention in all layers",
+    "PegaFlowRadixCache, on decode PegaFlowDecodeRadixCache",
+    (
+        Refused(
+            f"{PEGAFLOW_FLAG} is not verified together with {{name}}. Leave one of the two out.",
+            (
+                Rule(
+                    f"--disaggregation-mode decode without {FLAG}",
+                    lambda args: (
+                        args.disaggregation_mode == "decode" and not args.disaggregation_decode_enable_radix_cache
+                    ),
+                ),
+                _switch("--disable-radix-cache"),
+                _switch("--enable-hierarchical-cache"),
+                Rule("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
+                _switch("--enable-lmcache"),
+                _switch("--enable-hisparse"),
+                _switch("--disaggregation-decode-enable-offload-kvcache"),
+                _switch("--enable-streaming-session"),
+                Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
+                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
+                Rule("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),
+                _switch("--enable-dp-attention"),
+                _several("--data-parallel-size", "dp_size"),
+                _several("--pipeline-parallel-size", "pp_size"),
+                _several("--attention-context-parallel-size", "attn_cp_size"),
+                _several("--nnodes", "nnodes"),
+                _switch("--enable-memory-saver"),
+                _switch("--is-embedding"),
+                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
+            ),
+        ),
+        Refused(
+            f"{PEGAFLOW_FLAG} is not verified for {{name}}. Leave the flag out.",
+            (
+                Rule("multimodal models", lambda args: args.get_model_config().is_multimodal),
+                Rule("sliding-window models", lambda args: args.get_model_config().is_hybrid_swa),
+                Rule(
+                    "sparse-attention models",
+                    lambda args: "index_topk" in args.get_model_config().hf_text_config.to_dict(),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def check(kind: CacheKind, args: ServerArgs) -> None:
+    """Raise ValueError for the first thing that is not verified with this kind's tree."""
+    for error, rules in kind.refused:
+        for name, used in rules:
+            if used(args):
+                raise ValueError(error.format(name=name.format(args=args), args=args))
+
+
+def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> None:
+    """Raise ValueError for a draft that is not verified with the flag, by what it is and not where it lies.
+
+    That is a part of a model (MTP) whose path is another, which the options do not tell from a draft by itself; and
+    one narrower or wider than its target. EAGLE3 allows the latter. But where all requests end in one step, the engine
+    leaves hidden states of the target's size, and ends the worker when those of the next request, of the draft's, are
+    put beside them.
+    """
+    way_out = "Take another draft, or start this decode worker without the flag."
+    architecture = draft.hf_config.architectures[0]
+    if _has_draft_apart(args) and architecture.endswith(("MTP", "NextN")):
+        raise ValueError(
+            f"{FLAG} is not verified for a draft that is part of a model (MTP) and has a path of its own, "
+            f"{architecture}. {way_out}"
+        )
+    sizes = [config.hidden_size for config in (target, draft)]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
+            f"({sizes[0]}). {way_out}"
+        )
+
+
+def markdown() -> str:
+    """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
+    anyone = SimpleNamespace(speculative_algorithm="NAME")
+    lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
+    for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW):
+        names = [rule.name.format(args=anyone) for refused in kind.refused for rule in refused.rules]
+        lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
+    return "\n".join(lines)

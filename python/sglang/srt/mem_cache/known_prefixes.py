@@ -1,0 +1,48 @@
+"""Which prefixes of decode's tree a prefill has computed, or seen in a prompt of which it sent the rest.
+
+What decode has computed itself, answers and short remainders, no prefill has; it computes that too when it is asked for
+what comes after it. Kept at the engine's tree nodes: of a node that is known, all above it is.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+__all__ = ["is_known", "note_known", "note_split", "unknown_to_prefill"]
+
+_NAME = "known_to_prefill"
+
+
+def is_known(node: TreeNode) -> bool:
+    """Whether a prefill has, or had, the KV of this node."""
+    return getattr(node, _NAME, False)
+
+
+def note_known(node: TreeNode | None) -> None:
+    """A prefill has sent what ends with ``node``. Cost: the nodes above it that were not known."""
+    while node is not None and node.parent is not None and not is_known(node):
+        setattr(node, _NAME, True)
+        node = node.parent
+
+
+def note_split(upper: TreeNode, lower: TreeNode) -> None:
+    """``upper`` has been split off from ``lower``."""
+    if is_known(lower):
+        setattr(upper, _NAME, True)
+
+
+def unknown_to_prefill(found: PrefixPeek) -> int:
+    """Tokens at the end of what the tree holds of a prompt that no prefill has. Cost: the nodes that hold them."""
+    tokens, span = 0, found.in_last
+    for i in range(len(found.path) - 1, -1, -1):
+        if is_known(found.path[i]):
+            break
+        tokens += span
+        span = len(found.path[i - 1].key.token_ids) if i else 0
+    return tokens

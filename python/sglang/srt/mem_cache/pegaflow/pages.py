@@ -1,0 +1,105 @@
+"""What pages of KV are called in a PegaFlow server: a namespace per model, a chain of hashes per prompt.
+
+Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["HASH_BYTES", "first_hash", "model_namespace", "page_hashes", "rank_namespace", "weights_fingerprint"]
+
+HASH_BYTES = 32
+_TOKEN = array("q")
+
+# Options by which the KV of the same tokens of the same model may differ.
+_NAMESPACE_OPTIONS = (
+    "dtype",
+    "json_model_override_args",
+    "kv_cache_dtype",
+    "load_format",
+    "model_impl",
+    "quantization",
+    "quantization_param_path",
+    "torchao_config",
+)
+# With weights made up at start, these decide which.
+_RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
+
+
+def first_hash(extra_key: str | None) -> bytes:
+    """What the hash of a prompt's first page is chained to: another one for each ``extra_key`` (salt, adapter)."""
+    return hashlib.sha256(b"none" if extra_key is None else b"key:" + extra_key.encode()).digest()
+
+
+def page_hashes(token_ids: Sequence[int], page_size: int, before: bytes) -> list[bytes]:
+    """One hash for each whole page of ``token_ids``, SHA-256 of the hash before it and the page's tokens (int64).
+
+    before: the hash of the page that ends where ``token_ids`` begin, or `first_hash`. A rest of less than a page has
+    none. Cost: about a microsecond per page and what SHA-256 takes for 8 bytes per token.
+    """
+    step = page_size * _TOKEN.itemsize
+    data = array("q", token_ids).tobytes()
+    hashes = []
+    for start in range(0, len(data) - step + 1, step):
+        before = hashlib.sha256(before + data[start : start + step]).digest()
+        hashes.append(before)
+    return hashes
+
+
+def weights_fingerprint(model_path: str, revision: str | None) -> str:
+    """A digest of which weights ``model_path`` names: of the files of a directory, names, sizes and times of change.
+
+    For the name of a repository that has been downloaded, its snapshot counts. Raises ValueError if neither is there.
+    """
+    path = Path(model_path)
+    if not path.exists():
+        try:
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+        except Exception as error:
+            raise ValueError(
+                f"--enable-pegaflow cannot tell which weights {model_path!r} has, since they are not on this machine: "
+                "download them first (`huggingface-cli download`), or give a directory as --model-path."
+            ) from error
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file() and not file.name.startswith("."):
+            stat = file.stat()
+            digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def model_namespace(args: ServerArgs) -> str:
+    """The part of the namespace that can be told from the options: model, weights, number formats, page size."""
+    options = {name: getattr(args, name, None) for name in _NAMESPACE_OPTIONS}
+    if args.load_format == "dummy":
+        options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
+    options |= {
+        "weights": weights_fingerprint(args.model_path, args.revision),
+        "page_size": args.page_size,
+        "tp_size": args.tp_size,
+        "user": args.pegaflow_namespace,
+    }
+    text = json.dumps(options, sort_keys=True, default=str)
+    name = Path(args.model_path.rstrip("/")).name or "model"
+    return f"sglang-{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def rank_namespace(model: str, layout: Sequence[object], tp_rank: int | None, tp_size: int) -> str:
+    """The namespace of one TP rank: its own part of the heads, or, with ``tp_rank`` None (MLA), what all ranks share.
+
+    layout: what one page is made of, as registered (layers, bytes, number format).
+    """
+    shape = hashlib.sha256(repr(list(layout)).encode()).hexdigest()[:16]
+    return f"{model}-{shape}-tp{'all' if tp_rank is None else tp_rank}of{tp_size}"

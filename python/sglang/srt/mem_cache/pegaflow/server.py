@@ -1,0 +1,59 @@
+"""Where a PegaFlow server is, and whether it is one that this client can use.
+
+Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from sglang_pd_radix.supplied import pegaflow_host
+from sglang_pd_radix.supplied.pegaflow_host import VERSION
+
+__all__ = ["check_server", "is_loopback", "server_url"]
+
+
+def server_url(endpoint: str) -> str:
+    """``endpoint`` (``host:port``, with or without ``http://``) as a URL. Raises ValueError."""
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    parts = urlsplit(url)
+    try:
+        complete = parts.scheme == "http" and parts.hostname and parts.port
+    except ValueError:
+        complete = False
+    if not complete:
+        raise ValueError(f"--pegaflow-endpoint is {endpoint!r}: give HOST:PORT, for example 127.0.0.1:50055.")
+    return url
+
+
+def is_loopback(url: str) -> bool:
+    """Whether only this machine can reach ``url``."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def check_server(endpoint: str) -> None:
+    """Raise ValueError unless the client is installed and a server of its version listens at ``endpoint``."""
+    url = server_url(endpoint)
+    version = pegaflow_host.installed_version()
+    if version != VERSION:
+        found = f"{version} is installed" if version else "it is not installed"
+        raise ValueError(f"--enable-pegaflow needs pegaflow-llm=={VERSION}, and {found}: {pegaflow_host.INSTALL}.")
+    from pegaflow import EngineRpcClient
+
+    start = f"Start one with `pegaflow-server --addr {urlsplit(url).netloc} --http-addr 127.0.0.1:9091`."
+    try:
+        client = EngineRpcClient(url)
+        client.health()
+    except Exception as error:
+        raise ValueError(f"--enable-pegaflow: no PegaFlow server answers at {url} ({error}). {start}") from error
+    try:
+        # A registration of nothing, which the server turns down, but not before it has compared versions.
+        client.register_context_batch("version", "version", 0, 0, 1, 1, 0, [], [], [], [], [], [], "direct", False)
+    except ValueError:
+        return
+    except Exception as error:
+        raise ValueError(
+            f"--enable-pegaflow: the PegaFlow server at {url} does not take this client ({error}). "
+            f"Both must be {VERSION}: install pegaflow-llm=={VERSION} and start its pegaflow-server."
+        ) from error

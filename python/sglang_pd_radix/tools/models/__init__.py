@@ -1,0 +1,1 @@
+"""Layouts of small random-weight models, one module each, and what they share."""

@@ -1,0 +1,443 @@
+"""``pd-radix reference``: every option, variable, metric, route and field, as docs/reference.md has them.
+
+What the code says of itself (options and their help, metrics) is read from it. What it does not say (what a variable or
+a field means) is written down here; `test/srt/unit/test_reference.py` finds what the code has and this file does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader
+
+Row = Sequence[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix reference``."""
+    parser.description = "Print every option, environment variable, metric, route and field, in Markdown."
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/reference.md (the default)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the page. Returns the exit code."""
+    print(as_markdown())
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------- what is written here
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable: whose default it has, which workers read it, and what it does."""
+
+    name: str
+    default: str
+    where: str
+    meaning: str
+
+
+#: Of this package.
+VARIABLES = (
+    Variable("SGLANG_PD_RADIX", "1", "all", "0 switches the patch set off in a process"),
+    Variable(
+        "SGLANG_DISAGGREGATION_SECRET_FILE",
+        "none",
+        "prefill, decode",
+        "a file with the secret that signs what prefill and decode tell each other; 16 bytes or more "
+        "([deploy](deploy.md#a-secret-for-the-control-plane))",
+    ),
+    Variable(
+        "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK",
+        "1/16",
+        "decode with the flag",
+        "the part of the KV pool that is kept free of cached KV between admissions, from 0 to 0.5 "
+        "([why](decisions/long-runs-of-pages.md))",
+    ),
+    Variable(
+        "SGLANG_TRITON_SHARED_PREFIX_ATTENTION",
+        "0",
+        "decode, aggregated; GPU, `triton` for decode",
+        "1: decode attention reads prefixes that running requests share once "
+        "([deploy](deploy.md#shared-prefixes-in-decode-attention))",
+    ),
+    Variable(
+        "SGLANG_CPU_SHARED_PREFIX_ATTENTION",
+        "1",
+        "all, on CPU hosts",
+        "0: decode steps stay batched, and each request reads all of its KV",
+    ),
+    Variable(
+        "SGLANG_TORCH_LAYERS",
+        "0",
+        "all, GPU",
+        "1: norms, rotary embeddings and activations run in torch, so that float32 is exact; for checks, slower",
+    ),
+)
+
+#: Of the engine, and of libraries, where this package gives them a meaning of its own or asks to set them.
+ENGINE_VARIABLES = (
+    Variable(
+        "SGLANG_TIMEOUT_KEEP_ALIVE",
+        "5",
+        "all",
+        "seconds after which a worker closes an idle HTTP connection; 4000 on a worker of a pair where it is not set "
+        "([why](deploy.md#the-router))",
+    ),
+    Variable(
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+        "300",
+        "decode, prefill",
+        "seconds from when decode has asked for KV until the request fails, on decode and, by the same clock, on "
+        "prefill",
+    ),
+    Variable(
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+        "300",
+        "prefill, decode",
+        "seconds for which a request waits on prefill while no decode worker has spoken of it",
+    ),
+    Variable(
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "5.0", "decode", "seconds between looks at a prefill's HTTP server"
+    ),
+    Variable(
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
+        "2",
+        "decode",
+        "failed looks after which a prefill counts as lost",
+    ),
+    Variable(
+        "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
+        "False",
+        "prefill",
+        "with context parallelism, all ranks send; such a prefill is asked for whole prompts. Best left alone",
+    ),
+    Variable("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX", "prefill, decode", "NIXL's backend; only UCX has been run"),
+    Variable(
+        "SGLANG_DISAGG_STAGING_BUFFER",
+        "False",
+        "prefill, decode",
+        "staging buffers between different TP sizes over Mooncake ([deploy](deploy.md#mooncake))",
+    ),
+    Variable("SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB", "64", "prefill", "the size of prefill's staging buffer"),
+    Variable("SGLANG_DISAGG_STAGING_POOL_SIZE_MB", "4096", "decode", "the size of decode's staging buffer"),
+    Variable(
+        "SGLANG_HOST_IP",
+        "",
+        "prefill, decode",
+        "the address that a worker announces to its peer; without it that of the default route",
+    ),
+    Variable(
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT",
+        "4",
+        "all",
+        "seconds between looks at whether a client that does not stream is still there",
+    ),
+    Variable("SGLANG_ENABLE_SPEC_V2", "False", "decode, prefill", "speculative decoding with overlapped steps"),
+    Variable(
+        "SGLANG_MAMBA_CONV_DTYPE",
+        "bfloat16",
+        "prefill, decode",
+        "data type of GDN's convolution states; the same on both",
+    ),
+    Variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "False", "decode", "refused with the flag"),
+    Variable("SGLANG_USE_CPU_ENGINE", "0", "all", "1: run as on a CPU host, also where there is a CUDA driver"),
+    Variable("SGLANG_CPU_OMP_THREADS_BIND", "all", "all, on CPU hosts", "cores of each TP rank, such as `0\\|1`"),
+    Variable("MC_FORCE_TCP", "", "prefill, decode", "1: Mooncake uses TCP, whatever RDMA devices there are"),
+)
+
+#: What this package sets or reads and nobody else should: how its own processes tell each other.
+INTERNAL_VARIABLES = (
+    "SGLANG_PD_RADIX_TOLD",
+    "SGLANG_PD_RADIX_SELF_TEST_FAULTS",
+    "SGLANG_PD_RADIX_KV_RECORDS",
+)
+
+#: Routes on a prefill's bootstrap server: method and path, who asks, what it answers.
+ROUTES = {
+    "/decode_prefix": ("GET", "decode", "what this prefill can do ([protocol](protocol.md#who-understands-a-prefix))"),
+    "/refused_room": (
+        "POST",
+        "decode",
+        "decode has refused this request ([protocol](protocol.md#requests-that-one-side-refuses))",
+    ),
+    "/computed_room": (
+        "POST",
+        "decode",
+        "decode computes this prompt itself ([protocol](protocol.md#prompts-that-decode-computes-itself))",
+    ),
+    "/sample_rooms": (
+        "POST",
+        "decode",
+        "the samples of a prompt have rooms of their own ([protocol](protocol.md#samples-of-a-prompt))",
+    ),
+}
+
+#: Statuses that this package makes, or changes the meaning of.
+STATUSES = (
+    (
+        "200",
+        "worker",
+        "the answer; a stream whose request fails ends with `finish_reason` abort and the message",
+    ),
+    (
+        "400",
+        "worker",
+        "an option, a prompt's length or a room that this worker cannot serve, or that its peer has refused; the "
+        "message names it",
+    ),
+    (
+        "401",
+        "bootstrap server",
+        "not signed with the secret that this prefill has",
+    ),
+    (
+        "404",
+        "bootstrap server",
+        "the route is not there: the engine without this package, or an older one",
+    ),
+    (
+        "500",
+        "worker",
+        "this request has failed: its transfer, its peer, its grammar or its logit processor; the message says which",
+    ),
+    (
+        "502",
+        "router",
+        "`prefill_server_error` or `decode_server_error`: a worker closed the connection or is gone",
+    ),
+    (
+        "503",
+        "router",
+        "no worker that could serve it; sglang-router's `prefix_hash` in front of a pair; smg where `model` is not "
+        "the served name",
+    ),
+)
+
+#: Of `GET /get_server_info`, under `internal_states[i].kv_pool`.
+POOL_FIELDS = {
+    "size": "tokens of the KV pool; with sliding windows those of the full pool, as the next three",
+    "available": "free tokens",
+    "evictable": "tokens in the tree that no request holds",
+    "protected": "tokens in the tree that requests hold",
+    "used_peak": "the most tokens that requests held since the last flush; decode only, also without the flag",
+    "longest_queue_step_s": "the longest step of decode's queues since then: a wait for a peer would show here",
+    "idle": "whether the worker has no request and nothing in quarantine",
+    "free_req_slots": "free rows of the request table",
+    "req_slots": "all of them",
+    "metadata_buffers": "buffers for the metadata of transfers",
+    "free_metadata_buffers": "free ones",
+    "rooms": "how many rooms each book of the transfer backend mentions; none when idle",
+    "locks_taken": "locks of the tree taken; with the flag",
+    "locks_released": "released: when idle, as many",
+    "audit": "when idle, with the flag: every contradiction found in the tree and the pools; empty: none",
+    "window_size": "tokens of the pool of sliding windows",
+    "window_available": "free ones; when idle all",
+    "state_slots": "slots for states (linear attention)",
+    "free_state_slots": "free ones; when idle all",
+}
+
+#: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
+DETAIL_FIELDS = {
+    "decode_prefix": "tokens of the prompt that decode's tree held",
+    "transferred": "tokens that prefill sent; together the prompt",
+    "decode_computed": "tokens that decode computes itself; only where it does",
+    "transferred_bytes": "bytes sent, over all TP ranks",
+    "saved_bytes": "bytes not sent, over all TP ranks",
+}
+
+#: Values that this package adds to options of the engine.
+ADDED_VALUES = (
+    (
+        "--load-balance-method",
+        "longest_prefix",
+        "decode with the flag and DP ranks: the rank that holds most of the prompt "
+        "([why](decisions/data-parallel-ranks.md))",
+    ),
+    (
+        "--attention-backend",
+        "torch_batched",
+        "CPU hosts, and their default: decode steps in a few calls, shared prefixes read once "
+        "([why](decisions/shared-prefixes-on-cpu-hosts.md))",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------- what the code says
+
+
+def engine_options() -> list[Row]:
+    """(names, default, help) of each option of a worker that this package adds. Raises PdRadixError if it is off."""
+    from sglang.srt.server_args import ServerArgs
+
+    base = ServerArgs.__mro__[1]
+    if base.__name__ != "ServerArgs":
+        raise PdRadixError("the patch set is not active in this process: see pd-radix doctor")
+    known = {name for action in _parser(base)._actions for name in action.option_strings}
+    return [row for row, names in _options(_parser(ServerArgs)) if not known.intersection(names)]
+
+
+def _parser(args_class: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    args_class.add_cli_args(parser)
+    return parser
+
+
+def command_options(command: str) -> list[Row]:
+    """(names, default, help) of each option of a ``pd-radix`` command."""
+    return [row for row, names in _options(_command_parser(command)) if "--help" not in names]
+
+
+def _command_parser(command: str) -> argparse.ArgumentParser:
+    from .cli import build_parser
+
+    (commands,) = (a for a in build_parser(command)._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices[command]
+
+
+def option_names(command: str) -> set[str]:
+    """Every spelling of every option of a ``pd-radix`` command."""
+    return {name for action in _command_parser(command)._actions for name in action.option_strings}
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[Row, Sequence[str]]]:
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        names = action.option_strings or [str(action.metavar or action.dest)]
+        if action.help is argparse.SUPPRESS:
+            continue
+        shown = ", ".join(f"`{name}`" for name in names)
+        if action.choices is not None:
+            shown += f" ({', '.join(map(str, action.choices))})"
+        elif action.option_strings and action.nargs != 0:
+            shown += f" {action.metavar or action.dest.upper()}"
+        text = _sentence(formatter._expand_help(action) if action.help else "")
+        text, default = _apart(text)
+        yield (shown, default or _default(action.default), text), names
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """A help text without what it says of the default, and that."""
+    said = re.search(r"[ ,;.]*(?:\(default: ([^()]*)\)|Default: (\S+))$", text)
+    return (text[: said.start()], said.group(1) or said.group(2)) if said else (text, "")
+
+
+def _default(value: Any) -> str:
+    return "" if value in (None, "", argparse.SUPPRESS) or isinstance(value, (bool, list)) else f"`{value}`"
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")
+
+
+def _trees() -> str:
+    from sglang.srt.mem_cache import cache_support
+
+    return cache_support.markdown()
+
+
+def metrics(root: Path | None = None) -> list[Row]:
+    """(name, worker, kind, help) of each Prometheus metric, from the calls that make them.
+
+    The ``_total`` of a counter's name is the exporter's.
+    """
+    found: list[Row] = []
+    for path in sorted((root or loader.patch_root()).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.If) and any(True for _ in _made(node.body)):
+                found += [(*row, "prefill" if "prefill" in ast.unparse(node.test) else "") for row in _made(node.body)]
+                found += [(*row, "decode") for row in _made(node.orelse)]
+    ends = {"counter": "_total", "gauge": ""}
+    return [(f"sglang:{name}{ends[kind]}", worker, kind, _sentence(text)) for kind, name, text, worker in found]
+
+
+def _made(body: Iterable[ast.stmt]) -> Iterator[tuple[str, str, str]]:
+    for statement in body:
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("counter", "gauge"):
+            name, text = (ast.literal_eval(argument) for argument in call.args)
+            yield call.func.id, name, text
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def as_markdown() -> str:
+    """The page."""
+    from .cli import COMMANDS
+
+    parts = [
+        "# Reference",
+        "Made by `pd-radix reference --markdown`. How these are used is in [deploy.md](deploy.md); what to do about a "
+        "message is in [troubleshooting.md](troubleshooting.md).",
+        "## Options of a worker",
+        "Those that this package adds to `python -m sglang.launch_server`. The flag is the first of them.",
+        _table(("option", "default", "meaning"), engine_options()),
+        "Values that it adds to options of the engine:",
+        _table(("option", "value", "meaning"), [(f"`{o}`", f"`{v}`", text) for o, v, text in ADDED_VALUES]),
+        "## Which tree a worker gets",
+        "And what is refused with it at the start ([why](supported.md#what-is-refused-and-why)).",
+        _trees(),
+        "## Environment variables",
+        "Read by workers when they start.",
+        _variables(VARIABLES),
+        "Of the engine and of Mooncake, where this package gives them a meaning of its own or asks to set them:",
+        _variables(ENGINE_VARIABLES),
+        "## Metrics",
+        "`GET /metrics` of a worker with `--enable-metrics`. TP ranks are summed; of a worker with DP ranks each has "
+        "the label `dp_rank`.",
+        _table(("metric", "worker", "kind", "meaning"), [(f"`{name}`", *rest) for name, *rest in metrics()]),
+        "## What a worker says of itself",
+        "`GET /get_server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",
+        _fields(POOL_FIELDS),
+        "With `--enable-pegaflow` also `internal_states[i].pegaflow`: see "
+        "[pegaflow.md](pegaflow.md#when-something-fails).",
+        "## What an answer says of its prompt",
+        "`meta_info.cached_tokens`, and `usage.prompt_tokens_details.cached_tokens`, is the greater of what prefill "
+        "and what decode held; without the flag, what prefill held. `meta_info.cached_tokens_details` has "
+        "prefill's hit as `device` and `host`, and from a decode worker with the flag also:",
+        _fields(DETAIL_FIELDS),
+        "## Statuses",
+        _table(("status", "from", "meaning"), STATUSES),
+        "## Routes",
+        "Added to the HTTP server on a prefill's `--disaggregation-bootstrap-port`. A client has no use for them.",
+        _table(
+            ("route", "asked by", "says"),
+            [(f"`{method} {path}`", who, text) for path, (method, who, text) in sorted(ROUTES.items())],
+        ),
+        "## Commands",
+        "Exit codes: 0 fine, 1 a problem, 2 bad usage. Options of the engine follow after `--` where a command starts "
+        "workers.",
+    ]
+    for command, summary in COMMANDS.items():
+        parts.append(f"### `pd-radix {command}`")
+        parts.append(summary[0].upper() + summary[1:] + ".")
+        parts.append(_table(("option", "default", "meaning"), command_options(command)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _variables(variables: Sequence[Variable]) -> str:
+    rows = [(f"`{v.name}`", v.default or "–", v.where, v.meaning) for v in variables]
+    return _table(("variable", "default", "read by", "meaning"), rows)
+
+
+def _fields(fields: Mapping[str, str]) -> str:
+    return _table(("field", "meaning"), [(f"`{name}`", text) for name, text in fields.items()])
+
+
+def _table(heading: Sequence[str], rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        heading,
+        ["---"] * len(heading),
+        *([cell.replace("|", "\\|").replace("\\\\|", "\\|") for cell in row] for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,87 @@
+"""KV events: who listens knows exactly which pages a decode worker's tree holds, whatever happens there."""
+
+from __future__ import annotations
+
+import pytest
+from decode_world import World
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
+from kv_listener import Listener, names_in, names_of
+from sglang.srt.disaggregation.kv_events import BlockStored
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
+from sglang.srt.mem_cache.kv_event_namespaces import namespace_hash
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from test_life_of_a_request import Life
+from test_traps import PAGE, serve_to_end, tokens
+
+
+class Overheard(Life):
+    """The life of the worker, with somebody who listens."""
+
+    @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
+    def begin(self, size, watermark):
+        super().begin(size, watermark)
+        self.world.tree.enable_kv_cache_events = True
+        self.world.tree.reset()
+        self.listener = Listener()
+
+    @invariant()
+    def sound(self):
+        super().sound()
+        if hasattr(self, "listener"):
+            self.listener.hear(self.world.tree.take_events())
+            held = names_in(self.world.tree)
+            assert len(held) == len(set(held))
+            assert set(self.listener.parents) == set(held)
+            # What comes first hangs on no page.
+            assert set(self.listener.parents.values()) - set(held) <= {None, hash_str_to_int64(namespace_hash("a"))}
+
+
+@pytest.mark.parametrize(
+    ("page_size", "states", "windows"), [(1, None, None), (4, None, None), (4, 3, None), (4, None, (6, 20))]
+)
+def test_by_events_exactly_the_tree_is_known_in_every_life(page_size, states, windows):
+    machine = type("Overheard", (Overheard,), {"page_size": page_size, "states": states, "windows": windows})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+def listened_to(world: World) -> World:
+    world.tree.enable_kv_cache_events = True
+    world.tree.reset()
+    world.tree.take_events()
+    return world
+
+
+def test_pages_are_named_as_by_the_engines_own_tree():
+    """So who routes by events of ordinary workers and of decode workers has one name for a prompt's page."""
+    world, prompt = listened_to(World(size=128, page_size=PAGE)), tokens(1, 30)
+    serve_to_end(world, prompt)
+    ours = [event for event in world.tree.take_events() if isinstance(event, BlockStored)]
+    engine = RadixCache.create_simulated(page_size=PAGE, enable_kv_cache_events=True)
+    engine.take_events()
+    engine.insert(InsertParams(key=RadixKey(prompt[:28])))
+    theirs = engine.take_events()
+    assert len(theirs) == 7 and [vars_of(event) for event in ours[:7]] == [vars_of(event) for event in theirs]
+
+
+def vars_of(event: BlockStored) -> tuple:
+    return (event.block_hashes, event.parent_block_hash, list(event.token_ids), event.block_size, event.medium)
+
+
+def test_an_extra_key_has_names_of_its_own():
+    """The pages of both are there, and when those of one go, the other's stay."""
+    world, prompt, listener = listened_to(World(size=128, page_size=PAGE)), tokens(1, 16), Listener()
+    for extra_key in (None, "adapter", "salt"):
+        serve_to_end(world, prompt, extra_key=extra_key)
+    listener.hear(world.tree.take_events())
+    names = {key: names_of(prompt, key, PAGE) for key in (None, "adapter", "salt")}
+    assert len({name for each in names.values() for name in each}) == 12 <= len(listener.parents)
+    # The first page hangs on no page that anybody could have.
+    assert listener.parents[names[None][0]] is None
+    assert {listener.parents[names[key][0]] for key in ("adapter", "salt")}.isdisjoint({None, *listener.parents})
+    held = world.tree.peek(prompt, "adapter").length
+    world.tree.evict_shortfall(world.tree.evictable_size() - 1)
+    listener.hear(world.tree.take_events())
+    assert held and set(listener.parents) == set(names_in(world.tree))

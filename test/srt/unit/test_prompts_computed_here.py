@@ -1,0 +1,338 @@
+"""Prompts that decode computes itself: which, in what steps, and that nothing else of a worker is touched by it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import Phase as HypothesisPhase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped_loop import Loop, LoopEnds
+from ranks import assert_same
+from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, take_word
+from sglang.srt.disaggregation.local_prefill import AUTO, Policy, may_compute, needs_prefill
+from sglang.srt.managers.computed_answers import ComputedAnswers
+from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
+from test_step_in_flight import Play, RankPlay, scripts
+
+LOCAL = {"disaggregation_decode_local_prefill": "40"}
+
+
+def local_loop(slice_tokens: int, **sizes: Any) -> Loop:
+    loop = Loop(options=LOCAL, **sizes)
+    local = loop.transfer.local
+    local.policy = Policy(most=12, slice=slice_tokens, step=2 * slice_tokens, queued=20, debt=24)
+    return loop
+
+
+# ---- whole lives ----
+
+
+@pytest.mark.parametrize("page_size, slice_tokens", [(1, 3), (1, 40), (4, 4), (4, 7), (4, 40)])
+def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens):
+    """I1 to I8 after each step of the real loop; every answer is the model's; nothing hangs and nothing leaks."""
+    computed, sliced, asked = 0, 0, 0
+
+    @given(script=scripts, size=st.sampled_from([32, 40, 64]))
+    @settings(max_examples=15, deadline=None)
+    def play(script, size):
+        nonlocal computed, sliced, asked
+        loop = local_loop(slice_tokens, size=size, page_size=page_size, reserved=0, max_reqs=4)
+        Play(loop, script).run()
+        computed += len({rid for rid, *_ in loop.extended})
+        sliced += len(loop.extended) - len({rid for rid, *_ in loop.extended})
+        asked += len(loop.asked_in)
+        assert not loop.transfer.local.busy
+
+    play()
+    assert computed and asked
+    assert sliced or slice_tokens == 40
+
+
+def on_ranks(rank: int, page_size: int, size: int, script: list[list[tuple]], lags: list[int]) -> list[tuple]:
+    loop = local_loop(4, size=size, page_size=page_size, reserved=0, max_reqs=4, group=dist.group.WORLD)
+    play = RankPlay(loop, rank, script, lags)
+    play.run()
+    return [*play.turns, ("extended", loop.extended)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_tp_ranks_compute_the_same_in_the_same_steps(pair, page_size):
+    computed = 0
+
+    @given(script=scripts, size=st.sampled_from([32, 40]), lags=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
+    @settings(max_examples=12, deadline=None, phases=[HypothesisPhase.explicit, HypothesisPhase.generate])
+    def play(script, size, lags):
+        nonlocal computed
+        turns = assert_same(pair.run(on_ranks, page_size, size, script, lags))
+        computed += len(turns[-1][1])
+
+    play()
+    assert computed
+
+
+def played(script: dict[int, Any], slice_tokens: int = 4, page_size: int = 4, **sizes: Any) -> Loop:
+    """A loop in which ``script`` says what happens before which turn; transfers arrive at once."""
+    loop = local_loop(slice_tokens, size=sizes.pop("size", 128), page_size=page_size, reserved=0, **sizes)
+
+    def between() -> None:
+        if loop.iterations in script:
+            script[loop.iterations](loop)
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if loop.iterations > max(script) and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 200, "the loop does not come to an end"
+
+    loop.run(between)
+    loop.check_answers()
+    return loop
+
+
+def arrive(prompt: list[int], **options: Any):
+    return lambda loop: loop.handshake(loop.arrive(prompt, **options))
+
+
+def test_a_remainder_goes_in_slices_with_a_decode_step_between_two():
+    loop = played(
+        {
+            1: arrive([1] * 8 + [2] * 12, max_new=30),
+            6: arrive([1] * 8 + [2] * 12 + [3] * 11, max_new=2),
+        }
+    )
+    parts = [(start, end) for rid, start, end in loop.extended if rid == "r2"]
+    assert parts == [(20, 24), (24, 28), (28, 31)]
+    # Steps in between: each extend is followed by one of those that decode.
+    kinds = [len(step.rows) for step in loop.steps]
+    assert len(kinds) > 3
+
+
+def test_a_full_hit_computes_the_last_page_anew_and_not_in_place():
+    prompt = [1, 2, 1, 1, 2, 2, 1, 2]
+    loop = played({1: arrive(prompt, max_new=1), 6: arrive(prompt, max_new=3)})
+    assert loop.extended == [("r1", 0, 8), ("r2", 4, 8)]
+
+
+def test_what_another_has_brought_meanwhile_is_not_computed_again():
+    """Two with the same remainder, admitted together: the second finds the pages of the first in the tree."""
+    prompt = [1] * 12
+    first = [*prompt, 2, 2, 1, 1, 2, 1, 1]
+
+    def both(loop: Loop) -> None:
+        loop.queue.policy.follow = False
+        for _ in range(2):
+            arrive(first, max_new=3)(loop)
+
+    loop = played({1: arrive(prompt, max_new=1), 6: both}, slice_tokens=40)
+    assert [part for part in loop.extended if part[0] != "r1"] == [("r2", 12, 19), ("r3", 16, 19)]
+
+
+def test_slices_that_another_has_brought_meanwhile_are_left_out():
+    """A transfer of the same prompt is committed between two slices, at pages of one token."""
+
+    def second(loop: Loop) -> None:
+        arrive([1] * 8 + [2] * 11, max_new=3)(loop)
+
+    def bring(loop: Loop) -> None:
+        # The same tokens come by another way: as a request that has been asked of prefill.
+        loop.transfer.local.policy = loop.transfer.local.policy._replace(most=0)
+        loop.queue.policy.follow = False
+        arrive([1] * 8 + [2] * 11, max_new=3)(loop)
+
+    loop = played({1: arrive([1] * 8, max_new=20), 5: second, 6: bring}, slice_tokens=2, page_size=1)
+    computed = sum(end - start for rid, start, end in loop.extended if rid == "r2")
+    assert 1 <= computed < 12 and loop.asked_in.keys() >= {"r3"}
+
+
+def test_an_aborted_request_ends_when_its_slice_is_over():
+    from sglang.srt.managers.io_struct import AbortReq
+
+    loop = played(
+        {
+            1: arrive([1] * 8, max_new=20),
+            5: arrive([1] * 8 + [2] * 12, max_new=20),
+            7: lambda loop: loop.scheduler.abort_request(AbortReq(rid="r2")),
+        }
+    )
+    assert [req.rid for req in loop.told].count("r2") == 1
+    assert loop.extended[-1] != ("r2", 16, 20), "it was computed to its end"
+
+
+# ---- which ----
+
+
+def test_what_the_option_asks_for():
+    assert Policy.of("off") is None and Policy.of("auto") == AUTO
+    assert Policy.of("5000") == Policy(most=5000, slice=AUTO.slice, step=5000, queued=5000, debt=5000)
+    for wrong in ("0", "-1", "on", "", "1.5", "٣x"):
+        with pytest.raises(ValueError, match="give off, auto or 1 token or more"):
+            Policy.of(wrong)
+
+
+@pytest.mark.parametrize(
+    "delta, queued, debt, others, takes",
+    [
+        (1, 0, 0, False, True),
+        (12, 0, 0, True, True),
+        (13, 0, 0, False, False),
+        (12, 8, 0, True, True),
+        (12, 9, 0, True, False),
+        (12, 900, 0, False, True),
+        (4, 0, 20, True, True),
+        (5, 0, 20, True, False),
+        (0, 0, 0, False, False),
+    ],
+)
+def test_what_is_taken(delta, queued, debt, others, takes):
+    assert Policy(most=12, slice=4, step=8, queued=20, debt=24).takes(delta, queued, debt, others) == takes
+
+
+def plain(**more: Any) -> Any:
+    req = {
+        "return_logprob": False,
+        "logprob_start_len": 8,
+        "origin_input_ids": [1] * 8,
+        "return_hidden_states": False,
+        "return_routed_experts": False,
+        "is_prefill_only": False,
+        "input_embeds": None,
+        "multimodal_inputs": None,
+        "session": None,
+        "token_type_ids": None,
+        "bootstrap_host": "10.0.0.1",
+    }
+    return SimpleNamespace(**(req | more))
+
+
+def test_requests_that_need_prefill():
+    assert may_compute(plain()) and may_compute(plain(return_logprob=True))
+    assert may_compute(plain(return_logprob=True, logprob_start_len=-1))
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    for more in (
+        {"return_logprob": True, "logprob_start_len": 7},
+        {"return_hidden_states": True},
+        {"return_routed_experts": True},
+        {"is_prefill_only": True},
+        {"input_embeds": [[0.0]]},
+        {"multimodal_inputs": object()},
+        {"session": object()},
+        {"token_type_ids": [0]},
+        {"bootstrap_host": FAKE_BOOTSTRAP_HOST},
+    ):
+        assert not may_compute(plain(**more)), more
+
+
+def test_workers_that_need_prefill():
+    assert needs_prefill(None, False) is None
+    assert "states of a prefix" in needs_prefill("states", False)
+    assert "PegaFlow" in needs_prefill(None, True)
+
+
+# ---- what prefill has seen ----
+
+
+def test_what_no_prefill_has_seen():
+    def node(parent: Any, tokens: int) -> Any:
+        return SimpleNamespace(parent=parent, key=SimpleNamespace(token_ids=[0] * tokens))
+
+    root = node(None, 0)
+    a = node(root, 8)
+    b = node(a, 4)
+    c = node(b, 6)
+
+    def unknown(in_last: int) -> int:
+        return unknown_to_prefill(SimpleNamespace(path=[a, b, c], in_last=in_last))
+
+    assert unknown(6) == 18 and unknown(2) == 14
+    note_known(a)
+    assert unknown(2) == 6
+    note_known(b)
+    assert unknown(6) == 6
+    upper = node(b, 2)
+    note_split(upper, c)
+    assert unknown_to_prefill(SimpleNamespace(path=[a, b, upper], in_last=2)) == 2
+    note_known(c)
+    note_split(upper, c)
+    assert unknown_to_prefill(SimpleNamespace(path=[a, b, upper], in_last=2)) == 0
+    assert unknown_to_prefill(SimpleNamespace(path=[], in_last=0)) == 0
+
+
+# ---- prefill's front ----
+
+
+def test_a_room_is_remembered_for_one_request():
+    rooms = ComputedRooms()
+    rooms.note(5)
+    assert rooms.take(5) and not rooms.take(5) and not rooms.take(None) and not len(rooms)
+
+
+@pytest.mark.parametrize("told", [None, {}, {"room": "5"}, {"room": 0}, {"room": True}, {"room": 2**63}, [5]])
+def test_what_is_no_room_is_refused(told):
+    with pytest.raises(ValueError):
+        take_word(told)
+
+
+def test_who_listens_hears():
+    from sglang.srt.disaggregation import computed_rooms
+
+    got: list[int] = []
+    listen(got.append)
+    take_word({"room": 7})
+    computed_rooms._listeners.remove(got.append)
+    assert got == [7]
+
+
+class Front:
+    """A tokenizer manager as far as `ComputedAnswers` knows it."""
+
+    def __init__(self):
+        self.rid_to_state, self.sent, self.released = {}, [], []
+        self.server_args = SimpleNamespace(weight_version="v", enable_lora=False, skip_tokenizer_init=False)
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+
+    def add(self, rid: str, room: int, sent: bool) -> Any:
+        import asyncio
+
+        state = SimpleNamespace(
+            obj=SimpleNamespace(bootstrap_room=room, return_logprob=False, lora_path=None),
+            sent=sent,
+            finished=False,
+            prompt_tokens=9,
+            text="",
+            out_list=[],
+            event=asyncio.Event(),
+            time_stats=SimpleNamespace(set_finished_time=lambda: None, get_e2e_latency=lambda: 0.5),
+        )
+        self.rid_to_state[rid] = state
+        return state
+
+
+def test_a_request_that_waits_is_answered_and_dropped():
+    front = Front()
+    answers = ComputedAnswers(front)
+    other, state = front.add("x", 4, True), front.add("a", 5, True)
+    answers.hear(5)
+    assert state.finished and state.event.is_set() and front.sent == [ComputedReq(5)]
+    meta = state.out_list[0]["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["prompt_tokens"] == 9
+    assert list(front.rid_to_state) == ["x"] and not other.finished
+    # The word comes twice: the room is another request's by then, or nobody's.
+    answers.hear(5)
+    assert front.sent == [ComputedReq(5)]
+
+
+def test_a_request_that_comes_after_the_word_is_not_sent():
+    front = Front()
+    answers = ComputedAnswers(front)
+    answers.hear(5)
+    assert front.sent == []
+    state = front.add("a", 5, False)
+    assert answers.answers(SimpleNamespace(rid="a", bootstrap_room=5, input_ids=[1] * 3))
+    assert state.finished and state.out_list[0]["meta_info"]["prompt_tokens"] == 3 and not front.rid_to_state
+    again = front.add("b", 5, False)
+    assert not answers.answers(SimpleNamespace(rid="b", bootstrap_room=5, input_ids=[1] * 3))
+    assert not again.finished and again.prompt_tokens == 3
