@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import inspect
 import math
 import socket
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -630,6 +632,52 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
     told = [refusal.RefusedReq(5, said, by_decode=False)] if said and not sent else []
     assert prefill.send_to_scheduler == told
     assert (not prefill.rid_to_state) == (not sent) and not prefill.own_states
+
+
+def test_prefill_hears_why_a_batch_ends_before_its_other_prompts_are_taken_back(monkeypatch):
+    """The other way round, their transfers fail first, and prefill tells its client of an error of its own."""
+    decode, told = manager(DisaggregationMode.DECODE), Future()
+    decode.own_states, decode.rids_of_samples, decode.enable_metrics = {}, {}, False
+    obj = request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=[5, 6])
+    monkeypatch.setattr(refusal, "tell_prefill", lambda *what: told)
+
+    async def generate(self, obj, request):
+        for rid in "ab":
+            state = ReqState([], False, asyncio.Event(), obj, SimpleNamespace())
+            self.rid_to_state[rid] = self.own_states[id(obj)][rid] = state
+            state.sent = rid == "a"
+        raise ValueError("the second is too long")
+        yield
+
+    async def ask() -> None:
+        with pytest.raises(ValueError, match="too long"):
+            async for _ in decode.generate_request(obj):
+                pass
+        await asyncio.sleep(0)
+        assert decode.send_to_scheduler == [] and [*decode.rid_to_state] == ["a"]
+        told.set_exception(OSError("not told"))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert [one.rid for one in decode.send_to_scheduler] == ["a"]
+
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
+    asyncio.run(ask())
+
+
+def test_a_transfer_that_fails_for_a_refusal_is_the_clients_error(monkeypatch):
+    prefill, handled = manager(DisaggregationMode.PREFILL), []
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "_handle_batch_output", lambda self, out: handled.append(out))
+    prefill.rid_to_state = {
+        rid: SimpleNamespace(obj=request(bootstrap_room=room)) for rid, room in (("a", 5), ("b", 6))
+    }
+    ends = [{"type": "abort", "message": "failed", "status_code": 500}, {"type": "abort"}, {"type": "length"}, None]
+    out = SimpleNamespace(rids=["a", "b", "a", "gone"], finished_reasons=copy.deepcopy(ends))
+    prefill._handle_batch_output(out)
+    assert out.finished_reasons == ends
+    prefill.refused_rooms.note(5, "too long")
+    prefill._handle_batch_output(out)
+    assert out.finished_reasons == [{"type": "abort", "message": "too long", "status_code": 400}, *ends[1:]]
+    assert handled == [out, out]
 
 
 def test_a_copy_of_a_request_that_is_served_does_not_end_it():

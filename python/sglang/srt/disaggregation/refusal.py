@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +108,13 @@ def take_refusal(told: Any) -> None:
         listener(room, reason[:MOST_CHARACTERS])
 
 
-def tell_prefill(host: str, port: int, room: int, reason: str) -> None:
-    """Tell a prefill, without waiting for it, that decode has refused ``room``. One without the package has no ear."""
+def tell_prefill(host: str, port: int, room: int, reason: str) -> Future | None:
+    """Tell a prefill, without waiting for it, that decode has refused ``room``. One without the package has no ear.
+
+    Returns what is done when it has been told, or could not be; None where nobody is told.
+    """
     if host == FAKE_BOOTSTRAP_HOST:
-        return
+        return None
     url = NetworkAddress(host, port).to_url() + REFUSED_ROUTE
 
     def tell() -> None:
@@ -120,6 +124,7 @@ def tell_prefill(host: str, port: int, room: int, reason: str) -> None:
             logger.warning("Could not tell prefill at %s:%s that room %s was refused: %s", host, port, room, e)
 
     try:
-        _tellers.submit((host, port), tell)
+        return _tellers.submit((host, port), tell)
     except TooManyCalls:
         logger.warning("Too many refusals wait to be told: prefill at %s:%s will wait for room %s", host, port, room)
+        return None

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
@@ -72,12 +74,12 @@ class CheckedRequests(Base):
             refused = not known and not isinstance(e, HTTPException)
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
-            if refused:
-                # First, or the peer would hear only of the others' end.
-                self._tell_peer(obj, reason_of(e), states)
-            for rid, state in states.items() if end_others else ():
-                if state.sent and self.rid_to_state.get(rid) is state:
-                    self.abort_request(rid)
+            # First, or the peer would hear only of the others' end.
+            told = self._tell_peer(obj, reason_of(e), states) if refused else []
+            if end_others and told:
+                asyncio.create_task(self._abort_once_told(told, states))
+            elif end_others:
+                self._abort_sent(states)
             raise
         finally:
             if self.own_states.get(id(obj)) is states:
@@ -89,6 +91,16 @@ class CheckedRequests(Base):
             for rid, state in states.items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
+
+    async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:
+        await asyncio.gather(*map(asyncio.wrap_future, told), return_exceptions=True)
+        self._abort_sent(states)
+
+    def _abort_sent(self, states: dict[str, Any]) -> None:
+        """Abort those that the scheduler has been told of."""
+        for rid, state in states.items():
+            if state.sent and self.rid_to_state.get(rid) is state:
+                self.abort_request(rid)
 
     def _validate_rid_not_in_flight(self, obj) -> None:
         """Adds the checks of all options: here each prompt has its own, and nothing is kept of them yet."""
@@ -184,11 +196,18 @@ class CheckedRequests(Base):
             await self.lora_registry.release(lora_ids)
 
     def _handle_batch_output(self, recv_obj) -> None:
-        """Adds that the end of a request releases its adapter once.
+        """Adds that the end of a request releases its adapter once, and that decode's refusal is why one has failed.
 
         The engine releases it here and, where a request has failed, again when that is answered: the count of users
-        is negative then, and an unload waits for 0 for ever.
+        is negative then, and an unload waits for 0 for ever. Of a refusal, the scheduler may hear after the transfer
+        has failed for it.
         """
+        reasons = recv_obj.finished_reasons if len(self.refused_rooms) else ()
+        for rid, finish in zip(recv_obj.rids, reasons, strict=False):
+            state = self.rid_to_state.get(rid)
+            reason = self.refused_rooms.reason(getattr(state.obj, "bootstrap_room", None)) if state else None
+            if reason is not None and finish and finish["type"] == "abort":
+                finish |= {"message": reason, "status_code": HTTPStatus.BAD_REQUEST}
         adapters = self.server_args.enable_lora
         states = [self.rid_to_state.get(rid) for rid in recv_obj.rids] if adapters else []
         super()._handle_batch_output(recv_obj)
@@ -206,13 +225,15 @@ class CheckedRequests(Base):
 
     # ---- the two workers of a pair ----
 
-    def _tell_peer(self, obj, reason: str, own: Mapping[str, Any] | None = None) -> None:
+    def _tell_peer(self, obj, reason: str, own: Mapping[str, Any] | None = None) -> list[Future]:
         """Tell the other worker that the rooms of this request are refused here.
 
         own: the request's states. A room of a request that is being served is that one's: this was a copy of it.
+        Returns, of decode, what is done when prefill has been told.
         """
         if self.disaggregation_mode == DisaggregationMode.NULL:
-            return
+            return []
+        calls = []
         served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
         decodes = self.disaggregation_mode == DisaggregationMode.DECODE
         for room, host, port in refusal.rooms_refused(obj, served, decodes):
@@ -221,7 +242,8 @@ class CheckedRequests(Base):
                 continue
             own_port = self.server_args.disaggregation_bootstrap_port
             if host and (port or own_port):
-                refusal.tell_prefill(host, port or own_port, room, reason)
+                calls.append(refusal.tell_prefill(host, port or own_port, room, reason))
+        return [call for call in calls if call is not None]
 
     def _on_refused_by_decode(self, room: int, reason: str) -> None:
         """Called on the bootstrap server's thread."""
