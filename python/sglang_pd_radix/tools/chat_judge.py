@@ -91,10 +91,7 @@ def compare(off: Run, on: Run) -> Comparison:
     prompt_pages = pages_of_prompts(off.sizes, off.page_size)
     page_bytes = off.total("sent_bytes") / prompt_pages
     result = Comparison(off, on, page_bytes, _bounds(on), differences(off, on))
-    if not on.exact:
-        _judge_rounding(result)
-    elif result.differences:
-        result.failures.append(f"{len(result.differences)} answers are not identical")
+    judge_answers(result)
     unlike = sorted((off.turns[0].ttft_s, on.turns[0].ttft_s))
     if unlike[1] > MOST_DISTURBED * unlike[0]:
         result.notes.append(
@@ -137,6 +134,14 @@ def _excerpt(text: str, at: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
+
+
+def judge_answers(result: Comparison) -> None:
+    """Whether the answers of ``on`` are right: those of ``off``, or as likely to prefill where the type rounds."""
+    if not result.on.exact:
+        _judge_rounding(result)
+    elif result.differences:
+        result.failures.append(f"{len(result.differences)} answers are not identical")
 
 
 def _deviations(run: Run) -> dict[tuple[int, int], Deviation]:

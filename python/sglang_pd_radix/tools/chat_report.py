@@ -1,4 +1,4 @@
-"""The comparison of two runs of a chat, for a terminal and as JSON."""
+"""The comparison of the runs of a chat, for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from . import chat_local
 from .chat_judge import MOST_OVER_LEAST, Comparison, ratio
 from .chat_load import Workload
 from .chat_run import Run, mib
-from .workers import DECODE_COUNTERS, PREFILL_COUNTERS
+from .workers import DECODE_COUNTERS, LOCAL_COUNTERS, PREFILL_COUNTERS
 
 
-def print_report(comparison: Comparison, title: str) -> None:
-    """Print the table and the verdict to stdout."""
+def print_report(comparison: Comparison, title: str, local: Comparison | None = None) -> None:
+    """Print the table and the verdict to stdout. local: of the run in which decode computed short remainders."""
     from rich.console import Console
     from rich.text import Text
 
@@ -22,7 +23,7 @@ def print_report(comparison: Comparison, title: str) -> None:
         console = Console(highlight=False, width=110)
     console.print()
     console.print(_table(comparison, title))
-    for line in _lines(comparison):
+    for line in (*_lines(comparison), *(chat_local.lines(local) if local else ())):
         console.print(Text(line, style="bold red" if line.startswith("FAILED") else ""), soft_wrap=True)
 
 
@@ -101,17 +102,19 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def as_document(comparison: Comparison, workload: Workload, setting: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, ready for JSON."""
-    runs = {}
-    for name, run in (("off", comparison.off), ("on", comparison.on)):
+def as_document(
+    comparison: Comparison, workload: Workload, setting: dict[str, Any], local: Comparison | None = None
+) -> dict[str, Any]:
+    """Everything that was measured, ready for JSON. local: as for `print_report`."""
+    runs, third = {}, {"local": local.on} if local else {}
+    for name, run in {"off": comparison.off, "on": comparison.on, **third}.items():
         turns = []
         for number, turn in enumerate(run.turns, 1):
             entry = asdict(turn)
             told = [vars(reply).items() for reply in turn.replies]
             entry["replies"] = [{k: v for k, v in reply if k not in ("text", "answer")} for reply in told]
             turns.append({"turn": number, "ttft_median_s": turn.ttft_s, **entry})
-        names = (*PREFILL_COUNTERS, *DECODE_COUNTERS)
+        names = (*PREFILL_COUNTERS, *DECODE_COUNTERS, *LOCAL_COUNTERS)
         totals = {key: run.total(key) for key in names} | {"ttft_median_from_turn_2_s": run.later_ttft_s}
         runs[name] = {"start_s": run.start_s, "turns": turns, "totals": totals, "pools": run.pools}
     return {
@@ -128,6 +131,6 @@ def as_document(comparison: Comparison, workload: Workload, setting: dict[str, A
         "identical": not comparison.differences,
         "differences": comparison.differences,
         "rounding_limit": comparison.rounding_limit,
-        "failures": comparison.failures,
-        "notes": comparison.notes,
+        "failures": comparison.failures + (local.failures if local else []),
+        "notes": comparison.notes + (local.notes if local else []),
     }

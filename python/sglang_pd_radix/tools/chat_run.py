@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .forced import score
 from .rounding import Answer
 from .steps import Steps
-from .workers import empty_caches, pool_problems, pools_of, server_info, summed_counters
+from .workers import LOCAL_COUNTERS, empty_caches, pool_problems, pools_of, server_info, summed_counters
 
 # A tree for speculation has one token less than the KV that it holds, and the last step's drafts may not be in it.
 LOOSE_WITHOUT_DRAFTS, DRAFT_TOKENS = 1, 4
@@ -33,6 +33,7 @@ class Turn:
     sent_bytes: int
     saved_bytes: int
     replies: list[Reply]
+    computed_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -115,7 +116,7 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: Steps) -> Run:
             raise PdRadixError(f"flag {name}: {error}. Logs are in {cluster.log_dir}") from None
         run.pools = pools_of(cluster)
         for worker, pool in run.pools.items():
-            run.problems += pool_problems(worker, pool, keeps_tree=name == "on" and worker.startswith("decode"))
+            run.problems += pool_problems(worker, pool, keeps_tree=name != "off" and worker.startswith("decode"))
         if not run.exact:
             show.now(f"flag {name}: what prefill says of the same answers, since {run.dtype} rounds")
             _score(cluster, workload, run)
@@ -138,17 +139,19 @@ def _described(info: dict[str, Any], start_s: float) -> Run:
 
 def _chat(cluster: Cluster, name: str, workload: Workload, show: Steps, run: Run) -> None:
     chats = Chats(cluster.router_url, cluster.model_path, workload, logprobs=not run.exact)
-    before = summed_counters(cluster.prefill_urls, cluster.decode_urls)
+    before = summed_counters(cluster.prefill_urls, cluster.decode_urls, LOCAL_COUNTERS)
     for number in range(1, workload.turns + 1):
         show.now(f"flag {name}: turn {number} of {workload.turns}, {count(workload.clients, 'client')}")
         replies = chats.turn(cluster.check)
-        after = summed_counters(cluster.prefill_urls, cluster.decode_urls)
+        after = summed_counters(cluster.prefill_urls, cluster.decode_urls, LOCAL_COUNTERS)
         turn = Turn(**{key: after[key] - before[key] for key in after}, replies=replies)
         before = after
         run.turns.append(turn)
         show.done(
             f"flag {name}: turn {number} of {workload.turns}: {turn.prompt_tokens} prompt tokens, "
-            f"{turn.reused_tokens} reused on decode, {mib(turn.sent_bytes)} MiB sent, "
+            f"{turn.reused_tokens} reused on decode, "
+            + (f"{turn.computed_tokens} computed there, " if turn.computed_tokens else "")
+            + f"{mib(turn.sent_bytes)} MiB sent, "
             f"median TTFT {turn.ttft_s:.2f} s"
         )
 

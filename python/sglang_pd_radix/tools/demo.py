@@ -1,4 +1,4 @@
-"""``pd-radix demo``: the same chat twice, with the decode prefix cache off and on, and what the difference is."""
+"""``pd-radix demo``: the same chat with the decode prefix cache off, on, and with decode computing what is short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 
-from .chat_judge import Comparison, compare
+from . import chat_local
+from .chat_judge import compare
 from .chat_load import Workload
 from .chat_report import as_document, print_report
 from .chat_run import Run, count, hold
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_router_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     parser.add_argument(
+        "--local-prefill",
+        default="auto",
+        metavar="WHICH",
+        help=f"{chat_local.LOCAL_FLAG} of a third run; off: no third run (default: auto)",
+    )
+    parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the made model and the logs (default: a new temporary one)"
     )
     sizes = parser.add_argument_group("the chat")
@@ -76,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do both runs and print the comparison. Returns the exit code."""
+    """Do the runs and print the comparison. Returns the exit code."""
     workload = Workload(args.clients, args.turns, args.document, args.question, args.answer, args.seed)
     workload.check()
     check_json(args.json)
@@ -86,10 +93,14 @@ def run(args: argparse.Namespace) -> int:
     with _work_dir(args.work_dir) as work_dir, Steps() as show:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, workload, made_model=not args.model)
-        off, on = (
+        sides = {"off": [], "on": [RADIX_FLAG]}
+        if args.local_prefill != "off":
+            sides["on-local"] = [RADIX_FLAG, chat_local.LOCAL_FLAG, args.local_prefill]
+        off, on, *more = (
             _held(args, name, decode_args, model, options, work_dir, workload, show)
-            for name, decode_args in (("off", []), ("on", [RADIX_FLAG]))
+            for name, decode_args in sides.items()
         )
+        local = chat_local.judge(off, on, more[0]) if more else None
         comparison = compare(off, on)
         if comparison.failures and not on.ids:
             # It may be the template, and not the cache, to which the bytes are due: then the ids tell.
@@ -101,10 +112,11 @@ def run(args: argparse.Namespace) -> int:
         f"{size} over {args.backend}, {off.device} {off.dtype}, pages of {off.page_size} tokens "
         f"({_kib(comparison.page_bytes / off.page_size)} KiB of KV per token)"
     )
-    print_report(comparison, title)
+    print_report(comparison, title, local)
     if args.json:
-        _write_json(args, comparison, workload, options, time.monotonic() - started)
-    return 1 if comparison.failures else 0
+        setting = _setting(args, comparison.off, options, time.monotonic() - started)
+        _write_json(args.json, as_document(comparison, workload, setting, local))
+    return 1 if comparison.failures or (local and local.failures) else 0
 
 
 def _held(
@@ -134,16 +146,14 @@ def _held(
     return hold(cluster, name, workload, show)
 
 
-def _write_json(
-    args: argparse.Namespace, comparison: Comparison, workload: Workload, options: Sequence[str], seconds: float
-) -> None:
-    setting: dict[str, Any] = {
+def _setting(args: argparse.Namespace, off: Run, options: Sequence[str], seconds: float) -> dict[str, Any]:
+    return {
         "model": args.model or "pd-radix make-model",
         "backend": args.backend,
         "router": named_gateway(args.router).version,
-        "device": comparison.off.device,
-        "dtype": comparison.off.dtype,
-        "page_size": comparison.off.page_size,
+        "device": off.device,
+        "dtype": off.dtype,
+        "page_size": off.page_size,
         "engine_options": options,
         "sglang_pd_radix": __version__,
         "sglang": importlib.metadata.version("sglang"),
@@ -151,11 +161,13 @@ def _write_json(
         "cores": len(os.sched_getaffinity(0)),
         "seconds": round(seconds, 1),
     }
-    document = json.dumps(as_document(comparison, workload, setting), indent=1)
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
     try:
-        args.json.write_text(document + "\n")
+        path.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:
-        raise PdRadixError(f"cannot write {args.json}: {error.strerror or error}") from error
+        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -> list[str]:

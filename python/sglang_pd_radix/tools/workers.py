@@ -22,6 +22,9 @@ DECODE_COUNTERS = {
     "transferred_tokens": "sglang:decode_transferred_tokens_total",
 }
 
+# What decode counts besides once it has computed a prompt.
+LOCAL_COUNTERS = {"computed_tokens": "sglang:decode_computed_tokens_total"}
+
 
 def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
     """Sums over all label sets of the Prometheus counters in ``names`` (ours -> theirs). A missing one is left out."""

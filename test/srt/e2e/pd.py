@@ -226,8 +226,8 @@ def ask_among_leavers(pair: Pair, prompt: list[int], length: int, apart: float) 
     rnd = random.Random(3)
     bodies = [pair.body(words(rnd, length), LEAVERS_MAX_NEW, rid=f"leaver-{rnd.random()}-{i}") for i in range(LEAVERS)]
 
-    def leave(i: int) -> tuple[str, int]:
-        """How decode ended it, and after how many tokens."""
+    def leave(i: int) -> tuple[str, int, str]:
+        """How decode ended it, after how many tokens, and what it said of that."""
         body = pair.decode_body(bodies[i]) | {"stream": True}
         pair.ask_prefill(bodies[i])
         begun, over = Event(), Event()
@@ -241,7 +241,8 @@ def ask_among_leavers(pair: Pair, prompt: list[int], length: int, apart: float) 
         over.set()
         leaving.result()
         meta = last.get("meta_info", {})
-        return (meta.get("finish_reason") or {}).get("type", str(last)), meta.get("completion_tokens", 0)
+        reason = meta.get("finish_reason") or {}
+        return reason.get("type", str(last)), meta.get("completion_tokens", 0), reason.get("message", "")
 
     def abort(i: int, begun: Event, over: Event) -> None:
         if i % 3:
@@ -258,8 +259,8 @@ def ask_among_leavers(pair: Pair, prompt: list[int], length: int, apart: float) 
         leaving = [pool.submit(leave, i) for i in range(LEAVERS)]
         answers = [pair(prompt)["output_ids"] for _ in range(3)]
         ended = [left.result() for left in leaving]
-    assert [how for how, _ in ended] == ["abort"] * LEAVERS, ended
-    assert all(0 < count < LEAVERS_MAX_NEW for _, count in ended[::3]), ended
+    assert [how for how, _, _ in ended] == ["abort"] * LEAVERS, ended
+    assert all(0 < count < LEAVERS_MAX_NEW for _, count, _ in ended[::3]), ended
     return answers
 
 

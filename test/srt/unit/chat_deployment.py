@@ -62,7 +62,10 @@ class Deployment:
         self.words: Words = faults["words"] if "words" in faults else Words()
         self._lock = threading.Lock()
         self._held: list[list[int]] = []
-        self._counts = {name: 0 for name in (*workers.PREFILL_COUNTERS, *workers.DECODE_COUNTERS)}
+        # Longest remainder that decode computes itself, tokens.
+        self.computes: int = faults.get("computes", 0)
+        self._decode_counters = {**workers.DECODE_COUNTERS, **(workers.LOCAL_COUNTERS if self.computes else {})}
+        self._counts = {name: 0 for name in (*workers.PREFILL_COUNTERS, *self._decode_counters)}
         deployment = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -116,7 +119,7 @@ class Deployment:
 
     def metrics(self, prefill: bool) -> str:
         lines = ["# HELP sglang:kv_transfer_sent_bytes_total KV bytes"]
-        for name, metric in (workers.PREFILL_COUNTERS if prefill else workers.DECODE_COUNTERS).items():
+        for name, metric in (workers.PREFILL_COUNTERS if prefill else self._decode_counters).items():
             if name != self.faults.get("uncounted"):
                 lines.append(f'{metric}{{model_name="m {name}"}} {float(self._counts[name])}')
         return "\n".join(lines)
@@ -127,6 +130,8 @@ class Deployment:
         pool |= {"req_slots": 8, "free_req_slots": 8, "metadata_buffers": 4, "free_metadata_buffers": 4}
         if not prefill and self.cached:
             pool |= {"locks_taken": 5, "locks_released": 5, "audit": []} | self.faults.get("pool", {})
+        if not prefill and self.computes:
+            pool["computes_up_to"] = self.computes
         info = {"page_size": PAGE, "dtype": self.faults.get("dtype", "float32"), "device": "cpu"}
         info |= self.faults.get("info", {})
         info["disable_overlap_schedule"] = not self.overlapped
@@ -142,8 +147,9 @@ class Deployment:
             sent, held = self._send(prompt, words)
             self._counts["prompt_tokens"] += len(prompt)
             self._counts["reused_tokens"] += held
-            self._counts["transferred_tokens"] += len(prompt) - held
-            self._counts["sent_bytes"] += sent * PAGE_BYTES
+            computed = self.computes >= len(prompt) - held and not self.faults.get("asks_prefill")
+            self._counts["computed_tokens" if computed else "transferred_tokens"] += len(prompt) - held
+            self._counts["sent_bytes"] += 0 if computed else sent * PAGE_BYTES
             self._counts["saved_bytes"] += held // PAGE * PAGE_BYTES
         events: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant", "content": ""}}], "usage": None}]
         for place, word in enumerate(words):

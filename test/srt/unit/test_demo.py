@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_deployment import SMALL, Deployment, Words
+from chat_deployment import SMALL, Deployment, Words, hold
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import chat_tokens, demo
+from sglang_pd_radix.tools import chat_local, chat_tokens, demo
 from sglang_pd_radix.tools.cluster import RADIX_FLAG
 
 
@@ -37,7 +37,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
 
     def cluster(model: str, **options: Any) -> Deployment:
         made.append({"model": model, **options})
-        return Deployment(cached=RADIX_FLAG in options["decode_args"])
+        local = chat_local.LOCAL_FLAG in options["decode_args"]
+        return Deployment(cached=RADIX_FLAG in options["decode_args"], computes=12 if local else 0)
 
     monkeypatch.setattr(demo, "Cluster", cluster)
     yield made
@@ -53,13 +54,21 @@ def test_the_command(no_cluster: list[dict[str, Any]], tmp_path: Path, capsys: p
     figures = tmp_path / "figures.json"
     args = _parse("--work-dir", str(tmp_path / "work"), "--json", str(figures), "--", "--tp", "2")
     assert demo.run(args) == 0
-    off, on = no_cluster
+    off, on, local = no_cluster
     assert off["decode_args"] == [] and on["decode_args"] == [RADIX_FLAG]
-    assert off["common_args"] == on["common_args"] and off["common_args"][:3] == ["--tp", "2", "--enable-metrics"]
+    assert local["decode_args"] == [RADIX_FLAG, chat_local.LOCAL_FLAG, "auto"]
+    assert off["common_args"] == on["common_args"] == local["common_args"] and off["common_args"][:3] == [
+        "--tp",
+        "2",
+        "--enable-metrics",
+    ]
     assert (tmp_path / "work" / "model" / "config.json").exists()
-    assert json.loads(figures.read_text())["setting"]["engine_options"] == off["common_args"]
+    document = json.loads(figures.read_text())
+    assert document["setting"]["engine_options"] == off["common_args"]
+    assert document["runs"]["local"]["totals"]["computed_tokens"] == 2 * 12
     shown = capsys.readouterr()
-    assert "turn 2 of 2" in shown.err and "4 of 4 identical" in shown.out
+    assert "turn 2 of 2" in shown.err and shown.out.count("4 of 4 identical") == 2
+    assert "from turn 2 on, 0.0 MiB; decode computed 24 of" in shown.out
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -74,7 +83,7 @@ def test_the_tokens_of_the_chat_tell_the_template_from_the_cache(
 
     monkeypatch.setattr(demo, "Cluster", cluster)
     monkeypatch.setattr(chat_tokens, "load", lambda path: words)
-    assert demo.run(_parse("--work-dir", str(tmp_path / "work"))) == forgets
+    assert demo.run(_parse("--work-dir", str(tmp_path / "work"), "--local-prefill", "off")) == forgets
     shown = capsys.readouterr().out
     assert "template or the tokenizer makes others of the same text, and no cache can reuse them" in shown
     assert ("FAILED" in shown) == forgets
@@ -106,3 +115,30 @@ def test_switched_off_patch_set_is_refused(no_cluster: list[Any], monkeypatch: p
     with pytest.raises(PdRadixError, match="SGLANG_PD_RADIX=0"):
         demo.run(_parse())
     assert no_cluster == []
+
+
+# ---- the run in which decode computes what is short ----
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ({}, None),
+        ({"asks_prefill": True}, "decode has computed no token of a prompt, and some were short enough"),
+        ({"answers": {2: [1]}}, "3 answers are not identical"),
+        ({"extra_pages": 3, "computes": 4}, "more KV was sent than without it"),
+        ({"pool": {"locks_taken": 7}}, "7 locks were taken and 5 released"),
+    ],
+)
+def test_what_is_wrong_with_that_run_is_found(faults: dict[str, Any], told: str | None) -> None:
+    off, on, local = hold(cached=False), hold(cached=True), hold(cached=True, **{"computes": 16, **faults})
+    judged = chat_local.judge(off, on, local)
+    assert (judged.failures == []) if told is None else any(told in failure for failure in judged.failures)
+    shown = "\n".join(chat_local.lines(judged))
+    assert ("FAILED" in shown) == (told is not None)
+
+
+def test_a_deployment_that_computes_none_says_so() -> None:
+    off, on = hold(cached=False), hold(cached=True)
+    judged = chat_local.judge(off, on, hold(cached=True))
+    assert judged.failures == [] and "its log says why" in judged.notes[0]

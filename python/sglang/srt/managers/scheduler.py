@@ -82,6 +82,9 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         """What ``kv_pool`` says, in tokens and seconds."""
         idle = self.is_fully_idle() and not (self.has_quarantine() or getattr(self.tree_cache, "busy", False))
         record = {"used_peak": self.kv_used_peak, "longest_queue_step_s": round(self.longest_queue_step, 3)}
+        local = self._local_prefills()
+        if local is not None:
+            record["computes_up_to"] = local.policy.most
         return self.pools().state(idle, record, self.kv_manager())
 
     def note_queue_step(self, seconds: float) -> None:
