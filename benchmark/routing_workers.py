@@ -119,7 +119,7 @@ class Held:
         """A prompt has come: what of it is here is reused, and all of it is here now."""
         self.reused += min(self.tree.peek(slots, None).length * SLOT, sent.request.length)
         self._insert(slots)
-        self._locks[id(sent)] = self.tree.lock_found(self.tree.peek(slots, None))[1]
+        self._locks[id(sent)] = self.tree.lock_prefix(self.tree.peek(slots, None))[1]
 
     def end(self, sent: Sent, slots: list[int]) -> None:
         """It has ended, and left ``slots``."""
@@ -136,7 +136,7 @@ class Held:
         return self.size - self.allocator.available_size() - self.tree.evictable_size()
 
     def _insert(self, slots: list[int]) -> None:
-        parts, node = self.tree.lock_found(self.tree.peek(slots, None))
+        parts, node = self.tree.lock_prefix(self.tree.peek(slots, None))
         need = len(slots) - sum(len(part) for part in parts)
         if need > self.allocator.available_size():
             self.tree.evict_shortfall(need - self.allocator.available_size())

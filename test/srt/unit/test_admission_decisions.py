@@ -40,10 +40,10 @@ def test_the_slack_is_that_of_whoever_can_be_overtaken_least():
 
 def test_who_came_before_an_admitted_one_was_overtaken_by_it():
     waiting = [entry(n, overtaken=1) for n in (0, 5, 20)]
-    assert policy(4).passed_by(waiting, [entry(1), entry(9)]) == 2
+    assert policy(4).count_overtaken(waiting, [entry(1), entry(9)]) == 2
     assert [one.overtaken for one in waiting] == [3, 2, 1]
-    assert policy(4).passed_by(waiting, []) == 0
-    assert policy(4).passed_by([], [entry(1)]) == 0
+    assert policy(4).count_overtaken(waiting, []) == 0
+    assert policy(4).count_overtaken([], [entry(1)]) == 0
 
 
 def test_out_of_turn_as_often_as_the_slack_allows():
@@ -118,13 +118,13 @@ def following() -> tuple[World, list]:
 def test_a_wait_ends_once_it_is_agreed_to_be_long_enough():
     world, (_, follower) = following()
     line, place, now = world.queue.policy, follower.entry, time.monotonic()
-    assert not line.look(place, now) and place.coming == 40
+    assert not line.find_leader(place, now) and place.coming == 40
     # Long enough by this rank's clock; it waits until the others say so too.
-    assert line.look(place, now + 3600) and place.coming == 40
+    assert line.find_leader(place, now + 3600) and place.coming == 40
     line.give_up(place)
     assert place.coming == 0
-    assert not line.look(place, now + 3600), "it does not wait any more"
-    assert place.coming == line.look_again(place, now + 3600) == 0
+    assert not line.find_leader(place, now + 3600), "it does not wait any more"
+    assert place.coming == line.refresh_coming(place, now + 3600) == 0
 
 
 def test_nobody_waits_when_nothing_is_on_its_way():
@@ -141,19 +141,19 @@ def test_another_leader_is_waited_for_anew():
     world, (leader, follower) = following()
     line, place, now = world.queue.policy, follower.entry, time.monotonic()
     line.give_up(place)
-    assert not line.look(place, now + 3600) and place.coming == 0
+    assert not line.find_leader(place, now + 3600) and place.coming == 0
     line.leave(leader.entry)
     line.admitted(line.enter(tokens(1, 40) + tokens(2, 4), None, 0, "prefill"), 44)
-    assert not line.look(place, now + 3600), "from now on"
+    assert not line.find_leader(place, now + 3600), "from now on"
     assert place.coming == 44
-    assert line.look(place, now + 7200)
+    assert line.find_leader(place, now + 7200)
 
 
 def test_a_warm_up_shares_nothing():
     line = policy(4)
     place = line.enter(None, None, 0, "prefill")
     place.takes_prefix = True
-    assert line.held(place) == (0, 0) and not line.look(place, time.monotonic())
+    assert line.held(place) == (0, 0) and not line.find_leader(place, time.monotonic())
     line.admitted(place, 16)
     assert not line.may_follow
     line.committed(place)

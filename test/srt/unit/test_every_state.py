@@ -725,7 +725,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
     """Each of its methods, at every point of its life."""
     if name not in methods(bench.receiver_type):
         pytest.skip("not of this backend")
-    closes_books = name in ("_close_books", "end", "clear", "failure_exception", "writers_done", "cancel")
+    closes_books = name in ("_forget_room", "end", "clear", "failure_exception", "writers_done", "cancel")
     for state in [state for state in STATES if state not in BEYOND]:
         bench.begin_anew()
         req, other = state(bench), bench.arrive(bench.other_host)
@@ -761,7 +761,7 @@ PARTS = {
     "what it waits for": lambda w: (w.queue.policy, "look"),
     "its standing": lambda w: (w.queue.policy, "candidate"),
     "the plan": lambda w: (w.queue.accounts, "plan"),
-    "the tree's lock": lambda w: (w.tree, "lock_found"),
+    "the tree's lock": lambda w: (w.tree, "lock_prefix"),
     "pages": lambda w: (w.allocator, "alloc_long_runs"),
     "a row": lambda w: (w.pool, "alloc"),
     "the table": lambda w: (w.pool, "write"),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_admission import (
     Candidate,
-    Patience,
     Standing,
     Transfers,
+    WaitLimit,
     admission_order,
 )
 from test_traps import serve, serve_to_end, tokens
@@ -205,10 +205,10 @@ def test_nobody_waits_longer_than_a_copy_of_its_own_would_take(same, monkeypatch
 
 
 def test_a_prefill_that_nothing_is_known_of():
-    patience, transfers = Patience(), Transfers()
+    wait_limit, transfers = WaitLimit(), Transfers()
     assert transfers.pace("a") is None
-    assert patience.allowed(True, None, 50_000, 50_000) == patience.unknown_same
-    assert patience.allowed(False, None, 50_000, 50_000) == patience.least
+    assert wait_limit.allowed(True, None, 50_000, 50_000) == wait_limit.unknown_same
+    assert wait_limit.allowed(False, None, 50_000, 50_000) == wait_limit.least
     for n in range(100):
         transfers.done("a", 1000, 10.0 + 10 * n)
     assert transfers.pace("a") == 1.0, "the slowest of the last, 1000 s for 1000 tokens"

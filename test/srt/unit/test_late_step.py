@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.disaggregation.step_in_flight import LateStep, late_step
+from sglang.srt.disaggregation.step_in_flight import StepInFlight, find_step_in_flight
 
 # Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.
 TABLE = torch.tensor(
@@ -48,31 +48,31 @@ def batch(speculates: bool, windows: torch.Tensor | None = None) -> SimpleNamesp
     ],
 )
 def test_pages(speculates, page_size, ended, pages):
-    found = LateStep(batch(speculates), ended, None, page_size).pages
+    found = StepInFlight(batch(speculates), ended, None, page_size).pages
     assert found.dtype == torch.int64 and sorted(found.tolist()) == pages
 
 
 def test_rows_and_states_are_those_of_the_requests_that_have_ended():
-    late = LateStep(batch(False), [0, 2], None, 4)
+    late = StepInFlight(batch(False), [0, 2], None, 4)
     assert late.rows == {2, 3} and late.states == {52, 53}
     assert late.writes == late.states
 
 
 def test_of_a_model_with_windows_their_pages():
-    late = LateStep(batch(False, windows=torch.tensor([9, 17, 40])), [1, 2], None, 4)
+    late = StepInFlight(batch(False, windows=torch.tensor([9, 17, 40])), [1, 2], None, 4)
     assert late.windows == {4, 10} == late.writes
 
 
 def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():
     scheduler = SimpleNamespace()
-    assert late_step(scheduler, 4) is None, "steps do not overlap"
+    assert find_step_in_flight(scheduler, 4) is None, "steps do not overlap"
     scheduler.result_queue = []
-    assert late_step(scheduler, 4) is None
+    assert find_step_in_flight(scheduler, 4) is None
     first, last = batch(False), batch(False)
     done = [SimpleNamespace(copy_done=object()) for _ in range(2)]
     scheduler.result_queue = [(first, done[0]), (last, done[1])]
     first.reqs[0].finished = lambda: True
-    assert late_step(scheduler, 4) is None, "who has ended was in an earlier step"
+    assert find_step_in_flight(scheduler, 4) is None, "who has ended was in an earlier step"
     last.reqs[1].finished = lambda: True
-    late = late_step(scheduler, 4)
+    late = find_step_in_flight(scheduler, 4)
     assert (late.batch, late.ended, late.done, late.page_size) == (last, [1], done[1].copy_done, 4)

@@ -1698,7 +1698,7 @@ def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
 
     def ask(room: int) -> None:
         for rank in (0, 1):
-            staging.ask(room, 0, 2, rank, lambda offset: granted.append((room, offset)))
+            staging.request(room, 0, 2, rank, lambda offset: granted.append((room, offset)))
 
     for room in (1, 2, 3, 4):
         staging.open(room, np.arange(2, dtype=np.int32), 2)
@@ -1706,7 +1706,7 @@ def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
     staging.written(1, 0, 0)
     assert not staging.copying
     staging.written(1, 0, 1)
-    assert granted == [(1, 0)] * 2 and not staging.landed(1) and not staging.lacks(1)
+    assert granted == [(1, 0)] * 2 and not staging.landed(1) and not staging.is_missing(1)
     # What has been given up goes out of the way of others, but for what is being copied.
     assert staging.close(2) and not staging.close(1)
     staging.drop(1)
@@ -1732,13 +1732,13 @@ def test_who_is_told_of_a_grant_may_ask_again() -> None:
             assert not staging.lock.locked()
             granted.append((room, rank))
 
-        staging.ask(room, 0, 2, rank, told)
+        staging.request(room, 0, 2, rank, told)
 
     for room in range(1, 6):
         staging.open(room, np.arange(2, dtype=np.int32), 1)
         ask(room)
     with pytest.raises(ValueError, match="is not the next one"):
-        staging.ask(5, 7, 1, 0, lambda offset: None)
+        staging.request(5, 7, 1, 0, lambda offset: None)
     ask(1, rank=1)
     assert granted == [(1, 0), (1, 1)]
     staging.written(1, 0, 0)
@@ -1756,7 +1756,7 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
     world = staged(monkeypatch, 2, 1, pieces=2)
     told, ending = threading.Event(), threading.Event()
     stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
-    tell, close_books = mooncake_staging.post, ends.receivers[0]._close_books
+    tell, close_books = mooncake_staging.post, ends.receivers[0]._forget_room
 
     def cannot(peer, frames: list[bytes]) -> None:
         if mooncake_staging.GRANT not in frames:
@@ -1771,7 +1771,7 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
         close_books()
 
     monkeypatch.setattr(mooncake_staging, "post", cannot)
-    ends.receivers[0]._close_books = close
+    ends.receivers[0]._forget_room = close
     scheduler = threading.Thread(target=lambda: told.wait(5) and ends.receivers[0].end(), daemon=True)
     scheduler.start()
     stuck.send()

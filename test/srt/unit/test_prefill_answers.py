@@ -95,14 +95,14 @@ def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
     monkeypatch.setattr(prefill_peers, "time", clock)
     peers = PrefillPeers(lambda: None, lambda: False, lambda: False, lambda addr: True)
     for _ in range(3):
-        peers.ask("127.0.0.1:1")
+        peers.query("127.0.0.1:1")
     # It is still being asked when it might be asked again.
     clock.now += prefill_peers.ASK_AGAIN_S
-    peers.ask("127.0.0.1:1")
+    peers.query("127.0.0.1:1")
     assert len(asked) == 1
     # An answer that comes late lets it be asked at once; one that comes soon does not.
     asked.pop()()
-    peers.ask("127.0.0.1:1")
+    peers.query("127.0.0.1:1")
     asked.pop()()
-    peers.ask("127.0.0.1:1")
+    peers.query("127.0.0.1:1")
     assert not asked

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
-from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, take_word
+from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
 from sglang.srt.disaggregation.local_prefill import AUTO, Policy, may_compute, needs_prefill
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
@@ -187,7 +187,7 @@ def test_what_the_option_asks_for():
     ],
 )
 def test_what_is_taken(delta, queued, debt, others, takes):
-    assert Policy(most=12, slice=4, step=8, queued=20, debt=24).takes(delta, queued, debt, others) == takes
+    assert Policy(most=12, slice=4, step=8, queued=20, debt=24).should_compute(delta, queued, debt, others) == takes
 
 
 def plain(**more: Any) -> Any:
@@ -273,7 +273,7 @@ def test_a_room_is_remembered_for_one_request():
 @pytest.mark.parametrize("told", [None, {}, {"room": "5"}, {"room": 0}, {"room": True}, {"room": 2**63}, [5]])
 def test_what_is_no_room_is_refused(told):
     with pytest.raises(ValueError):
-        take_word(told)
+        receive(told)
 
 
 def test_who_listens_hears():
@@ -281,7 +281,7 @@ def test_who_listens_hears():
 
     got: list[int] = []
     listen(got.append)
-    take_word({"room": 7})
+    receive({"room": 7})
     computed_rooms._listeners.remove(got.append)
     assert got == [7]
 
@@ -315,20 +315,20 @@ def test_a_request_that_waits_is_answered_and_dropped():
     front = Front()
     answers = ComputedAnswers(front)
     other, state = front.add("x", 4, True), front.add("a", 5, True)
-    answers.hear(5)
+    answers.note(5)
     assert state.finished and state.event.is_set() and front.sent == [ComputedReq(5)]
     meta = state.out_list[0]["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["prompt_tokens"] == 9
     assert list(front.rid_to_state) == ["x"] and not other.finished
     # The word comes twice: the room is another request's by then, or nobody's.
-    answers.hear(5)
+    answers.note(5)
     assert front.sent == [ComputedReq(5)]
 
 
 def test_a_request_that_comes_after_the_word_is_not_sent():
     front = Front()
     answers = ComputedAnswers(front)
-    answers.hear(5)
+    answers.note(5)
     assert front.sent == []
     state = front.add("a", 5, False)
     assert answers.answers(SimpleNamespace(rid="a", bootstrap_room=5, input_ids=[1] * 3))

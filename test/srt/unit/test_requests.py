@@ -453,7 +453,7 @@ def test_a_rank_is_told_once_and_asked_for_until_it_is_known(monkeypatch):
         return {str(room): known[room] for room in rooms if room in known}
 
     def ask(*rooms: int) -> dict[str, int]:
-        found = answers.ask("a", list(rooms), question)
+        found = answers.query("a", list(rooms), question)
         # What came late.
         told = answers._told["a"]
         return found | {room: told.pop(room) for room in list(told)}
@@ -473,7 +473,7 @@ def test_the_ranks_of_thousands_are_told_and_those_that_nobody_asks_for_are_forg
     answers = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"]()
 
     def ask(rooms: range) -> dict[str, int]:
-        found = answers.ask("a", list(rooms), lambda addr, lacking: {str(room): room % 3 for room in lacking})
+        found = answers.query("a", list(rooms), lambda addr, lacking: {str(room): room % 3 for room in lacking})
         while questions:
             questions.pop()()
         return found

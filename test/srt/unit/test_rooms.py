@@ -111,23 +111,23 @@ def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     rooms = Rooms()
-    assert rooms.unheard_s(1, since=40.0) == 0.0, "no decode worker that would say so has been heard of"
-    rooms.wait(1, "a", 1)
-    assert rooms.unheard_s(1, since=40.0) == 0.0
+    assert rooms.silent_s(1, since=40.0) == 0.0, "no decode worker that would say so has been heard of"
+    rooms.note_waiting(1, "a", 1)
+    assert rooms.silent_s(1, since=40.0) == 0.0
     now[0] = 107.0
-    assert rooms.unheard_s(1, since=40.0) == 7.0
+    assert rooms.silent_s(1, since=40.0) == 7.0
     # Another rank of it still waits.
-    rooms.wait(1, "b", 1)
+    rooms.note_waiting(1, "b", 1)
     now[0] = 110.0
-    assert rooms.unheard_s(1, since=40.0) == 3.0
+    assert rooms.silent_s(1, since=40.0) == 3.0
     # Its request came later; and any may wait where nobody says so.
-    assert rooms.unheard_s(1, since=109.0) == 1.0
+    assert rooms.silent_s(1, since=109.0) == 1.0
     rooms.silent_peer_at = 108.0
-    assert rooms.unheard_s(1, since=40.0) == 2.0
-    assert rooms.unheard_s(2, since=90.0) == 2.0
+    assert rooms.silent_s(1, since=40.0) == 2.0
+    assert rooms.silent_s(2, since=90.0) == 2.0
     rooms.end(1)
     assert 1 not in rooms.waiting
-    rooms.wait(1, "a", 1)
+    rooms.note_waiting(1, "a", 1)
     assert 1 not in rooms.waiting, "a word that comes too late"
 
 
@@ -135,11 +135,11 @@ def test_newcomers_are_told_of_once() -> None:
     rooms = Rooms()
     rooms.wait_for_newcomers(0)
     assert not rooms.take_newcomers() and not rooms.hears_of_waiting
-    rooms.hear("a", 1)
-    rooms.hear("a", 2)
-    rooms.hear("a", 1)
+    rooms.note_peer("a", 1)
+    rooms.note_peer("a", 2)
+    rooms.note_peer("a", 1)
     assert rooms._spoken.is_set() and rooms.hears_of_waiting
     assert rooms.take_newcomers() == {("a", 1), ("a", 2)}
     assert not rooms._spoken.is_set() and not rooms.take_newcomers()
-    rooms.hear("a", 1)
+    rooms.note_peer("a", 1)
     assert not rooms.take_newcomers(), "known by now"

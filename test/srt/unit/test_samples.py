@@ -332,7 +332,7 @@ def server(monkeypatch):
 def test_prefill_that_is_told_first_sends_the_samples_only():
     async def test():
         prefill = Manager(DisaggregationMode.PREFILL, False)
-        assert prefill.samples.hear([11, 12]) is None
+        assert prefill.samples.announced([11, 12]) is None
         task = asyncio.ensure_future(answers(prefill, body()))
         await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
         sent = prefill.send_to_scheduler.got
@@ -354,7 +354,7 @@ def test_prefill_that_is_told_later_gives_its_warmup_up():
         (warmup,) = prefill.send_to_scheduler.got
         assert warmup.bootstrap_room == 11 and warmup.sampling_params.max_new_tokens == 0
         await asyncio.sleep(0.05)
-        assert prefill.samples.hear([11, 12]) is None
+        assert prefill.samples.announced([11, 12]) is None
         await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
         assert prefill.send_to_scheduler.aborts == [warmup.rid]
         sent = prefill.send_to_scheduler.requests[1:]
@@ -382,7 +382,7 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
             prefill.answer(prefill.send_to_scheduler.got[-1])
         await until(lambda: len(prefill.send_to_scheduler.got) == 8, task)
         got = copy.copy(prefill.send_to_scheduler.got)
-        late = prefill.samples.hear([11]) if isinstance(prefill, Manager) else None
+        late = prefill.samples.announced([11]) if isinstance(prefill, Manager) else None
         for message in got[2:]:
             prefill.answer(message)
         assert len(await task) == 6
@@ -491,7 +491,7 @@ def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
 def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
     async def test():
         prefill = Manager(*MODES[0], max_input_len=2)
-        assert prefill.samples.hear([11, 12]) is None
+        assert prefill.samples.announced([11, 12]) is None
         with pytest.raises(ValueError, match="fewer than 2"):
             await answers(prefill, body())
         told = prefill.send_to_scheduler.got
@@ -504,7 +504,7 @@ def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
 def test_the_failure_of_one_sample_ends_the_others():
     async def test():
         prefill = Manager(*MODES[0])
-        prefill.samples.hear([11, 12])
+        prefill.samples.announced([11, 12])
         task = asyncio.ensure_future(answers(prefill, body()))
         await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
         first, *others = prefill.send_to_scheduler.requests
@@ -519,7 +519,7 @@ def test_the_failure_of_one_sample_ends_the_others():
 def test_aborts():
     async def test():
         prefill = Manager(*MODES[0])
-        prefill.samples.hear([11])
+        prefill.samples.announced([11])
         task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
         await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
         prefill.abort_request("r_1")
@@ -538,10 +538,10 @@ def test_aborts():
 def test_a_rid_in_use_costs_its_request_nothing():
     async def test():
         prefill = Manager(*MODES[0])
-        prefill.samples.hear([11])
+        prefill.samples.announced([11])
         task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
         await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
-        prefill.samples.hear([12])
+        prefill.samples.announced([12])
         with pytest.raises(ValueError, match="Duplicate"):
             await answers(prefill, body(prompts=[[1, 2]], rid="r", bootstrap_room=[12]))
         assert prefill.send_to_scheduler.aborts == [] and list(prefill.rids_of_samples) == ["r"]
@@ -568,7 +568,7 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(samples, "REMEMBERED", 10)
     book = samples.SampleRooms()
     for room in range(1, 30):
-        book.hear([room])
+        book.announced([room])
     assert sorted(book._told) == list(range(20, 30))
 
 
@@ -626,7 +626,7 @@ def test_an_adapter_is_held_by_what_was_sent_only():
         prefill = with_adapters()
         task = asyncio.ensure_future(answers(prefill, body(lora_path=["a", None])))
         await until(lambda: prefill.send_to_scheduler.requests, task)
-        prefill.samples.hear([11, 12])
+        prefill.samples.announced([11, 12])
         await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
         assert prefill.lora_registry.held == ["id of a"] * 3
         warmup = prefill.rid_to_state[prefill.send_to_scheduler.requests[0].rid]
@@ -655,7 +655,7 @@ def test_why_a_request_with_the_id_of_an_adapter_is_refused(adapters):
 def test_an_adapter_of_a_request_that_was_not_sent_is_released(obj):
     async def test():
         prefill = with_adapters(max_input_len=2)
-        prefill.samples.hear([11, 12])
+        prefill.samples.announced([11, 12])
         with pytest.raises(ValueError, match="fewer than 2"):
             await answers(prefill, copy.copy(obj))
         assert prefill.lora_registry.held == []

@@ -195,7 +195,7 @@ def test_quarantined_requests_of_a_silent_prefill_hold_nobody_up(world: Any, mon
 def fill(receiver: Any) -> None:
     """Send words to its prefill until none is taken."""
     for _ in range(200_000):
-        receiver._say(b"word" * 1000)
+        receiver._notify(b"word" * 1000)
     raise AssertionError("everything is taken")
 
 
@@ -399,10 +399,10 @@ def test_a_decode_rank_is_looked_at_before_it_can_end(monkeypatch) -> None:
 
 def test_who_speaks_for_the_first_time_is_noted_once() -> None:
     rooms = Rooms()
-    rooms.wait(1, "a", 1)
-    rooms.hear("a", 1)
-    rooms.hear("b", 1)
+    rooms.note_waiting(1, "a", 1)
+    rooms.note_peer("a", 1)
+    rooms.note_peer("b", 1)
     rooms.wait_for_newcomers(LONG_S)
     assert rooms.take_newcomers() == {("a", 1), ("b", 1)} and rooms.hears_of_waiting
-    rooms.hear("a", 1)
+    rooms.note_peer("a", 1)
     assert not rooms._spoken.is_set() and rooms.take_newcomers() == set()

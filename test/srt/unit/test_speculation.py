@@ -185,7 +185,7 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
     assert not sound.wrong and len(sound.told) == 2
     # Neither was lost on the way: a fence that fails costs its request.
     assert all(not isinstance(req.finished_reason, FINISH_ABORT) for req in sound.told)
-    monkeypatch.setattr(step_in_flight, "late_step", lambda *args: None)
+    monkeypatch.setattr(step_in_flight, "find_step_in_flight", lambda *args: None)
     assert play().wrong
 
 

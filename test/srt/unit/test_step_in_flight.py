@@ -347,7 +347,7 @@ def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monk
     """Trap 28. Without the fence a page has two writers; without the flag the step is waited for on the spot."""
     fenced, later = until_asked(flag, page_size, length)
     assert len(fenced.told) == 3
-    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
     bare, asked_in = until_asked(flag, page_size, length)
     assert bare.wrong
     assert later == asked_in + flag
@@ -380,7 +380,7 @@ def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeyp
 
     fenced = play()
     assert not fenced.wrong
-    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r3"] == bare.asked_in["r3"] + flag
@@ -414,7 +414,7 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
 
     fenced = play()
     assert len(fenced.told) == 2
-    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r2"] == bare.asked_in["r2"] + flag
@@ -450,7 +450,7 @@ def test_the_window_of_a_request_that_has_ended_is_another_s_one_step_later(monk
     lengths = range(4, 14)
     fenced = [play(max_new) for max_new in lengths]
     assert all(len(loop.told) == 2 and not loop.wrong for loop in fenced)
-    monkeypatch.setitem(CODE, "late_step", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
     bare = [play(max_new) for max_new in lengths]
     assert any(loop.wrong for loop in bare)
     for ours, theirs in zip(fenced, bare, strict=True):

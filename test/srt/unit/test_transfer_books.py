@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import last_words, peer_liveness
+from sglang.srt.disaggregation.common import end_notices, peer_liveness
 from sglang.srt.disaggregation.common.delta_staging import DeltaStaging
-from sglang.srt.disaggregation.common.last_words import LastWords
+from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms, End
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
-from sglang.srt.disaggregation.mooncake.wire import Inbox, Peer, check_engine_staging, listeners
+from sglang.srt.disaggregation.mooncake.wire import CheckedSocket, Peer, check_engine_staging, listeners
 
 
 def test_each_decode_rank_is_told_once_for_each_time_it_asks():
-    words: LastWords[str] = LastWords()
+    words: EndNotices[str] = EndNotices()
     assert not words.concerns(1, "a")
     words.begin(1, "a")
     words.begin(1, "b")
@@ -38,7 +38,7 @@ def test_each_decode_rank_is_told_once_for_each_time_it_asks():
 
 
 def test_without_the_flag_a_rank_is_left_to_the_engine():
-    words: LastWords[str] = LastWords()
+    words: EndNotices[str] = EndNotices()
     words.begin(1, "a")
     words.begin(1, "b")
     words.begin(1, "a", has_flag=False)
@@ -48,8 +48,8 @@ def test_without_the_flag_a_rank_is_left_to_the_engine():
 
 
 def test_the_oldest_rooms_are_forgotten(monkeypatch):
-    monkeypatch.setattr(last_words, "REMEMBERED", 3)
-    words: LastWords[str] = LastWords()
+    monkeypatch.setattr(end_notices, "REMEMBERED", 3)
+    words: EndNotices[str] = EndNotices()
     for room in (1, 2, 3, 1, 4):
         words.begin(room, "a")
     assert [words.concerns(room, "a") for room in (1, 2, 3, 4)] == [True, False, True, True]
@@ -89,15 +89,15 @@ def test_who_writes_no_more():
     rooms = AwaitedRooms()
     rooms.add(1)
     assert 1 in rooms and 2 not in rooms and len(rooms) == 1
-    rooms.hear(1, end(True, 0, "claim 0"))
-    rooms.hear(1, end(True, 1, None))
-    rooms.hear(1, end(False, 2, "the reason"))
-    rooms.hear(1, end(False, 3, None))
-    rooms.hear(1, end(True, 0, "claim 0 again"))
+    rooms.add_end(1, end(True, 0, "claim 0"))
+    rooms.add_end(1, end(True, 1, None))
+    rooms.add_end(1, end(False, 2, "the reason"))
+    rooms.add_end(1, end(False, 3, None))
+    rooms.add_end(1, end(True, 0, "claim 0 again"))
     # The fourth has failed without a reason, as the engine says it: it may still write, if it is one that would say so.
     assert (rooms.num_quiet(1, says_so=True), rooms.num_quiet(1, says_so=False)) == (3, 4)
     assert list(rooms.claims(1)) == ["claim 0 again"]
-    rooms.hear(2, end(True, 0, None))
+    rooms.add_end(2, end(True, 0, None))
     assert len(rooms) == 2 and 2 not in rooms
     assert (rooms.num_quiet(3, True), rooms.num_quiet(3, False), list(rooms.claims(3))) == (0, 0, [])
     rooms.forget(1)
@@ -135,7 +135,7 @@ def test_a_message_that_cannot_be_used_does_not_reach_the_thread():
             raise ValueError("what is that?")
         return frames[0] == b"good"
 
-    inbox = Inbox(SimpleNamespace(recv_multipart=lambda: next(messages)), check)
+    inbox = CheckedSocket(SimpleNamespace(recv_multipart=lambda: next(messages)), check)
     assert inbox.recv_multipart() == [b"good"] and inbox.recv_multipart() == [b"good", b"2"]
 
 
@@ -195,18 +195,18 @@ def test_a_room_that_is_closed_is_given_nothing_and_copies_nothing():
     staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
     granted: list[int] = []
     # One that nobody here knows, as its request has ended.
-    staging.ask(1, 0, 1, 0, granted.append)
+    staging.request(1, 0, 1, 0, granted.append)
     staging.written(1, 0, 0)
     assert staging.landed(1) and staging.close(1) and not granted
     staging.open(1, np.array([3, 4, 5]), prefill_tp=1)
-    staging.ask(1, 0, 2, 0, granted.append)
-    assert len(granted) == 1 and not staging.landed(1) and staging.lacks(1)
+    staging.request(1, 0, 2, 0, granted.append)
+    assert len(granted) == 1 and not staging.landed(1) and staging.is_missing(1)
     free = sum(length for _, length in staging.space.free)
     assert free <= staging.space.size - 2 * page
     assert staging.close(1)
-    staging.ask(1, 2, 1, 0, granted.append)
+    staging.request(1, 2, 1, 0, granted.append)
     staging.written(1, 0, 0)
     assert len(granted) == 1 and not any(buffer.any() for buffer in pool)
-    assert not staging.landed(1) and staging.lacks(1)
+    assert not staging.landed(1) and staging.is_missing(1)
     staging.drop(1)
     assert sum(length for _, length in staging.space.free) == staging.space.size

@@ -160,7 +160,7 @@ class Admission:
         may_match = may_match and self._tree.accepts(req)
         # In the step in which it has shaken hands nobody has asked before.
         entry.takes_prefix = entry.takes_prefix or may_match
-        entry.coming = policy.look_again(entry, now) if may_match and policy.may_follow else 0
+        entry.coming = policy.refresh_coming(entry, now) if may_match and policy.may_follow else 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
         entry.local = may_match and entry.peer_drops and not entry.coming and self._computes(req, found, live)
         if entry.local and found.length == len(req.origin_input_ids):
@@ -170,7 +170,7 @@ class Admission:
 
     def _computes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
         """Whether what the tree lacks of ``req`` is computed here."""
-        return self._local is not None and self._local.takes(req, found, lambda: bool(live().running))
+        return self._local is not None and self._local.should_compute(req, found, lambda: bool(live().running))
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan, fence: Fence) -> None:
         """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""

@@ -16,15 +16,15 @@ from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
-from sglang.srt.disaggregation.told_rooms import ToldRooms, is_room
+from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["COMPUTED_ROUTE", "ComputedReq", "ComputedRooms", "listen", "take_word", "tell_prefill"]
+__all__ = ["COMPUTED_ROUTE", "ComputedReq", "ComputedRooms", "listen", "receive", "tell_prefill"]
 
 # On a prefill's bootstrap server.
 COMPUTED_ROUTE = "/computed_room"
-# Rooms that are remembered for a request that comes after the word of it, and seconds for which they are.
+# Rooms that are remembered for requests still to come, and seconds for which they are.
 REMEMBERED, REMEMBERED_S = 65536, 60.0
 # Seconds that a prefill has to answer; how often it is told again, and after how many seconds.
 ANSWER_S, TRIES, AGAIN_S = 5.0, 4, 1.0
@@ -44,7 +44,7 @@ class ComputedRooms:
     """Rooms that decode computes and whose requests have not come here yet."""
 
     def __init__(self) -> None:
-        self._rooms: ToldRooms[bool] = ToldRooms(REMEMBERED, REMEMBERED_S)
+        self._rooms: RoomNotes[bool] = RoomNotes(REMEMBERED, REMEMBERED_S)
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -63,8 +63,8 @@ def listen(listener: Callable[[int], None]) -> None:
     _listeners.append(listener)
 
 
-def take_word(told: Any) -> None:
-    """Take what decode has told. Raises ValueError for what cannot be meant."""
+def receive(told: Any) -> None:
+    """Hand a message of decode to the listeners. Raises ValueError if it names no room."""
     room: Any = told.get("room") if isinstance(told, dict) else None
     if not is_room(room):
         raise ValueError("a room that decode computes has a number")

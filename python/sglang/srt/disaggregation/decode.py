@@ -147,7 +147,7 @@ class DecodeRequest(engine.DecodeRequest):
             self.lose(e)
             return int(KVPoll.Failed)
 
-    def why(self) -> str:
+    def failure_reason(self) -> str:
         """Why it failed, as far as this rank knows, after a colon."""
         try:
             if isinstance(self.kv_receiver, CommonKVReceiver):

@@ -4,7 +4,7 @@ Plain data in and out, so that they can be tested and simulated by themselves; d
 decisions out. All figures are tokens unless said otherwise.
 
 * **Order.** First come, first served, except that requests of whose prompt most is in the tree, or on its way there, go
-  first. Nobody is overtaken more often than a bound; who has been goes before everybody else. A request never goes
+  first. Nobody is overtaken more often than a bound; a request that has reached it goes first. A request never goes
   ahead of one of higher priority. The engine's ``lpm`` and ``dfs-weight`` orders of its aggregated scheduler are the
   precedent; they know no bound.
 * **Following.** A request whose prompt extends one that is being transferred waits for that transfer to be committed,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdmissionPolicy",
     "Candidate",
-    "Patience",
+    "WaitLimit",
     "QueueEntry",
     "Standing",
     "Transfers",
@@ -84,16 +84,16 @@ def admission_order(candidates: Sequence[Candidate], max_overtaken: int) -> list
     return sorted(range(len(candidates)), key=keys.__getitem__)
 
 
-def least_to_follow(leader_lacked: int) -> int:
-    """How many tokens a transfer of ``leader_lacked`` tokens must bring of a prompt that is to wait for it.
+def least_to_follow(leader_delta: int) -> int:
+    """How many tokens a transfer of ``leader_delta`` tokens must bring of a prompt that is to wait for it.
 
     Where it is mostly the leader's own, the wait is for that.
     """
-    return -(-leader_lacked // 2)
+    return -(-leader_delta // 2)
 
 
 @dataclasses.dataclass(slots=True)
-class Patience:
+class WaitLimit:
     """How long a request waits for the transfer of another, seconds.
 
     A leader's prefill works in the order in which it was asked. A copy that a follower asked of the *same* prefill
@@ -106,13 +106,13 @@ class Patience:
     least: float = 1.0
     unknown_same: float = 10.0
 
-    def allowed(self, same: bool, seconds_per_token: float | None, lacked: int, coming: int) -> float:
+    def allowed(self, same: bool, seconds_per_token: float | None, delta: int, coming: int) -> float:
         """same: whether leader and follower have one prefill. seconds_per_token: the slowest of late of the follower's.
 
-        lacked: tokens that the leader's transfer brings. coming: how many of them the follower shares.
+        delta: tokens that the leader's transfer brings. coming: how many of them the follower shares.
         """
         if same:
-            return self.unknown_same if seconds_per_token is None else max(self.least, 2 * seconds_per_token * lacked)
+            return self.unknown_same if seconds_per_token is None else max(self.least, 2 * seconds_per_token * delta)
         return self.least if seconds_per_token is None else seconds_per_token * coming
 
 
@@ -163,9 +163,9 @@ class QueueEntry:
     following_since: float | None = None
     # What the tree held of it when it began to follow.
     held_alone: int = 0
-    # When it was admitted, and what it asked its prefill for.
+    # When it was admitted, and the tokens of the delta that it asked its prefill for.
     admitted_at: float = 0.0
-    lacked: int = 0
+    delta: int = 0
 
     @property
     def waited_s(self) -> float:
@@ -193,10 +193,10 @@ class AdmissionPolicy:
         self.tree = tree
         self.follow = follow
         self.max_overtaken = max_overtaken
-        self.patience = Patience()
+        self.wait_limit = WaitLimit()
         self.transfers = Transfers()
         # Advanced when a request leaves, on all TP ranks in the same step.
-        self.left = 0
+        self.departures = 0
         self._arrivals = itertools.count()
 
     def enter(
@@ -211,7 +211,7 @@ class AdmissionPolicy:
 
     def leave(self, entry: QueueEntry) -> None:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
-        self.left += 1
+        self.departures += 1
         if entry.watch is not None:
             self.tree.watches.remove(entry.watch)
             entry.watch = None
@@ -222,12 +222,12 @@ class AdmissionPolicy:
         return self.follow and self.tree.watches.on_the_way > 0
 
     def stop_following(self, entries: Sequence[QueueEntry]) -> None:
-        """What `look` does with each of ``entries`` while nobody may follow."""
+        """What `find_leader` does with each of ``entries`` while nobody may follow."""
         for entry in entries:
             if entry.leader is not None:
                 entry.leader, entry.coming = None, 0
 
-    def look(self, entry: QueueEntry, now: float) -> bool:
+    def find_leader(self, entry: QueueEntry, now: float) -> bool:
         """Find the transfer under way for which ``entry`` is to wait: `QueueEntry.coming` is what it brings, or 0.
 
         Returns whether by this rank's clock it has waited long enough. It waits on until `give_up`: the clocks of TP
@@ -249,11 +249,11 @@ class AdmissionPolicy:
         lead: QueueEntry = leader.owner
         same = lead.prefill == entry.prefill
         pace = self.transfers.pace(entry.prefill)
-        return now - entry.since > self.patience.allowed(same, pace, lead.lacked, coming)
+        return now - entry.since > self.wait_limit.allowed(same, pace, lead.delta, coming)
 
-    def look_again(self, entry: QueueEntry, now: float) -> int:
+    def refresh_coming(self, entry: QueueEntry, now: float) -> int:
         """`QueueEntry.coming` later in the same step, when another request may have become its leader."""
-        self.look(entry, now)
+        self.find_leader(entry, now)
         return entry.coming
 
     def give_up(self, entry: QueueEntry) -> None:
@@ -276,28 +276,28 @@ class AdmissionPolicy:
         held, unlocked = self.held(entry)
         return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, entry.coming, entry.overtaken)
 
-    def admitted(self, entry: QueueEntry, lacked: int) -> None:
-        """A request was admitted and asks for ``lacked`` tokens: others may follow it from now on."""
-        entry.admitted_at, entry.lacked = time.monotonic(), lacked
+    def admitted(self, entry: QueueEntry, delta: int) -> None:
+        """A request was admitted and asks for ``delta`` tokens: others may follow it from now on."""
+        entry.admitted_at, entry.delta = time.monotonic(), delta
         if entry.watch is not None:
-            self.tree.watches.lead(entry.watch, least_to_follow(lacked))
+            self.tree.watches.lead(entry.watch, least_to_follow(delta))
 
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""
         if entry.watch is not None:
-            self.transfers.done(entry.prefill, entry.lacked, time.monotonic() - entry.admitted_at)
+            self.transfers.done(entry.prefill, entry.delta, time.monotonic() - entry.admitted_at)
         self.leave(entry)
 
     def slack(self, waiting: Sequence[QueueEntry]) -> int:
         """Requests that may go out of their turn before another of ``waiting`` has been overtaken as often as may be.
 
-        Who has been goes before them, and does not count.
+        One that has been overtaken as often goes first anyway, and does not count.
         """
         left = (self.max_overtaken - entry.overtaken for entry in waiting)
         return min((n for n in left if n > 0), default=len(waiting))
 
-    def passed_by(self, waiting: Sequence[QueueEntry], admitted: Sequence[QueueEntry]) -> int:
-        """``admitted`` have been, ``waiting`` could have been instead and were not. Returns how many were overtaken."""
+    def count_overtaken(self, waiting: Sequence[QueueEntry], admitted: Sequence[QueueEntry]) -> int:
+        """Count, for each of ``waiting``, who of ``admitted`` overtook it. Returns how many were overtaken."""
         arrivals = sorted(entry.arrival for entry in admitted)
         overtaken = 0
         for entry in waiting:
@@ -338,4 +338,4 @@ class Turns:
     def end(self, admitted: Sequence[QueueEntry]) -> int:
         """These have been admitted. Returns how many others were overtaken."""
         left = [entry for entry in self._waiting if not entry.admitted_at and not entry.coming]
-        return self._policy.passed_by(left, admitted)
+        return self._policy.count_overtaken(left, admitted)

@@ -195,7 +195,8 @@ class Ranks:
             return
         logger.error(
             "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, "
-            "available for windows, evictable, retracted, order and rows, leaders): lowest %s, highest %s. "
+            "available for windows, evictable, retracted, order and rows, version of the leaders): "
+            "lowest %s, highest %s. "
             "The unlocked part of the tree is dropped on all of them.",
             self.disagreements,
             told.low,

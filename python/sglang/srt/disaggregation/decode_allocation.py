@@ -56,7 +56,7 @@ class RequestMemory:
     def _allocate(self, req: Req, num_tokens: int, plan: AdmissionPlan) -> TreeNode:
         """Fill a row for ``num_tokens`` tokens of ``req``; returns the node of the tree that is locked for it."""
         tree, rows, prefix_len = self._tree, self._rows, plan.found.length
-        parts, node = tree.lock_found(plan.found)
+        parts, node = tree.lock_prefix(plan.found)
         delta = slots = None
         try:
             shortfall = plan.delta - tree.pool.available_size()

@@ -150,7 +150,8 @@ def _fail(decode_req: DecodeRequest, refusal: str | None = None) -> bool:
     req = decode_req.req
     if decode_req.is_aborted:
         return False
-    message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+    reason = decode_req.failure_reason()
+    message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
     status = HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
     message = refusal or message
     logger.error(message)

@@ -92,7 +92,7 @@ class Schedule:
     def version(self) -> tuple[int, ...]:
         """What must have changed for a request that did not fit to fit now, other than free memory."""
         tree = self._tree
-        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leader_version, self._policy.left
+        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leader_version, self._policy.departures
 
     def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
         """The entry of a request with the policy, whose queue it joins when it is first asked for."""
@@ -220,7 +220,7 @@ class Schedule:
             if alone:
                 entry.takes_prefix = takes_prefix(decode_req)
             try:
-                if policy.look(entry, now):
+                if policy.find_leader(entry, now):
                     expired.append(i)
             except Exception as e:
                 decode_req.lose(e)

@@ -40,7 +40,8 @@ class Writers:
 def abort_transfer(decode_req: DecodeRequest) -> None:
     """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
     req = decode_req.req
-    message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){decode_req.why()}"
+    reason = decode_req.failure_reason()
+    message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
     logger.error(message)
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     decode_req.fail()

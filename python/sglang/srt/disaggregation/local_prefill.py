@@ -63,7 +63,7 @@ class Policy(NamedTuple):
             most=most, step=max(AUTO.step, most), queued=max(AUTO.queued, most), debt=max(AUTO.debt, most)
         )
 
-    def takes(self, delta: int, queued: int, debt: int, others: bool) -> bool:
+    def should_compute(self, delta: int, queued: int, debt: int, others: bool) -> bool:
         """Whether a remainder of ``delta`` tokens is decode's. queued: what waits. others: whether requests decode."""
         if not 0 < delta <= self.most or (debt and delta + debt > self.debt):
             return False
@@ -154,7 +154,7 @@ class LocalPrefills:
             found |= {id(req): req for req in self.launched.reqs}
         return list(found.values())
 
-    def takes(self, req: Req, found: PrefixPeek, others: Callable[[], bool]) -> bool:
+    def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], bool]) -> bool:
         """Whether ``req``, of which the tree holds ``found``, is computed here. others: whether requests decode."""
         delta = max(1, len(req.origin_input_ids) - found.length)
         if delta > self.policy.most or not may_compute(req):
@@ -162,7 +162,7 @@ class LocalPrefills:
         decoding = others()
         if decoding and not self.slices and delta > self.policy.slice:
             return False
-        return self.policy.takes(delta, self.queued, unknown_to_prefill(found), decoding)
+        return self.policy.should_compute(delta, self.queued, unknown_to_prefill(found), decoding)
 
     # ---- admission: see `PrefillDeltas` ----
 

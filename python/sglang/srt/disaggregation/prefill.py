@@ -121,7 +121,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if req is None or req.rid not in recv_req.reasons or not isinstance(req.disagg_kv_sender, CommonKVSender):
                 return False
             # It may have failed here for a reason of its own. Decode is told when nothing is being written.
-            req.disagg_kv_sender.heed()
+            req.disagg_kv_sender.fail_if_refused()
             req.disagg_kv_sender.fail(recv_req.reasons[req.rid])
             req.disagg_kv_sender.poll()
             self._tell_lost(req, recv_req.reasons[req.rid])

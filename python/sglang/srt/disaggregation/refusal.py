@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
-from sglang.srt.disaggregation.told_rooms import ToldRooms, is_room
+from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.utils.network import NetworkAddress
 
@@ -57,7 +57,7 @@ class RefusedReq:
     by_decode: bool
 
 
-class RefusedRooms(ToldRooms[str]):
+class RefusedRooms(RoomNotes[str]):
     """Why rooms were refused of late."""
 
     def __init__(self) -> None:

@@ -20,10 +20,10 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-__all__ = ["OPEN", "Fence", "LateStep", "late_step", "raise_fence", "wait_if_used"]
+__all__ = ["OPEN", "Fence", "StepInFlight", "find_step_in_flight", "raise_fence", "wait_if_used"]
 
 
-class LateStep:
+class StepInFlight:
     """A step in flight, of whose batch the requests at ``ended`` have ended. done: the event of its end."""
 
     def __init__(self, batch: ScheduleBatch, ended: list[int], done: Any, page_size: int):
@@ -70,7 +70,7 @@ class LateStep:
         return row in self.rows or bool(torch.isin(slots // self.page_size, self.pages).any())
 
 
-def late_step(scheduler: Any, page_size: int) -> LateStep | None:
+def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
     """The step whose result has not been processed, if a request that it was launched with has ended; else None.
 
     When requests are admitted there is one at most. All TP ranks find the same.
@@ -80,7 +80,7 @@ def late_step(scheduler: Any, page_size: int) -> LateStep | None:
         return None
     batch, result = steps[-1]
     ended = [i for i, req in enumerate(batch.reqs) if req.finished()]
-    return LateStep(batch, ended, result.copy_done, page_size) if ended else None
+    return StepInFlight(batch, ended, result.copy_done, page_size) if ended else None
 
 
 def wait_if_used(scheduler: Any, page_size: int, row: int, slots: torch.Tensor, has_state: bool) -> None:
@@ -89,9 +89,9 @@ def wait_if_used(scheduler: Any, page_size: int, row: int, slots: torch.Tensor, 
     has_state: whether steps write more than KV; then it is waited for wherever a request has ended.
     """
     more = has_state or scheduler.enable_hisparse or not scheduler.spec_algorithm.is_none()
-    late = late_step(scheduler, page_size)
-    if late is not None and (more or late.uses(row, slots)):
-        late.done.synchronize()
+    step = find_step_in_flight(scheduler, page_size)
+    if step is not None and (more or step.uses(row, slots)):
+        step.done.synchronize()
 
 
 class Fence(NamedTuple):
@@ -100,19 +100,19 @@ class Fence(NamedTuple):
     A request may be given pages that this step still uses at once, but its prefill is asked for KV when that has been
     processed. Rows that it reads go to nobody meanwhile. Steps do not use metadata buffers.
 
-    late: the step, if some of its requests have ended. rows: how many of the free rows it reads.
+    step: the step, if some of its requests have ended. rows: how many of the free rows it reads.
     """
 
-    late: LateStep | None = None
+    step: StepInFlight | None = None
     rows: int = 0
 
     def guards(self, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
         """Whether the step may still write to what a prefill is about to be asked to write."""
-        if self.late is None:
+        if self.step is None:
             return False
-        if state_indices is not None and not self.late.writes.isdisjoint(state_indices):
+        if state_indices is not None and not self.step.writes.isdisjoint(state_indices):
             return True
-        return bool(np.isin(page_indices, self.late.pages.cpu()).any())
+        return bool(np.isin(page_indices, self.step.pages.cpu()).any())
 
 
 # While no step is in flight.
@@ -121,5 +121,5 @@ OPEN = Fence()
 
 def raise_fence(scheduler: Any, rows: Any, page_size: int) -> Fence:
     """The fence for a step of admission. rows: the pool of requests' rows."""
-    late = late_step(scheduler, page_size)
-    return OPEN if late is None else Fence(late, rows.give_last(late.rows))
+    step = find_step_in_flight(scheduler, page_size)
+    return OPEN if step is None else Fence(step, rows.give_last(step.rows))

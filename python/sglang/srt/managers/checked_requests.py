@@ -48,7 +48,7 @@ class CheckedRequests(Base):
         self.own_states: dict[int, dict[str, Any]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             refusal.listen(self._on_refused_by_decode)
-            computed_rooms.listen(lambda room: self.event_loop.call_soon_threadsafe(self.computed.hear, room))
+            computed_rooms.listen(lambda room: self.event_loop.call_soon_threadsafe(self.computed.note, room))
 
     @cached_property
     def computed(self) -> ComputedAnswers:

@@ -21,7 +21,7 @@ class ComputedAnswers:
         # Those whose requests have not come, or have not been sent to the scheduler.
         self.rooms = ComputedRooms()
 
-    def hear(self, room: int) -> None:
+    def note(self, room: int) -> None:
         """Decode computes ``room``: answer its request, and have the scheduler drop it; now, or when it comes."""
         manager = self._manager
         for rid, state in [*manager.rid_to_state.items()]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
-from sglang.srt.disaggregation.told_rooms import is_room
+from sglang.srt.disaggregation.room_notes import is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.request_checks import MAX_SAMPLES
@@ -280,7 +280,7 @@ class SampleRooms:
         # Requests that this prefill has refused, which decode may announce later.
         self._refused = refusal.RefusedRooms()
 
-    def hear(self, rooms: Sequence[int]) -> str | None:
+    def announced(self, rooms: Sequence[int]) -> str | None:
         """Decode has announced the samples of the requests of ``rooms``. Returns why they cannot be served, or None."""
         with self._lock:
             words = [word for room in rooms if (word := self._words.get(room)) is not None]
@@ -359,6 +359,6 @@ def take_announcement(told: Any) -> None:
             "n must be 1: this prefill has several tokenizer processes, and cannot tell them of samples. "
             "Start it without --tokenizer-worker-num, or send the request n times."
         )
-    reason = _listener.hear(rooms)
+    reason = _listener.announced(rooms)
     if reason is not None:
         raise ValueError(reason)

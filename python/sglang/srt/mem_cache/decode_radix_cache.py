@@ -128,7 +128,7 @@ class DecodeRadixCache(RadixCache):
         """What the tree holds of ``token_ids``, see `PrefixReader.peek`."""
         return self.reader.peek(token_ids, extra_key)
 
-    def lock_found(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
+    def lock_prefix(self, found: PrefixPeek) -> tuple[list[torch.Tensor], TreeNode]:
         """Lock what `peek` found; the tree must not have changed in between.
 
         It does to the tree what a match and `inc_lock_ref` do (access times, a split where the match ends inside a

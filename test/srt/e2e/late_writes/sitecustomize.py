@@ -41,7 +41,7 @@ def _patch(module):
         if os.environ.get("LATE_WRITES_FENCE") == "0":
             from sglang.srt.disaggregation import step_in_flight
 
-            step_in_flight.late_step = lambda *args: None
+            step_in_flight.find_step_in_flight = lambda *args: None
         result = run_batch(scheduler, batch, *args)
         if batch.forward_mode.is_decode():
             before = getattr(scheduler, "late_step_before", None)

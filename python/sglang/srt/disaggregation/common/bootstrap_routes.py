@@ -33,7 +33,7 @@ def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[s
         return await _take(request, refusal.take_refusal)
 
     async def computed_room(request: web.Request) -> web.Response:
-        return await _take(request, computed_rooms.take_word)
+        return await _take(request, computed_rooms.receive)
 
     async def sample_rooms(request: web.Request) -> web.Response:
         return await _take(request, samples.take_announcement)

@@ -18,8 +18,8 @@ from sglang.srt.disaggregation.common.authentication import SigningSocket, Verif
 from sglang.srt.disaggregation.common.bootstrap_routes import add_routes, capabilities
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
+from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
-from sglang.srt.disaggregation.common.last_words import LastWords
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
@@ -70,7 +70,7 @@ class CommonKVManager(engine.CommonKVManager):
         # that gave a live room up and have not been answered, and which of those that asked have been told of the end.
         self.rooms = Rooms()
         self.cancels: dict[int, set] = {}
-        self.last_words: LastWords = LastWords()
+        self.end_notices: EndNotices = EndNotices()
         # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
@@ -119,7 +119,7 @@ class CommonKVManager(engine.CommonKVManager):
         """
         if not self.has_radix or bootstrap_addr in self.prefill_info_table:
             return super().try_ensure_parallel_info(bootstrap_addr)
-        self.prefills.ask(bootstrap_addr)
+        self.prefills.query(bootstrap_addr)
         return bootstrap_addr in self.prefill_info_table
 
     @property
@@ -319,7 +319,7 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
         question = engine.CommonKVReceiver.query_prefill_dp_ranks
         if _rank_answers is None:
             return question(bootstrap_addr, bootstrap_rooms)
-        return _rank_answers.ask(bootstrap_addr, bootstrap_rooms, question)
+        return _rank_answers.query(bootstrap_addr, bootstrap_rooms, question)
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):

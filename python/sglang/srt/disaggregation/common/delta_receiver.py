@@ -224,7 +224,7 @@ class DeltaReceiver(Base):
         self.digest_pages = kv_indices
         return True
 
-    def ask(self, frames: Callable[[bool], list[bytes]]) -> None:
+    def send_requests(self, frames: Callable[[bool], list[bytes]]) -> None:
         """Send every prefill rank the request for KV. frames: for a dummy rank or not. Raises NotTaken."""
         for peer in self.bootstrap_infos or []:
             self._send_to(peer, frames(peer["is_dummy"]))
@@ -238,18 +238,18 @@ class DeltaReceiver(Base):
         if self.kv_mgr.prefills.of(self.bootstrap_addr).queued:
             # What is not taken is said again, if it waits for long.
             with contextlib.suppress(NotTaken):
-                self._say(QUEUED)
+                self._notify(QUEUED)
 
-    def _say(self, word: bytes) -> None:
-        """Send one word about this request to every prefill rank that is to write for it, or raise NotTaken."""
+    def _notify(self, kind: bytes) -> None:
+        """Send a notice about this request to every prefill rank that is to write for it. Raises NotTaken."""
         for peer in self._writers():
-            self._send_to(peer, self._word(word))
+            self._send_to(peer, self._notice(kind))
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
 
-    def _word(self, word: bytes) -> list[bytes]:
-        """The message that says it, of backends that have one."""
+    def _notice(self, kind: bytes) -> list[bytes]:
+        """The frames of a notice of this kind. Backends that have notices override it."""
         raise NotImplementedError
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
@@ -311,7 +311,7 @@ class DeltaReceiver(Base):
             self.state.tell(self.bootstrap_room, self._cancel_at)
 
     def _cancel_at(self, peer: dict) -> None:
-        self._send_to(peer, self._word(CANCEL))
+        self._send_to(peer, self._notice(CANCEL))
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
@@ -336,14 +336,14 @@ class DeltaReceiver(Base):
         return self.kv_mgr.liveness.are_gone(ranks, self.state.given_up_at)
 
     def end(self) -> None:
-        """Close the books, also of the reasons that came after the first one, which nobody reads."""
+        """Forget the room, and the reasons that came after the first one, which nobody reads."""
         with self.kv_mgr.rooms.lock:
-            self._close_books()
+            self._forget_room()
             self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _is_quiet(self) -> bool:
         """Whether no prefill rank writes for this request any more; a backend that cannot tell says yes."""
         return True
 
-    def _close_books(self) -> None:
-        """Forget a request that has ended. Backends that keep books of a failed one override it."""
+    def _forget_room(self) -> None:
+        """Forget a request that has ended. Backends that keep state of a failed one override it."""

@@ -150,7 +150,7 @@ Base: Any = object
 class DeltaSender(Base):
     """Sender that knows the prefix decode asked to be left out, and has one state.
 
-    `fail`, `heed`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
+    `fail`, `fail_if_refused`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
     """
 
     # Tokens of the prompt.
@@ -240,7 +240,7 @@ class DeltaSender(Base):
         self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
         return self.state.reason or default
 
-    def heed(self) -> None:
+    def fail_if_refused(self) -> None:
         """Fail if decode's request for this room could not be used, or decode has given it up, or must have.
 
         This worker may have stood still for so long: nothing is written then to what decode may have given away.

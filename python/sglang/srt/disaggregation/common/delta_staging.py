@@ -139,7 +139,7 @@ class DeltaStaging:
         with self._locked():
             self.rooms[room] = _Room(pages, prefill_tp)
 
-    def ask(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
+    def request(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
         """Prefill rank ``rank`` wants to write pages ``start`` and so on; ``grant`` is called with the offset for them.
 
         Now or later, or never if the room ends before. All ranks that write a piece get the same offset: how they share
@@ -212,7 +212,7 @@ class DeltaStaging:
             state = self.rooms.get(room)
             return state is None or not state.pieces or (state.copied == len(state.pages) and not state.closed)
 
-    def lacks(self, room: int) -> bool:
+    def is_missing(self, room: int) -> bool:
         """Whether pages of ``room`` are missing for which no copy is under way."""
         with self._locked():
             self._settle()

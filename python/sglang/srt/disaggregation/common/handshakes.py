@@ -25,7 +25,9 @@ class RankAnswers:
         self._asking: set[str] = set()
         self._told: dict[str, dict[str, int]] = {}
 
-    def ask(self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]) -> dict[str, int]:
+    def query(
+        self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]
+    ) -> dict[str, int]:
         """What is known of ``rooms``, by number in decimal digits; the rest is asked by ``question``.
 
         rooms: all of this prefill whose ranks are not known. What is known of others is forgotten.

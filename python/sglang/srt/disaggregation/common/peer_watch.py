@@ -59,7 +59,7 @@ class SocketSweep:
         self._connected, self._close = connected, close
         self._swept_at = time.monotonic()
 
-    def look(self) -> None:
+    def sweep(self) -> None:
         """Look for them if it is time to."""
         now = time.monotonic()
         if now - self._swept_at < SWEEP_S:
@@ -99,12 +99,12 @@ class PrefillWatch:
         while True:
             time.sleep(LOOK_S)
             try:
-                self._sweep.look()
-                self._look()
+                self._sweep.sweep()
+                self._check()
             except Exception:
                 logger.exception("Could not look after prefills")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now, known = time.monotonic(), self._ports()
         due = {
             addr: ports
@@ -142,12 +142,12 @@ class DecodeWatch:
         while True:
             self._rooms.wait_for_newcomers(LOOK_S)
             try:
-                self._sweep.look()
-                self._look()
+                self._sweep.sweep()
+                self._check()
             except Exception:
                 logger.exception("Could not look after decode workers")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         rooms = self._rooms_by_rank()
         # Who ends now has been there.
         ranks = rooms.keys() | self._rooms.take_newcomers()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.last_words import LastWords
+from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.rooms import Rooms, Verdict
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Queued, Request, Unusable
 
@@ -29,7 +29,7 @@ class Books(Generic[Peer]):
     """Books of a prefill rank that its inbox reads and writes, under the lock of ``rooms``.
 
     asked: what decode ranks have asked for, by room and name, and registered: where their memory is, by name; both are
-    the engine's. cancels: decode ranks that gave a live room up and have not been answered. last_words: which of those
+    the engine's. cancels: decode ranks that gave a live room up and have not been answered. end_notices: which of those
     that asked have been told of the end.
     """
 
@@ -37,7 +37,7 @@ class Books(Generic[Peer]):
     asked: dict[int, dict[str, Any]]
     registered: Mapping[str, Any]
     cancels: dict[int, set[Peer]]
-    last_words: LastWords[Peer]
+    end_notices: EndNotices[Peer]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PrefillInbox(Generic[Peer]):
         """Take one message of a decode rank about one room."""
         with self._books.rooms.lock:
             if isinstance(message, Queued):
-                self._books.rooms.wait(message.room, message.host, message.port)
+                self._books.rooms.note_waiting(message.room, message.host, message.port)
             elif isinstance(message, Cancel):
                 self._on_cancel(message)
             elif isinstance(message, Unusable):
@@ -102,7 +102,7 @@ class PrefillInbox(Generic[Peer]):
             books.rooms.silent_peer_at = time.monotonic()
         asked = books.asked.get(room, {})
         if message.name not in asked and not message.is_dummy:
-            books.last_words.begin(room, message.peer, info.names_prefix)
+            books.end_notices.begin(room, message.peer, info.names_prefix)
         known = message.name in books.registered
         stranger = None if known else f"{word} {message.name!r} has not registered its memory"
         verdict, reason = books.rooms.on_request(message, asked, stranger, self._backend.in_the_way(room))
@@ -121,7 +121,7 @@ class PrefillInbox(Generic[Peer]):
         """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
         reason = self._books.rooms.refuse_request(room, reason)
         if peer is not None and self._backend.can_tell(peer, names_prefix):
-            self._books.last_words.begin(room, peer)
+            self._books.end_notices.begin(room, peer)
             self._worker.tell_failure(room, {peer}, reason)
 
     def _on_cancel(self, message: Cancel[Peer]) -> None:

@@ -140,15 +140,15 @@ class PrefillPeers:
         """What is known of a prefill."""
         return self.capabilities.get(addr, UNKNOWN)
 
-    def ask(self, addr: str) -> None:
+    def query(self, addr: str) -> None:
         """Have a prefill asked what it can do, unless it has been of late. `why_unreached` says what becomes of it."""
         now = time.monotonic()
         if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
             self._asked_at[addr] = now
             self._asking.add(addr)
-            in_background(lambda: self._ask(addr), "ask-prefill")
+            in_background(lambda: self._query(addr), "ask-prefill")
 
-    def _ask(self, addr: str) -> None:
+    def _query(self, addr: str) -> None:
         """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""
         now = time.monotonic()
         try:

@@ -147,7 +147,7 @@ class Rooms:
         room, info = message.room, message.info
         with self.lock:
             if info.names_prefix:
-                self.hear(info.endpoint, info.dst_port)
+                self.note_peer(info.endpoint, info.dst_port)
             if stranger is not None:
                 return Judged(Verdict.REFUSED, stranger)
             ended = self.failure(room)
@@ -164,16 +164,16 @@ class Rooms:
             self.reopen(room)
         return Judged(Verdict.READY if len(asked) + 1 == info.required_dst_info_num else Verdict.TAKEN)
 
-    def wait(self, room: int, host: str, port: int) -> None:
+    def note_waiting(self, room: int, host: str, port: int) -> None:
         """Note that ``room`` waits in a decode rank, which will ask for it."""
-        self.hear(host, port)
+        self.note_peer(host, port)
         with self.lock:
             if not self.has_ended(room):
                 ranks = self.waiting.get(room, {})
                 _remember(self.waiting, room, {**ranks, (host, port): time.monotonic()})
 
-    def hear(self, host: str, port: int) -> None:
-        """Note that a decode rank with the flag speaks here: it also says what waits in it."""
+    def note_peer(self, host: str, port: int) -> None:
+        """Note that a decode rank with the flag sends messages here: it also says which rooms wait in it."""
         self.hears_of_waiting = True
         with self.lock:
             if (host, port) not in self._known_ranks:
@@ -192,11 +192,11 @@ class Rooms:
             newcomers, self._newcomers = self._newcomers, set()
         return newcomers
 
-    def unheard_s(self, room: int, since: float) -> float:
-        """Seconds for which no decode rank has said that ``room`` waits in it, ``since`` its request came at most.
+    def silent_s(self, room: int, since: float) -> float:
+        """Seconds since a decode rank last said that ``room`` waits in it, or may have it wait unsaid, or ``since``.
 
-        And for which no decode worker without the flag has asked for anything, where it may wait unsaid.
-        0 where no decode worker that would say so has been heard of: it cannot be told then.
+        A decode worker without the flag never says so: it counts when it asks for anything. 0 where no decode worker
+        that would say so has sent a message.
         """
         if not self.hears_of_waiting:
             return 0.0

@@ -32,7 +32,7 @@ class AwaitedRooms:
         """Prefill is asked for it."""
         self.asked.add(room)
 
-    def hear(self, room: int, end: End) -> None:
+    def add_end(self, room: int, end: End) -> None:
         """Note what a prefill rank has said."""
         quiet = end.succeeded or end.said is not None
         (self.quiet if quiet else self.failed).setdefault(room, set()).add(end.rank)

@@ -95,11 +95,11 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only messages that it can read."""
         self.inbox: PrefillInbox[Peer] = PrefillInbox(
-            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.last_words),
+            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.end_notices),
             _backend(self.queued),
             self,
         )
-        self.server_socket = wire.Inbox(self.server_socket, self._check_on_prefill)
+        self.server_socket = wire.CheckedSocket(self.server_socket, self._check_on_prefill)
         super().start_prefill_thread()
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
@@ -167,8 +167,8 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         sender alone, when nothing is written any more.
         """
         peer = Peer(remote, dst_port)
-        if self.last_words.concerns(room, peer) and (
-            status != KVPoll.Success or not self.last_words.take(room, {peer})
+        if self.end_notices.concerns(room, peer) and (
+            status != KVPoll.Success or not self.end_notices.take(room, {peer})
         ):
             return
         claim = self.queued.claims.get(room) if status == KVPoll.Success else None
@@ -182,7 +182,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                 self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
         except Exception:
             # The request fails for that, and decode is told so.
-            self.last_words.unsaid(room, peer)
+            self.end_notices.undelivered(room, peer)
             raise
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
@@ -276,10 +276,10 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
 
         Not those who have been told of its end.
         """
-        untold = self.last_words.take(room, peers)
+        untold = self.end_notices.take(room, peers)
 
         def tell() -> None:
-            wire.say_failed(self.last_words, room, self._rank, untold, reason)
+            wire.say_failed(self.end_notices, room, self._rank, untold, reason)
 
         self.watched_queues.when_quiet(room, tell)
 
@@ -297,7 +297,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
         inbox = DecodeInbox(self.rooms, self.awaited_rooms, self)
-        self.server_socket = wire.Inbox(self.server_socket, inbox.check)
+        self.server_socket = wire.CheckedSocket(self.server_socket, inbox.check)
         super().start_decode_thread()
 
     @property
@@ -307,7 +307,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
 
     def on_end(self, room: int, end: wire.End) -> None:
         """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
-        self.awaited_rooms.hear(room, end)
+        self.awaited_rooms.add_end(room, end)
         if not end.succeeded:
             reason = "its transfer failed, see its log" if end.said is None else end.said
             self.fail_room(room, f"prefill reported: {reason}")
@@ -344,7 +344,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
-        self.heed()
+        self.fail_if_refused()
         if self.has_failed():
             return
         try:
@@ -362,11 +362,11 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             return KVPoll.WaitingForInput
         rooms = self.kv_mgr.rooms
         if self.conclude_state is None and self.init_time is not None and self.bootstrap_room in rooms.waiting:
-            unheard = rooms.unheard_s(self.bootstrap_room, self.made_at)
+            unheard = rooms.silent_s(self.bootstrap_room, self.made_at)
             self.init_time = max(self.init_time, time.time() - unheard)
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
-            self.heed()
+            self.fail_if_refused()
             if status == KVPoll.WaitingForInput and not self.has_failed():
                 self.accept_decode_prefix()
             if self.kv_mgr.enable_staging and not self.has_failed():
@@ -448,7 +448,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
                 *prefix_frames(decode_prefix_len, is_dummy, verify),
             ]
 
-        self.ask(frames)
+        self.send_requests(frames)
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
@@ -457,7 +457,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         state, room, staging = super().poll(), self.bootstrap_room, self.kv_mgr.staging
         # At any state: it is this that makes room in the buffer.
         if staging is not None and not staging.landed(room) and state == KVPoll.Success:
-            if not staging.lacks(room):
+            if not staging.is_missing(room):
                 return KVPoll.Transferring
             self.kv_mgr.record_failure(room, "prefill has reported a success before it had written all pieces")
             self.conclude_state = state = KVPoll.Failed
@@ -507,7 +507,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
             self.end()
 
-    def _close_books(self) -> None:
+    def _forget_room(self) -> None:
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
@@ -515,8 +515,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if manager.staging is not None:
             manager.staging.drop(room)
 
-    def _word(self, word: bytes) -> list[bytes]:
-        return [*_head(self), word]
+    def _notice(self, kind: bytes) -> list[bytes]:
+        return [*_head(self), kind]
 
     def writers_done(self) -> bool:
         """Adds that nothing is on its way from the staging buffer to the pages either."""

@@ -255,4 +255,4 @@ class StagingKVManager(Base):
             except Exception as e:
                 self.fail_room(room, f"could not grant staging memory to prefill at {peer.endpoint}: {e}")
 
-        self.staging.ask(room, piece.start, piece.num_pages, piece.rank, grant)
+        self.staging.request(room, piece.start, piece.num_pages, piece.rank, grant)

@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.common.wire import wire_int
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.last_words import LastWords
+    from sglang.srt.disaggregation.common.end_notices import EndNotices
     from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def read_piece(frames: list[bytes]) -> Wanted | Written:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The word of a prefill rank that the transfer of a room is over.
+    """The notice of a prefill rank that the transfer of a room is over.
 
     said: why it failed, or the claim about what was sent. A failure without that does not mean that the rank writes no
     more: so the engine says it.
@@ -121,7 +121,7 @@ class End:
         return cls(status == KVPoll.Success, rank, frames[3].decode("ascii", "replace") if len(frames) == 4 else None)
 
 
-class Inbox:
+class CheckedSocket:
     """The manager's socket as its thread sees it: what ``check`` refuses, or deals with itself, never gets there.
 
     The engine's threads end at the first message they cannot read, and with them all requests of the worker.
@@ -172,18 +172,18 @@ def post(peer: Peer, frames: list[bytes]) -> None:
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
     """Whom to tell that a request failed.
 
-    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its word would
+    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its notice would
     count for that of the rank that writes.
     """
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
 
 
-def say_failed(words: LastWords[Peer], room: int, rank: int, peers: Iterable[Peer], reason: str) -> None:
+def say_failed(notices: EndNotices[Peer], room: int, rank: int, peers: Iterable[Peer], reason: str) -> None:
     """Send decode ranks the engine's failure message of prefill's ``rank`` and, as a fourth frame, the reason."""
     frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
     for peer in peers:
         try:
             post(peer, frames)
         except Exception as e:
-            words.unsaid(room, peer)
+            notices.undelivered(room, peer)
             logger.warning("Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e)

@@ -113,7 +113,7 @@ class TransferStatus(engine.TransferStatus):
             complete &= self.claims.keys()
         return complete & self.state_from if self.expects_state else complete
 
-    def hear(self, agent: str, said: wire.Notification, num_expected: int) -> None:
+    def add_notification(self, agent: str, said: wire.Notification, num_expected: int) -> None:
         """Note what a prefill agent has said. num_expected: of agents to hear from."""
         if isinstance(said, wire.Chunk):
             self.chunks.setdefault(agent, set()).add(said.number)
@@ -169,7 +169,7 @@ class NixlKVManager(engine.NixlKVManager):
     def _start_bootstrap_thread(self) -> None:
         """Replaces the engine's thread, which ends at the first message it cannot read, and with it all bootstraps."""
         self.inbox: PrefillInbox[str] = PrefillInbox(
-            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.last_words),
+            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.end_notices),
             Backend(
                 rank_word="agent",
                 can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
@@ -328,13 +328,13 @@ class NixlKVManager(engine.NixlKVManager):
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
         """Tell decode agents that ``room`` failed, so that they need not wait for their time-out; each of them once."""
-        for name in self.last_words.take(room, agent_names):
+        for name in self.end_notices.take(room, agent_names):
             try:
                 self.agent.send_notif(name, f"{room}_fail_{reason}".encode("ascii", "replace"))
             except Exception as e:
                 logger.warning("Could not tell decode agent %s that room %s failed: %s", name, room, e)
                 # It may be told when it asks again, by giving the request up.
-                self.last_words.unsaid(room, name)
+                self.end_notices.undelivered(room, name)
 
     def update_transfer_status(self) -> None:
         """Replaces the engine's reading of notifications: a bad one, or one of a room that has ended, harms none."""
@@ -353,7 +353,9 @@ class NixlKVManager(engine.NixlKVManager):
         said = wire.read(kind, rest)
         if isinstance(said, wire.Failure):
             self.record_failure(room, f"prefill reported: {said.reason}")
-        self.transfer_statuses[room].hear(agent_name, said, self.required_prefill_response_num_table.get(room, 1))
+        self.transfer_statuses[room].add_notification(
+            agent_name, said, self.required_prefill_response_num_table.get(room, 1)
+        )
 
 
 class NixlKVSender(engine.NixlKVSender):
@@ -390,7 +392,7 @@ class NixlKVSender(engine.NixlKVSender):
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
         """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
-        self.heed()
+        self.fail_if_refused()
         if self.has_failed():
             return
         self.kv_mgr.posted = []
@@ -428,7 +430,7 @@ class NixlKVSender(engine.NixlKVSender):
         status = manager.request_status.get(room)
         if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.rooms.refused:
             # As most are in a long queue, and nothing has been posted for it.
-            unheard = manager.rooms.unheard_s(room, self.made_at)
+            unheard = manager.rooms.silent_s(room, self.made_at)
             if unheard < manager.bootstrap_timeout:
                 return status
             self.fail(f"timed out after {unheard:.0f} s, in which no decode worker has said that it knows of it")
@@ -436,7 +438,7 @@ class NixlKVSender(engine.NixlKVSender):
         if "ERR" in states and not self.has_failed():
             self.fail("NIXL reports an error of the transfer")
         if not self.has_sent:
-            self.heed()
+            self.fail_if_refused()
         if not self.has_failed():
             if self.has_sent:
                 if any(state != "DONE" for state in states):
@@ -523,7 +525,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 *prefix_frames(decode_prefix_len, is_dummy, verify),
             ]
 
-        self.ask(frames)
+        self.send_requests(frames)
         self._status = manager.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:
@@ -543,7 +545,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
                 self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
         elif self.conclude_state is not None and state != KVPoll.Transferring:
             with self.kv_mgr.rooms.lock:
-                self._close_books()
+                self._forget_room()
         return state
 
     def claims(self) -> Iterable[str]:
@@ -554,7 +556,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         """Called at commit, where no book may be left open."""
         self.end()
 
-    def _close_books(self) -> None:
+    def _forget_room(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.awaited_rooms.discard(room)
         manager.transfer_statuses.pop(room, None)
@@ -562,8 +564,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
-    def _word(self, word: bytes) -> list[bytes]:
-        return [*_head(self), word]
+    def _notice(self, kind: bytes) -> list[bytes]:
+        return [*_head(self), kind]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()

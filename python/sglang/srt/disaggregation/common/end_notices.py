@@ -1,4 +1,4 @@
-"""Whom of decode a prefill rank has told that it writes no more for a room.
+"""Which decode ranks a prefill rank has notified that it writes no more for a room.
 
 Upstream: sgl-project/sglang#36612 (merged), by which both backends tell decode of a failure.
 """
@@ -12,14 +12,14 @@ from typing import Generic, TypeVar
 # Who a decode rank is: where it listens, over Mooncake, or the name of its agent, over NIXL.
 Peer = TypeVar("Peer", bound=Hashable)
 
-# Rooms of which it is known; a second word, if there is one, follows the first.
+# Rooms that are remembered.
 REMEMBERED = 4096
 
 
-class LastWords(Generic[Peer]):
-    """Each decode rank with the flag is told once for each time it asks: that all is written, or that no more will be.
+class EndNotices(Generic[Peer]):
+    """Each request of a decode rank with the flag gets one notice of its end: all is written, or no more will be.
 
-    A second word would be taken for that of the next request of its room, whose pages are still being written to.
+    Decode would take a second one for that of the next request of the room, whose pages are still being written.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LastWords(Generic[Peer]):
         self._lock = threading.Lock()
 
     def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
-        """``peer`` asks for ``room``, and waits for a word from here on. Without the flag it is left to the engine."""
+        """``peer`` asks for ``room`` and waits for a notice of its end. Without the flag it is left to the engine."""
         with self._lock:
             told = self._told.pop(room, {})
             # Another worker may have had that address.
@@ -46,15 +46,15 @@ class LastWords(Generic[Peer]):
             return peer in self._told.get(room, {})
 
     def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
-        """Those of ``peers`` that have not been told: whoever takes them is to tell them."""
+        """Those of ``peers`` that have not been notified; the caller notifies them."""
         with self._lock:
             told = self._told.get(room, {})
             untold = {peer for peer in peers if not told.get(peer, False)}
             told.update((peer, True) for peer in untold if peer in told)
         return untold
 
-    def unsaid(self, room: int, peer: Peer) -> None:
-        """``peer`` was to be told and could not be."""
+    def undelivered(self, room: int, peer: Peer) -> None:
+        """The notice to ``peer`` could not be sent: it is due again."""
         with self._lock:
             if peer in self._told.get(room, {}):
                 self._told[room][peer] = False

@@ -1,0 +1,47 @@
+"""What one worker tells another of rooms: which number may be one, and what is remembered of it for a while.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Generic, TypeVar
+
+__all__ = ["RoomNotes", "is_room"]
+
+Note = TypeVar("Note")
+
+
+def is_room(room: Any) -> bool:
+    """Whether ``room`` may be a request's. Room 0 is nobody's: it is that of health checks."""
+    return isinstance(room, int) and not isinstance(room, bool) and 0 < room < 2**63
+
+
+class RoomNotes(Generic[Note]):
+    """One note for each of the last ``most`` rooms, kept for ``seconds``."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._notes: dict[int | None, tuple[Note, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def note(self, room: int, note: Note) -> None:
+        """Remember it. The oldest is forgotten first."""
+        self._notes.pop(room, None)
+        self._notes[room] = note, time.monotonic() + self._seconds
+        while len(self._notes) > self._most:
+            del self._notes[next(iter(self._notes))]
+
+    def of(self, room: int | None) -> Note | None:
+        """The note on ``room``; None if there is none, or it has expired."""
+        note, until = self._notes.get(room, (None, 0.0))
+        return note if time.monotonic() < until else None
+
+    def take(self, room: int | None) -> Note | None:
+        """Remove and return the note on ``room``; None as in `of`."""
+        note = self.of(room)
+        self._notes.pop(room, None)
+        return note
