@@ -121,7 +121,7 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def _handle_environment_variables(self) -> None:
-        """Adds that a worker of a pair outlasts its router's idle connections, where the variable is not set.
+        """A worker of a pair outlasts its router's idle connections, where the variable is not set.
 
         Upstream: sgl-project/sglang#20851; the engine's default is 5 s.
         """
@@ -192,8 +192,10 @@ class ServerArgs(engine.ServerArgs):
         cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
-        """Adds checks when all defaults are settled: of pages, shared decode attention, the secret, Mooncake, PegaFlow;
-        and that the cache is still on."""
+        """Checks pages, shared decode attention, the secret, Mooncake and PegaFlow when all defaults are settled.
+
+        Checks that the cache is still on.
+        """
         if self.page_size < 1:
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()

@@ -117,44 +117,44 @@ def following() -> tuple[World, list]:
 
 def test_a_wait_ends_once_it_is_agreed_to_be_long_enough():
     world, (_, follower) = following()
-    line, place, now = world.queue.policy, follower.entry, time.monotonic()
-    assert not line.find_leader(place, now) and place.coming == 40
+    rules, waits, now = world.queue.policy, follower.entry, time.monotonic()
+    assert not rules.find_leader(waits, now) and waits.coming == 40
     # Long enough by this rank's clock; it waits until the others say so too.
-    assert line.find_leader(place, now + 3600) and place.coming == 40
-    line.give_up(place)
-    assert place.coming == 0
-    assert not line.find_leader(place, now + 3600), "it does not wait any more"
-    assert place.coming == line.refresh_coming(place, now + 3600) == 0
+    assert rules.find_leader(waits, now + 3600) and waits.coming == 40
+    rules.give_up(waits)
+    assert waits.coming == 0
+    assert not rules.find_leader(waits, now + 3600), "it does not wait any more"
+    assert waits.coming == rules.refresh_coming(waits, now + 3600) == 0
 
 
 def test_nobody_waits_when_nothing_is_on_its_way():
     world, (leader, follower) = following()
-    line, place = world.queue.policy, follower.entry
-    assert line.may_follow and place.leader is not None
-    line.leave(leader.entry)
-    assert not line.may_follow
-    line.stop_following([place])
-    assert place.leader is None and place.coming == 0
+    rules, waits = world.queue.policy, follower.entry
+    assert rules.may_follow and waits.leader is not None
+    rules.leave(leader.entry)
+    assert not rules.may_follow
+    rules.stop_following([waits])
+    assert waits.leader is None and waits.coming == 0
 
 
 def test_another_leader_is_waited_for_anew():
     world, (leader, follower) = following()
-    line, place, now = world.queue.policy, follower.entry, time.monotonic()
-    line.give_up(place)
-    assert not line.find_leader(place, now + 3600) and place.coming == 0
-    line.leave(leader.entry)
-    line.admitted(line.enter(tokens(1, 40) + tokens(2, 4), None, 0, "prefill"), 44)
-    assert not line.find_leader(place, now + 3600), "from now on"
-    assert place.coming == 44
-    assert line.find_leader(place, now + 7200)
+    rules, waits, now = world.queue.policy, follower.entry, time.monotonic()
+    rules.give_up(waits)
+    assert not rules.find_leader(waits, now + 3600) and waits.coming == 0
+    rules.leave(leader.entry)
+    rules.admitted(rules.enter(tokens(1, 40) + tokens(2, 4), None, 0, "prefill"), 44)
+    assert not rules.find_leader(waits, now + 3600), "from now on"
+    assert waits.coming == 44
+    assert rules.find_leader(waits, now + 7200)
 
 
 def test_a_warm_up_shares_nothing():
-    line = policy(4)
-    place = line.enter(None, None, 0, "prefill")
-    place.takes_prefix = True
-    assert line.held(place) == (0, 0) and not line.find_leader(place, time.monotonic())
-    line.admitted(place, 16)
-    assert not line.may_follow
-    line.committed(place)
-    assert line.left == 1 and line.transfers.pace("prefill") is None
+    rules = policy(4)
+    waits = rules.enter(None, None, 0, "prefill")
+    waits.takes_prefix = True
+    assert rules.held(waits) == (0, 0) and not rules.find_leader(waits, time.monotonic())
+    rules.admitted(waits, 16)
+    assert not rules.may_follow
+    rules.committed(waits)
+    assert rules.departures == 1 and rules.transfers.pace("prefill") is None

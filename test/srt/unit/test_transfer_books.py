@@ -28,12 +28,12 @@ def test_each_decode_rank_is_told_once_for_each_time_it_asks():
     # Who has not asked is told too, as often as it is named.
     assert words.take(1, ["a", "c"]) == {"a", "c"}
     assert words.take(1, ["a", "b", "c"]) == {"b", "c"} and words.take(1, ["a", "b"]) == set()
-    words.unsaid(1, "b")
+    words.undelivered(1, "b")
     assert words.take(1, ["a", "b"]) == {"b"}
     words.begin(1, "a")
     assert words.take(1, ["a", "b"]) == {"a"}
-    words.unsaid(1, "c")
-    words.unsaid(2, "a")
+    words.undelivered(1, "c")
+    words.undelivered(2, "a")
     assert not words.concerns(1, "c") and not words.concerns(2, "a")
 
 

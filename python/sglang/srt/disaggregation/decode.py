@@ -234,7 +234,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     # ---- requests that come ----
 
     def add(self, req: Req, is_retracted: bool = False) -> None:
-        """Adds that of two live requests of one room the second is refused, and that an error fails this one only."""
+        """Refuses the second of two live requests of one room; an error fails this request only."""
         if not self.has_radix:
             super().add(req, is_retracted)
             return
@@ -271,7 +271,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
 
     def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
-        """Adds that a request whose client names the rank is one of a prefill that has to be known first.
+        """Lets a request whose client names the rank wait until its prefill is known.
 
         The engine fails it, and asks that prefill nothing; so it fails all that name one.
         """
@@ -280,7 +280,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return super()._resolve_prefill_dp_rank(req)
 
     def _resolve_pending_reqs(self) -> None:
-        """Adds that what waits for a prefill that is gone, of no use or silent does not wait for ever."""
+        """Fails what waits for a prefill that is gone, of no use or silent."""
         super()._resolve_pending_reqs()
         if self.has_radix:
             fail_unreached(self.pending_reqs, self.kv_manager)
@@ -396,7 +396,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return self.accounts.budget(self.live(), loading)
 
     def _pre_alloc(self, req: Req) -> torch.Tensor:
-        """Adds that without the flag nothing is given to a prefill that a decode step in flight may still use.
+        """Without the flag, gives no prefill what a decode step in flight may still use.
 
         The request gets what the engine gives it; only if that step uses it, the end of the step is waited for. Where
         steps write to more than a slot of each request (state, drafts, host memory), wherever one has ended.
@@ -540,9 +540,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Adds to the engine's commit the counters, and what decode held to the tokens that count as cached.
+        """Adds the counters to the engine's commit, and what decode held to the tokens that count as cached.
 
-        And, with the flag or without, that what a draft starts from is taken out of the metadata buffer.
+        With the flag or without, what a draft starts from is copied out of the metadata buffer.
         """
         req = decode_req.req
         try:
@@ -585,7 +585,7 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
         return super().get_next_disagg_decode_batch_to_run() if batch is None else batch
 
     def get_new_prebuilt_batch(self):
-        """Adds that a batch has no more LoRA adapters than fit; the engine looks at that on prefill only, and ends.
+        """Puts no more LoRA adapters into a batch than fit; the engine checks that on prefill only, and ends.
 
         Requests whose adapter does not fit wait with their KV, and others of a running one go before them, as in the
         engine's own scheduling of prefills.

@@ -41,7 +41,7 @@ class KeptStates(KeptRows):
     """
 
     def _init_mamba_pool(self, *args, **kwargs) -> None:
-        """Adds that the tables from rows to slots have an entry for each row; the engine makes one for each slot."""
+        """The tables from rows to slots have an entry for each row; the engine makes one for each slot."""
         super()._init_mamba_pool(*args, **kwargs)
         rows = len(self.req_to_token)
         slots = self.req_index_to_mamba_index_mapping

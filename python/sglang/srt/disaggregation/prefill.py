@@ -67,10 +67,9 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     """Sends the part of a chunk that lies beyond decode's prefix."""
 
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
-        """Adds to this part of every step, idle ones too, what a transfer backend cannot leave to a request's poll.
+        """Settles, in every step, idle ones too, what a transfer backend cannot leave to a request's poll.
 
-        And that a client need not wait until nothing is being written for its request any more. What that holds, it
-        holds until then.
+        The client of a failed request is answered at once; what its writes in flight hold is held until they end.
         """
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if isinstance(manager, CommonKVManager):
@@ -160,7 +159,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         self.stream_output([req], req.return_logprob)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
-        """Adds that alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""
+        """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
         output = result.logits_output

@@ -41,7 +41,7 @@ class CheckedRequests(Base):
     """Looks at each option of a request, and tells the other worker of a request that only this one refuses."""
 
     def init_disaggregation(self) -> None:
-        """Adds that a prefill hears of requests that decode refuses."""
+        """Notifies a prefill of requests that decode refuses."""
         super().init_disaggregation()
         self.refused_rooms = refusal.RefusedRooms()
         # The states of each request that is being served, by its identity.
@@ -138,7 +138,7 @@ class CheckedRequests(Base):
             self._admission().check_prompt(obj, input_ids)
 
     def _create_tokenized_object(self, obj, *args, **kwargs):
-        """Adds that a stop token is a token: of others, the engine makes places among the logits that there are not."""
+        """Drops stop tokens outside the vocabulary: for those the engine makes indices that the logits do not have."""
         tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
         params = tokenized_obj.sampling_params
         params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
@@ -180,7 +180,7 @@ class CheckedRequests(Base):
             self.rid_to_state[rid].sent = True
 
     async def _wait_one_response(self, obj, state, request=None):
-        """Adds that what decode has refused is the client's error, also if the scheduler heard of it too late."""
+        """What decode has refused is the client's error, also if the scheduler learnt of it too late."""
         try:
             async for out in super()._wait_one_response(obj, state, request):
                 yield out
@@ -196,7 +196,7 @@ class CheckedRequests(Base):
             await self.lora_registry.release(lora_ids)
 
     def _handle_batch_output(self, recv_obj) -> None:
-        """Adds that the end of a request releases its adapter once, and that decode's refusal is why one has failed.
+        """Releases the adapter of a request that ends once; one that decode has refused fails for that reason.
 
         The engine releases it here and, where a request has failed, again when that is answered: the count of users
         is negative then, and an unload waits for 0 for ever. Of a refusal, the scheduler may hear after the transfer
@@ -216,7 +216,7 @@ class CheckedRequests(Base):
                 state.obj.lora_path = None
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        """Adds that a request which was aborted in a queue releases its adapter, which the engine forgets."""
+        """A request which was aborted in a queue releases its adapter, which the engine forgets."""
         state = self.rid_to_state.get(recv_obj.rid) if self.server_args.enable_lora else None
         super()._handle_abort_req(recv_obj)
         if state is not None and state.finished and state.obj.lora_path:

@@ -85,7 +85,7 @@ class DataParallelController(engine.DataParallelController):
         self.workers[self.balance.choose(token_ids, key, usable, now)].send_pyobj(req)
 
     def handle_load_update_req(self, obj) -> None:
-        """Adds that the choice by prefix is told."""
+        """Reports the load of each rank to the choice by prefix."""
         super().handle_load_update_req(obj)
         if self.balance is not None:
             now = time.perf_counter()
@@ -95,7 +95,7 @@ class DataParallelController(engine.DataParallelController):
                 self.balance.report(load.dp_rank, load.num_tokens, at)
 
     def send_control_message(self, obj) -> None:
-        """Adds that after a flush no rank is taken to hold anything."""
+        """After a flush no rank is taken to hold anything."""
         super().send_control_message(obj)
         if self.balance is not None and isinstance(obj, FLUSHES):
             self.balance.forget()

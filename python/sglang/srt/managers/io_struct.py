@@ -28,7 +28,7 @@ class GenerateReqInput(engine.GenerateReqInput):
     announced = False
 
     def normalize_batch_and_arguments(self) -> None:
-        """Adds that what cannot be taken apart is the client's error, and a name for a request whose name is empty.
+        """A batch that cannot be split is the client's error; gives a name to a request whose name is empty.
 
         By that, its client would abort all requests when it leaves: a worker aborts those whose name begins with it.
         """

@@ -21,7 +21,7 @@ class MultiTokenizerRouter(engine.MultiTokenizerRouter):
     """Has the bootstrap server in its process, and a way to the scheduler."""
 
     def __init__(self, server_args, port_args):
-        """Adds that a prefill's scheduler is told of rooms that decode refuses: it knows the requests of all processes.
+        """A prefill's scheduler is told of rooms that decode refuses: it knows the requests of all processes.
 
         Which of these a request comes to, nobody knows before.
         """

@@ -33,7 +33,7 @@ def _load(loader: Any, pool: Any, saved: list, table: torch.Tensor, start: int) 
 
 
 def alloc_for_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Adds that a batch of prompts that decode computes itself has been given its slots at admission.
+    """A batch of prompts that decode computes itself has been given its slots at admission.
 
     Returns the slots that the step writes, int64 of ``extend_num_tokens``; the rows, int64 of one for each request; and
     the same as a list.
@@ -162,19 +162,19 @@ class ScheduleBatch(engine.ScheduleBatch):
     window_cache_loc: torch.Tensor | None = None
 
     def prepare_for_decode(self) -> None:
-        """Adds that the step remembers where it writes: of requests that end before it does, the table forgets it."""
+        """Remembers where the step writes: of requests that end before it does, the table forgets it."""
         super().prepare_for_decode()
         windows = getattr(self.tree_cache, "windows", None)
         self.window_cache_loc = None if windows is None else windows.of(self.out_cache_loc)
 
     def copy(self) -> ScheduleBatch:
-        """Adds that for the processing of the result."""
+        """Keeps what the processing of the result needs."""
         batch = super().copy()
         batch.window_cache_loc, batch.has_slots = self.window_cache_loc, self.has_slots
         return batch
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
-        """Adds that what lies behind windows is freed before a request is retracted; the engine does so now and then.
+        """What lies behind windows is freed before a request is retracted; the engine does so now and then.
 
         With the decode tree only.
         """
@@ -191,12 +191,12 @@ class ScheduleBatch(engine.ScheduleBatch):
                 self._evict_swa(req, req.seqlen - 1)
 
     def process_prebuilt(self, server_args, future_map) -> None:
-        """Adds that the batch knows where overlapped steps leave what the next draft starts from."""
+        """The batch knows where overlapped steps leave what the next draft starts from."""
         ScheduleBatch.future_map = future_map
         super().process_prebuilt(server_args, future_map)
 
     def release_req(self, idx: int, remaing_req_count: int, server_args) -> None:
-        """Adds that the request takes its draft's state along.
+        """The request takes its draft's state along.
 
         The engine has it resume with what prefill sent with its first token: fewer of its drafts are accepted.
         """

@@ -107,7 +107,7 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         return getattr(self, name).kv_manager if name else None
 
     def abort_request(self, recv_req) -> None:
-        """Adds that a request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""
+        """A request aborted in prefill's waiting queue fails its transfer, or decode would wait for it."""
         leaving = []
         if self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
             leaving = [r for r in self.waiting_queue if recv_req.abort_all or r.rid.startswith(recv_req.rid)]
@@ -163,12 +163,12 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         return None if queue is None else queue.local
 
     def is_fully_idle(self, for_health_check=False) -> bool:
-        """Adds that a worker that has a prompt to compute is not idle."""
+        """A worker that has a prompt to compute is not idle."""
         local = self._local_prefills()
         return super().is_fully_idle(for_health_check) and not (local is not None and local.busy)
 
     def pause_generation(self, recv_req) -> None:
-        """Adds that a prompt of which a step has computed a part does not decode yet."""
+        """A prompt of which a step has computed a part does not decode yet."""
         if recv_req.mode != "in_place":
             end_local_step(self, self._local_prefills())
         super().pause_generation(recv_req)
@@ -194,14 +194,14 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Adds that it does not sleep while an update waits for a rank that is not idle."""
+        """Does not sleep while an update waits for a rank that is not idle."""
         if not self.postponed_updates:
             super().maybe_sleep_on_idle()
 
     # ---- flushes ----
 
     def flush_cache(self) -> bool:
-        """Adds that a flush leaves pages in quarantine where they are, and begins the record of the peak anew.
+        """A flush leaves pages in quarantine where they are, and begins the record of the peak anew.
 
         It does not fail for a step in flight when the answers of all requests have been told: a weight update, which
         may come at once after the last of them, takes a refusal for an error that ends the scheduler.
@@ -214,16 +214,14 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         return flush()
 
     def flush_cache_wrapped(self, recv_req):
-        """Adds that several TP ranks of a prefill or decode worker, or with PegaFlow, look together at one that may
-        wait.
-        """
+        """Several TP ranks, or a worker with PegaFlow, decide together on a flush that may wait."""
         if self._flushes_alone() or self._pending_flush is not None or not recv_req.timeout_s or recv_req.timeout_s < 0:
             return super().flush_cache_wrapped(recv_req)
         self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
         return None
 
     def _check_pending_flush(self) -> None:
-        """Adds that these give up in the same turn. By its own clock, one would while another flushes a turn later."""
+        """Ranks give up together: by its own clock, one would do so while another flushes a turn later."""
         if self._pending_flush is None or self._flushes_alone():
             super()._check_pending_flush()
             return

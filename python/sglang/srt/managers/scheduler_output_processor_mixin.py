@@ -50,12 +50,12 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         return sum(self.disagg_decode_prealloc_queue.kv_manager.kv_args.kv_item_lens) * self.attn_tp_size
 
     def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """Adds that each optional part of a message has an entry for all its requests, or for none.
+        """Gives each optional part of a message an entry for all its requests, or for none.
 
         The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
         among all: it ends, or tells one client what another has asked for.
 
-        And that on prefill the failure of a request that decode has refused is the client's error, as it is on decode.
+        On prefill, the failure of a request that decode has refused is the client's error, as it is on decode.
         """
         for req in reqs if len(self.refused_rooms) else ():
             reason = self.refused_rooms.reason(req.bootstrap_room)

@@ -1,6 +1,6 @@
 """Pipeline stages of a prefill worker that begin the same requests in the same turn, and end those that fail.
 
-Upstream: sgl-project/sglang#31869 (merged), by which stages heed their vote; #34569 (open) goes on with it.
+Upstream: sgl-project/sglang#31869 (merged), by which stages follow their vote; #34569 (open) goes on with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
     """Begins and fails requests as the stages have agreed."""
 
     def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None):
-        """Adds that every stage does with a request what all have agreed on: begin it, or fail it.
+        """Every stage does with a request what all have agreed on: begin it, or fail it.
 
         The engine looks at each anew, stage by stage. One that has failed on a stage since, or on another only, then
         begins on some of them and not on all, which run different batches from there on. Here it begins, sends nothing

@@ -63,13 +63,13 @@ class SchedulerRefusalMixin(Base):
             self.recv_from_tokenizer = socket
 
     def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
-        """Adds that what is lost goes, like work, to the ranks of one DP rank; control goes to all, from the first."""
+        """What is lost goes, like work, to the ranks of one DP rank; control goes to all, from the first."""
         work, control = super()._split_work_and_control_reqs(recv_reqs)
         lost = [one for one in control if isinstance(one, LostReqs)]
         return lost + work, [one for one in control if not isinstance(one, LostReqs)]
 
     def handle_generate_request(self, recv_req) -> None:
-        """Adds that an error ends this request only, and ``extra_key``: the engine receives it and then drops it.
+        """Keeps ``extra_key``, which the engine receives and then drops; an error ends this request only.
 
         The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
         not be shared.

@@ -33,7 +33,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
     """Gives the samples of a prompt rooms of their own, where both workers of a pair can."""
 
     def init_disaggregation(self) -> None:
-        """Adds that a prefill hears of samples that have rooms."""
+        """Notifies a prefill of samples that have rooms."""
         super().init_disaggregation()
         self.samples = samples.SampleRooms()
         # The prompt that was tokenized last, and its tokens.
@@ -44,7 +44,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             samples.listen(self.samples)
 
     async def generate_request(self, obj, request=None):
-        """Adds that with PD each sample of a prompt has a room of its own; the rest is in `checked_requests.py`."""
+        """With PD each sample of a prompt has a room of its own; the rest is in `checked_requests.py`."""
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         if (
             not isinstance(obj, GenerateReqInput)
@@ -112,7 +112,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         super()._send_one_request(tokenized_obj)
 
     async def _wait_one_response(self, obj, state, request=None):
-        """Adds that the engine's warm-up for samples gives way when decode announces that they have rooms."""
+        """The engine's warm-up for samples gives way when decode announces that they have rooms."""
         answers = super()._wait_one_response(obj, state, request)
         word = getattr(obj, "word", None)
         if word is not None and not word.too_late:
@@ -135,7 +135,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         return out
 
     async def _handle_batch_request(self, obj, request=None):
-        """Adds that prefill is told of samples with rooms of their own before anything is sent for them."""
+        """Prefill is told of samples with rooms of their own before anything is sent for them."""
         if getattr(obj, "samples", 0) and self.disaggregation_mode == DisaggregationMode.DECODE:
             try:
                 await samples.announce(obj, self.server_args.disaggregation_bootstrap_port)
@@ -146,13 +146,13 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             yield out
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Adds that a request with samples is aborted by what its client calls it."""
+        """A request with samples is aborted by what its client calls it."""
         for one in () if abort_all or rid in self.rid_to_state else self.rids_of_samples.get(rid, ()):
             super().abort_request(one)
         super().abort_request(rid, abort_all)
 
     async def _tokenize_texts(self, texts, is_cross_encoder: bool = False):
-        """Adds that the samples of a prompt, which follow each other, are tokenized once, as they are by the engine."""
+        """The samples of a prompt, which follow each other, are tokenized once, as they are by the engine."""
         if not isinstance(texts, str) or is_cross_encoder:
             return await super()._tokenize_texts(texts, is_cross_encoder)
         text, tokens = self.last_text

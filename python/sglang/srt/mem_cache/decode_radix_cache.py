@@ -234,25 +234,25 @@ class DecodeRadixCache(RadixCache):
             evict_leaves(self, short, exact=True, max_leaves=WATERMARK_LEAVES, wanted_too=False)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Adds that what waits for ``child`` learns of it."""
+        """Tells the requests that watch ``child`` of the split."""
         upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
         note_split(upper, child)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """Adds that what waits for ``node`` learns of it."""
+        """Tells the requests that watch ``node`` of its removal."""
         super()._delete_leaf(node)
         self.victims.drop(node)
         self.watches.on_removal(node)
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Adds that events tell prompts with an extra_key apart, and that what waits for a new leaf learns of it."""
+        """Events tell prompts with an extra_key apart, and those who watch for a new leaf are told of it."""
         record_store(self, node, super()._record_store_event)
         self.watches.on_new_leaf(node)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
-        """Adds to the engine's bookkeeping of evictable leaves that a new one is listed for eviction."""
+        """Lists a leaf for eviction once the engine counts it as evictable."""
         super()._update_leaf_status(node)
         if node in self.evictable_leaves:
             self.victims.add(node)

@@ -156,7 +156,7 @@ class WindowRadixCache(DecodeRadixCache):
         return min(req.kv_committed_len, req.swa_evicted_seqlen)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        """Adds that the window goes first: what then enters the tree, or becomes free, has none."""
+        """Drops the window first: what then enters the tree, or becomes free, has none."""
         table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         self.windows.drop(table[req.cache_protected_len : req.kv_allocated_len])
         super().cache_finished_req(req, is_insert=is_insert)

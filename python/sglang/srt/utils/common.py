@@ -13,7 +13,7 @@ __all__ = ["_get_fastapi_request_path"]
 
 
 def _get_fastapi_request_path(request: Any) -> tuple[str, bool]:
-    """Adds that a router which another one includes is a route without a path, as in FastAPI 0.165.
+    """A router which another one includes is a route without a path, as in FastAPI 0.165.
 
     With ``--enable-metrics`` the engine raises then, and answers 500 to whoever asks for ``/v1/loads``, as smg does.
     """

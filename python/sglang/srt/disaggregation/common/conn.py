@@ -60,7 +60,7 @@ class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
     def __init__(self, *args, **kwargs):
-        """Adds what is known of peers, the byte counters, and the books that tell a late or refused request."""
+        """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
         # Before the engine's: its last step starts threads that may use them.
         # This worker's own digests of pages, and on prefill the layers of the whole model with KV (None where that is
         # not known): both set by the queue that makes this manager.
@@ -102,7 +102,7 @@ class CommonKVManager(engine.CommonKVManager):
             self.decode_watch.start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
-        """Adds that messages are signed where there is a secret."""
+        """Messages are signed where there is a secret."""
         return _signing(super()._connect(endpoint, is_ipv6), endpoint)
 
     @property
@@ -191,10 +191,10 @@ class CommonKVManager(engine.CommonKVManager):
         return self.pp_rank == self.pp_size - 1
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Adds that a request that has failed stays so, on decode, and that one that has ended stays forgotten.
+        """On decode, a request that has failed stays failed, and one that has ended stays forgotten.
 
         The engine takes the higher of both: one that was lost in the middle of its handshake would go on, and wait for
-        a prefill that is gone. And threads that read messages, or watch prefills, may have looked at a room just before
+        a prefill that is gone. Threads that read messages, or watch prefills, may have looked at a room just before
         the scheduler closed its books.
         """
         if not self.has_radix:
@@ -323,7 +323,7 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
-        """Adds that messages are signed where there is a secret, and that with a radix cache no sender waits."""
+        """Messages are signed where there is a secret, and with a radix cache no sender waits."""
         socket, lock = super()._connect(endpoint, is_ipv6)
         if _rank_answers is not None:
             socket = UnwaitingSocket(socket, endpoint)

@@ -117,7 +117,7 @@ class DeltaReceiver(Base):
     digest_pages: npt.NDArray[np.int32] | None = None
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
-        """Adds when it was made, and that what an earlier request has left of its room does not count for it."""
+        """Notes when it was made, and forgets what an earlier request has left of its room."""
         self.made_at = time.monotonic()
         if mgr.has_radix:
             mgr.request_status.pop(bootstrap_room, None)
@@ -130,8 +130,9 @@ class DeltaReceiver(Base):
         return ReceiverState()
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Adds that an error of the handshake fails this request only, that none is made with one that is lost, and
-        that the scheduler does not wait for it: `shake_hands` goes on with it.
+        """Begins the handshake; the scheduler does not wait for it: `shake_hands` goes on with it.
+
+        An error fails this request only, and a prefill that is lost is not shaken hands with.
 
         Half a handshake must not be taken for a whole one by the next request.
         """

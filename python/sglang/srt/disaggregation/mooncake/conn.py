@@ -80,7 +80,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
-        """Adds what tells whether a room is being written, and who has to hear that it is not any more."""
+        """Adds the queues that know whether a room is being written, and the peers to notify when it no longer is."""
         # Before the engine's: it starts the threads.
         self.watched_queues = WatchedQueues()
         # The engine makes these after it has started the thread that uses them.
@@ -161,10 +161,10 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds to the engine's message of a success the digest of what was sent, where decode asked for it.
+        """Adds the digest of what was sent to the engine's message of a success, where decode asked for it.
 
-        And that decode ranks with the flag are told once: of a success only if not of a failure, and of that by the
-        sender alone, when nothing is written any more.
+        A decode rank with the flag gets one notice of the end: of a success unless it has had one of a failure. The
+        sender alone notifies of a failure, once nothing is being written any more.
         """
         peer = Peer(remote, dst_port)
         if self.end_notices.concerns(room, peer) and (
@@ -186,7 +186,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             raise
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
-        """Adds that a state that could not be written fails the room; the engine goes on to report a success.
+        """A state that could not be written fails the room; the engine goes on to report a success.
 
         So it does where decode expects more pages of a window than there are, and sends fewer. Not for a decode worker
         without the flag, for which nothing changes.
@@ -200,7 +200,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         return failed
 
     def send_aux(self, req: TransferInfo, *args, **kwargs) -> int:
-        """Adds that of several pipeline stages only the last one writes the metadata, which it has sampled.
+        """Of several pipeline stages only the last one writes the metadata, which it has sampled.
 
         Each does for a decode worker without the flag.
         """
@@ -256,7 +256,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                 super().record_failure(bootstrap_room, failure_reason)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
-        """Adds that a transfer thread may ask about a request that ends just then, with nothing left to do for it."""
+        """A transfer thread may ask about a request that ends just then, with nothing left to do for it."""
         if threading.get_ident() in self.queued.writers:
             return self.request_status.get(bootstrap_room, KVPoll.Success)
         return super().check_status(bootstrap_room)
@@ -267,7 +267,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
 
     def end_room(self, room: int, reason: str | None = None) -> None:
-        """Adds that chunks of it that wait for staging memory wait no more."""
+        """Wakes the chunks of the room that wait for staging memory."""
         super().end_room(room, reason)
         self.watched_queues.wake(room)
 
@@ -336,14 +336,14 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.kv_mgr.tell_failure(self.bootstrap_room, self.end_failed_room(reason), reason)
 
     def abort(self) -> None:
-        """Adds to the engine's abort that decode is told, and that what has failed is not aborted."""
+        """Notifies decode of the abort; a request that has failed is not aborted."""
         if self.has_failed():
             return
         super().abort()
         self._tell("aborted on prefill")
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
-        """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
+        """A failed request sends nothing, and an error fails this request only."""
         self.fail_if_refused()
         if self.has_failed():
             return
@@ -353,10 +353,9 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Adds to the engine's poll decode's prefix, and that a failure is reported only when nothing is being sent.
+        """Reads decode's prefix, and reports a failure only once nothing is being sent: the pages are freed after that.
 
-        The request's pages are freed after that. And that the engine's time-out counts from when decode last said that
-        the request waits there.
+        The engine's time-out counts from when decode last said that the request waits there.
         """
         if self.agreed:
             return KVPoll.WaitingForInput
@@ -388,7 +387,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.clear()
 
     def clear(self) -> None:
-        """Adds that the room is remembered as ended, and that nothing is left of one that failed."""
+        """Remembers that the room has ended, and forgets everything of one that failed."""
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.has_failed():
@@ -452,7 +451,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
-        """Adds to the engine's poll that success waits for the metadata, and for what comes by way of staging."""
+        """Success waits for the metadata, and for what comes by way of staging."""
         self.shake_hands()
         state, room, staging = super().poll(), self.bootstrap_room, self.kv_mgr.staging
         # At any state: it is this that makes room in the buffer.
@@ -486,7 +485,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         return self.kv_mgr.staging is not None and self.kv_mgr.prefills.of(self.bootstrap_addr).pieces
 
     def _register_kv_args(self) -> None:
-        """Adds that with a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
+        """With a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
 
         Others fill it by the engine's grid; offered none, they send without.
         """
@@ -519,7 +518,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         return [*_head(self), kind]
 
     def writers_done(self) -> bool:
-        """Adds that nothing is on its way from the staging buffer to the pages either."""
+        """No piece may be in flight from the staging buffer to the pages either."""
         staging = self.kv_mgr.staging
         return (staging is None or staging.close(self.bootstrap_room)) and super().writers_done()
 

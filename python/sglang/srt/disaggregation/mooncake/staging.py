@@ -222,9 +222,9 @@ class StagingKVManager(Base):
     # ---- decode ----
 
     def _init_staging_allocator(self) -> None:
-        """Adds that with a radix cache the engine offers the buffer to nobody by itself: see `_register_kv_args`.
+        """With a radix cache the engine does not offer the staging buffer by itself: see `_register_kv_args`.
 
-        And that there is none with MLA, which has no heads to tell apart.
+        With MLA, which has no heads to tell apart, there is no buffer.
         """
         if self.has_radix and self.is_mla_backend:
             return

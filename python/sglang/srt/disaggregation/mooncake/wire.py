@@ -172,8 +172,8 @@ def post(peer: Peer, frames: list[bytes]) -> None:
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
     """Whom to tell that a request failed.
 
-    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its notice would
-    count for that of the rank that writes.
+    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its notice
+    would count for that of the rank that writes.
     """
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
 

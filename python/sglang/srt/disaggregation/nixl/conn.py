@@ -279,7 +279,7 @@ class NixlKVManager(engine.NixlKVManager):
         return handle
 
     def settle(self) -> None:
-        """Adds that decode is told of the failed senders whose last write has ended."""
+        """Notifies decode of the failed senders whose last write has ended."""
         super().settle()
         self.unsettled = [sender for sender in self.unsettled if not sender.settle()]
 
@@ -391,7 +391,7 @@ class NixlKVSender(engine.NixlKVSender):
         manager.failure_records.pop(room, None)
 
     def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
-        """Adds to the engine's send that a failed request sends nothing, and that an error fails this request only."""
+        """A failed request sends nothing, and an error fails this request only."""
         self.fail_if_refused()
         if self.has_failed():
             return
@@ -404,7 +404,7 @@ class NixlKVSender(engine.NixlKVSender):
             self.fail(f"transfer over NIXL failed: {e!r}")
 
     def abort(self) -> None:
-        """Adds to the engine's abort that it comes too late when everything has been posted, or the request failed."""
+        """An abort comes too late when everything has been posted, or the request has failed."""
         if not (self.has_sent or self.has_failed()):
             super().abort()
 
@@ -534,10 +534,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
-        """Adds to the engine's poll that a request's books are closed whichever way it ends."""
+        """Forgets a request whichever way it ends."""
         self.shake_hands()
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
-        # Before the books are closed, which then take no reason any more.
+        # Before the room is forgotten, after which no reason is recorded.
         state = self.once_metadata_landed(super().poll())
         if self.fenced and state == KVPoll.Failed:
             if status is not None:

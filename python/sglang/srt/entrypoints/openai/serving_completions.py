@@ -14,7 +14,7 @@ class OpenAIServingCompletion(engine.OpenAIServingCompletion):
     """Completions that answer ``logprobs=0``: the logprob of each token and no alternatives."""
 
     def _convert_to_internal_request(self, request, raw_request=None):
-        """Adds that with ``echo`` the prompt's logprobs are asked for also where ``logprobs`` is 0."""
+        """With ``echo`` the prompt's logprobs are asked for also where ``logprobs`` is 0."""
         adapted, request = super()._convert_to_internal_request(request, raw_request)
         if request.echo and request.logprobs is not None:
             adapted.logprob_start_len = 0

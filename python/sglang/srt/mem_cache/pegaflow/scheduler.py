@@ -89,12 +89,12 @@ class PegaFlowScheduler(Base):
             self.running_batch.batch_is_full = False
 
     def maybe_sleep_on_idle(self) -> None:
-        """Adds that it does not sleep while requests wait for PegaFlow."""
+        """Does not sleep while requests wait for PegaFlow."""
         if self.pegaflow is None or not self.pegaflow.busy:
             super().maybe_sleep_on_idle()
 
     def flush_cache(self) -> bool:
-        """Adds that pages that a server saves or loads are waited for some seconds; then they stay with it."""
+        """Waits some seconds for pages that a server saves or loads; after that they stay with it."""
         tree = self.pegaflow
         if tree is None:
             return super().flush_cache()

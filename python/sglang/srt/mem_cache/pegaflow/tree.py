@@ -132,7 +132,7 @@ class PegaFlowTree(RadixCache):
     # ---- the tree's own changes ----
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Adds that events tell prompts with an extra_key apart, and that a new leaf's pages are hashed and saved."""
+        """Events tell prompts with an extra_key apart, and a new leaf's pages are hashed and saved."""
         record_store(self, node, super()._record_store_event)
         if self.attached:
             self._take_in(node)
@@ -147,13 +147,13 @@ class PegaFlowTree(RadixCache):
         self.saves.want(node)
 
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
-        """Adds that a node which could not be saved is saved when it is met again."""
+        """A node which could not be saved is saved when it is met again."""
         super()._inc_hit_count(node, chunked)
         if self.attached and hasattr(node, "page_hashes"):
             self.saves.want(node)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Adds that the hashes are divided, and both parts share what is known of saves."""
+        """The hashes are divided, and both parts share what is known of saves."""
         upper = super()._split_node(key, child, split_len)
         if self.attached:
             pages = split_len // self.page_size
@@ -162,7 +162,7 @@ class PegaFlowTree(RadixCache):
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """Adds that a node which is gone is saved no more."""
+        """A node which is gone is saved no more."""
         super()._delete_leaf(node)
         if self.attached:
             self.saves.on_removal(node)
