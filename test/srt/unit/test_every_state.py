@@ -48,7 +48,7 @@ CODE = vars(prefill_peers)
 REALLY_REFUSING = peer_liveness.refusing
 WATCH_PREFILLS = peer_watch.PrefillWatch.run
 WATCH_DECODES = peer_watch.DecodeWatch.run
-SWEEP_SOCKETS = peer_watch.SocketSweep.look
+SWEEP_SOCKETS = peer_watch.SocketSweep.sweep
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 # What the queues have others do for them.
 PARTS_OF_QUEUES = re.compile(r"sglang\.srt\.disaggregation\.(decode_\w+|admission_step|prefill_delta)$")
@@ -120,7 +120,7 @@ class Bench:
         self.monkeypatch = monkeypatch
         # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
         # some tests start go on in the next ones, in whose world nobody may seem to listen.
-        monkeypatch.setattr(peer_watch.SocketSweep, "look", lambda sweep: None)
+        monkeypatch.setattr(peer_watch.SocketSweep, "sweep", lambda sweep: None)
         # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
         monkeypatch.setattr(peer_watch.PrefillWatch, "run", lambda watch: None)
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
@@ -758,7 +758,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
 # What admission, commit and resume use of the worker, each for one request.
 PARTS = {
     "the policy": lambda w: (w.queue.policy, "enter"),
-    "what it waits for": lambda w: (w.queue.policy, "look"),
+    "what it waits for": lambda w: (w.queue.policy, "find_leader"),
     "its standing": lambda w: (w.queue.policy, "candidate"),
     "the plan": lambda w: (w.queue.accounts, "plan"),
     "the tree's lock": lambda w: (w.tree, "lock_prefix"),
