@@ -50,7 +50,7 @@ def black_hole():
 def prefill(monkeypatch):
     """The port of a prefill that answers, and what it hears."""
     heard: list[int] = []
-    book = SimpleNamespace(hear=lambda rooms: heard.extend(rooms))
+    book = SimpleNamespace(announced=lambda rooms: heard.extend(rooms))
     monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
     monkeypatch.setattr(samples, "_listener", book)
     (port,) = free_ports(1)
@@ -103,7 +103,7 @@ def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
         pytest.skip("this machine has no IPv6")
     heard: list[int] = []
     monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
-    monkeypatch.setattr(samples, "_listener", SimpleNamespace(hear=lambda rooms: heard.extend(rooms)))
+    monkeypatch.setattr(samples, "_listener", SimpleNamespace(announced=lambda rooms: heard.extend(rooms)))
     server = CommonKVBootstrapServer("::1", port)
     until(lambda: not nothing_listens("::1", port))
     refusal.tell_prefill(host, port, 5, "why")
