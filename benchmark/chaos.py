@@ -48,13 +48,13 @@ from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.cluster import (
     Cluster,
     Process,
-    Progress,
     add_router_option,
     http,
     named_gateway,
     option_value,
 )
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
+from sglang_pd_radix.tools.progress import print_ready
 
 # Requests of a replay that is timed: many short ones say more of the pace than a few long ones.
 TIMED = 30
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
         model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
         options = shlex.split(args.options)
-        right = truth.of_engine_alone(model, asks, args.clients, log_dir, options, _say)
+        right = truth.of_engine_alone(model, asks, args.clients, log_dir, options, print_ready)
         with deploy.two_hosts() if not args.one_host else contextlib.nullcontext() as hosts:
             report["two_hosts"] = hosts is not None
             if hosts is None:
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
                 log_dir,
                 options=options,
                 decode_options=shlex.split(args.decode_options),
-                on_progress=_say,
+                on_progress=print_ready,
                 gateway=gateway,
             )
             with cluster:
@@ -407,11 +407,6 @@ def _storm_text(report: dict[str, Any]) -> str:
         f"told of a failure after (s): {storm['failed_after_s']}, later than 60 s: {storm['failed_later_than_60_s']}",
     ]
     return "\n".join([*lines, *(f"  {count} x {error}" for error, count in storm["errors"].items())])
-
-
-def _say(progress: Progress) -> None:
-    if progress.phase.startswith(("ready", "serving")):
-        print(progress, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ import sys
 from pathlib import Path
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench
-
-published = bench.package("published")
+from sglang_pd_radix.tools.bench import published
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "docs" / "lab" / "runs"

@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench, process_group
+from sglang_pd_radix.tools import process_group
+from sglang_pd_radix.tools.bench import command, deploy, measure, workload
 from sglang_pd_radix.tools.cluster import http
 from sglang_pd_radix.tools.make_model import make_model
-
-deploy, measure, workload, command = (bench.package(n) for n in ("deploy", "measure", "workload", "command"))
 
 PACKAGE = Path(process_group.__file__).parents[1]
 PATCHES = {PACKAGE.parent / "sglang", PACKAGE / "_patches" / "sglang"}

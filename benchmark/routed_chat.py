@@ -14,6 +14,7 @@ Reused: prompt tokens that decode held, over all. Even: requests that the busies
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -29,8 +30,9 @@ from typing import Any
 import requests
 
 from sglang_pd_radix.tools.chat_load import Reply, Workload, stream_chat
-from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Progress, add_router_option, named_gateway
+from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, add_router_option, named_gateway
 from sglang_pd_radix.tools.make_model import make_model
+from sglang_pd_radix.tools.progress import print_ready
 from sglang_pd_radix.tools.workers import DECODE_COUNTERS, empty_caches, parse_counters
 
 OPTIONS = ["--page-size", "16", "--max-total-tokens", "32768", "--max-running-requests", "32", "--enable-metrics"]
@@ -148,7 +150,7 @@ def main() -> int:
             backend=args.backend,
             gateway=gateway,
             log_dir=Path(scratch) / "logs",
-            on_progress=_say,
+            on_progress=functools.partial(print_ready, file=sys.stderr),
         )
         with cluster:
             print(f"{gateway.version}, {args.decode} decode workers, {chat.clients} clients of {chat.turns} turns")
@@ -170,11 +172,6 @@ def _line(run: dict[str, Any]) -> str:
         f"| {run['router']} | {run['reused']:.3f} | {run['even']:.2f} | {run['requests_per_s']:.1f} "
         f"| {1000 * run['ttft_p50_s']:.0f} | {1000 * run['ttft_p95_s']:.0f} |"
     )
-
-
-def _say(progress: Progress) -> None:
-    if progress.phase.startswith(("ready", "serving")):
-        print(progress, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from faults.truth import Truth
 from faults.watch import Sample, look
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench
+from sglang_pd_radix.tools.bench import chart
 from sglang_pd_radix.tools.cluster import add_router_option, named_gateway
 from sglang_pd_radix.tools.make_model import make_model
 
@@ -57,7 +57,6 @@ def rooms_problems(samples: Sequence[Sample]) -> list[str]:
 
 def charts(samples: Sequence[Sample]) -> dict[str, Any]:
     """The charts by the names of their files."""
-    chart = bench.package("chart")
     found = {}
     for name, title, label, scale in (
         ("rss", "Memory of each worker", "RSS, MiB", 1 / 1024),
@@ -184,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--add", type=Path, metavar="FILE", help="take an earlier run's --json instead of running")
     args = parser.parse_args(argv)
     if args.plot:
-        bench.package("chart").check_libraries()
+        chart.check_libraries()
     try:
         report = read(args.add) if args.add else run(args)
     except PdRadixError as error:

@@ -15,11 +15,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_pd_radix.tools import bench
+from sglang_pd_radix.tools.bench import least
 
 from .traffic import Ask, Told
-
-least = bench.package("least")
 
 # Of the least hits possible: pages of requests that went away unanswered are not known, and take room too.
 SHARE = 0.8

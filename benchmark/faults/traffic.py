@@ -13,12 +13,10 @@ from typing import Any
 
 import requests
 
-from sglang_pd_radix.tools import bench
+from sglang_pd_radix.tools.bench import workload
 from sglang_pd_radix.tools.cluster import local_session
 
 from .schedule import CALM, Manner
-
-workload = bench.package("workload")
 
 # Ids of ordinary words in the vocabulary of `pd-radix make-model`.
 WORDS = range(400, 1900)

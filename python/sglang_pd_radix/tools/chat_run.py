@@ -15,8 +15,8 @@ from .chat_least import Ids, Sizes
 from .chat_load import ChatError, Chats, Reply, Workload
 from .cluster import Cluster
 from .forced import score
+from .progress import Display
 from .rounding import Answer
-from .steps import Steps
 from .workers import LOCAL_COUNTERS, empty_caches, pool_problems, pools_of, server_info, summed_counters
 
 # A tree for speculation has one token less than the KV that it holds, and the last step's drafts may not be in it.
@@ -98,7 +98,7 @@ class Run:
                 self.unknown = str(error)
 
 
-def hold(cluster: Cluster, name: str, workload: Workload, show: Steps) -> Run:
+def hold(cluster: Cluster, name: str, workload: Workload, show: Display) -> Run:
     """Start ``cluster``, hold the chat, look at the pools and stop it. Raises PdRadixError."""
     started = time.monotonic()
     with cluster:
@@ -137,7 +137,7 @@ def _described(info: dict[str, Any], start_s: float) -> Run:
     )
 
 
-def _chat(cluster: Cluster, name: str, workload: Workload, show: Steps, run: Run) -> None:
+def _chat(cluster: Cluster, name: str, workload: Workload, show: Display, run: Run) -> None:
     chats = Chats(cluster.router_url, cluster.model_path, workload, logprobs=not run.exact)
     before = summed_counters(cluster.prefill_urls, cluster.decode_urls, LOCAL_COUNTERS)
     for number in range(1, workload.turns + 1):

@@ -35,7 +35,7 @@ from .cluster import (
     option_value,
 )
 from .make_model import make_model
-from .steps import Steps
+from .progress import Display
 from .up import check_json, check_may_switch, check_model
 
 _EPILOG = """
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     check_may_switch("the demo", args.engine_options)
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
-    with _work_dir(args.work_dir) as work_dir, Steps() as show:
+    with _work_dir(args.work_dir) as work_dir, Display() as show:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, workload, made_model=not args.model)
         sides = {"off": [], "on": [RADIX_FLAG]}
@@ -127,7 +127,7 @@ def _held(
     options: Sequence[str],
     work_dir: Path,
     workload: Workload,
-    show: Steps,
+    show: Display,
 ) -> Run:
     """The run ``name`` on a deployment of its own."""
 
@@ -234,7 +234,7 @@ def _work_dir(given: Path | None) -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _made_model(work_dir: Path, show: Steps) -> str:
+def _made_model(work_dir: Path, show: Display) -> str:
     show.now("making the model")
     path = make_model(work_dir / "model")
     show.done(f"model: random weights, made in {path}")

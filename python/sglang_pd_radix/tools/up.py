@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
-from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, Progress, add_router_option, has_option, named_gateway
+from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway
+from .progress import Display
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
@@ -217,8 +218,8 @@ def run(args: argparse.Namespace) -> int:
     # Handlers only take note: an exception between the start of a process and its registration would lose it.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, note)
-    with _progress() as show:
-        cluster = cluster_from(args, on_progress=show, on_wait=end_if_asked)
+    with Display() as show:
+        cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)
         try:
             cluster.start()
         except _Ended as ended:
@@ -250,34 +251,3 @@ def _say(text: str) -> None:
     # The terminal may be what went away.
     with contextlib.suppress(OSError):
         print(f"pd-radix: {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A live table on a terminal, plain lines elsewhere. Both go to stderr: stdout is for the result."""
-    if not sys.stderr.isatty():
-        yield lambda progress: print(progress, file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.spinner import Spinner
-    from rich.table import Table
-
-    rows: dict[str, tuple[str, bool]] = {}
-    spinners: dict[str, Spinner] = {}
-    started = time.monotonic()
-
-    def render() -> Table:
-        grid = Table.grid(padding=(0, 1))
-        for name, (phase, done) in rows.items():
-            grid.add_row("[green]ok[/]" if done else spinners[name], name, phase)
-        grid.add_row("", "", f"[dim]{time.monotonic() - started:.0f} s[/]")
-        return grid
-
-    def show(progress: Progress) -> None:
-        name = progress.process.name if progress.process else "cluster"
-        spinners.setdefault(name, Spinner("dots"))
-        rows[name] = progress.phase, progress.phase.startswith(("ready", "serving"))
-
-    with Live(get_renderable=render, console=Console(stderr=True), transient=True):
-        yield show

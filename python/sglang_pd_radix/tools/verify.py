@@ -23,7 +23,9 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from . import bench, doctor
+from . import doctor
+from .bench import command, deploy, measure, report, turns
+from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
 from .up import check_json, check_may_switch, check_model
@@ -104,8 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, verdict: Verdict) -> None:
-    command, deploy, measure = (bench.package(name) for name in ("command", "deploy", "measure"))
-    sizes = bench.package("workload").KINDS["a"]()
+    sizes = KINDS["a"]()
     for name, value in {**command.QUICK["a"], **command.QUICK_SHAPE}.items():
         setattr(sizes, name, value)
     options = deploy.engine_options(args.engine_options, command.PAGE_SIZE, made_model=not args.model)
@@ -128,7 +129,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
             self_test.judge(verdict, self_test.run(check, _say))
             return
         check.stop_records()
-        workload = sizes.make("a", bench.package("workload").Tokens(load.words, args.seed))
+        workload = sizes.make("a", Tokens(load.words, args.seed))
         _measure(verdict, deployment, load, workload, info)
         verdict.failures += deployment.problems(deployment.variants[1])
 
@@ -143,10 +144,9 @@ def _pool(options: list[str]) -> int:
 
 
 def _deployment(
-    args: argparse.Namespace, model: str, logs: Path, records: Path, shape: Any, options: list[str]
-) -> tuple[Any, list[kv_record.Records]]:
+    args: argparse.Namespace, model: str, logs: Path, records: Path, shape: deploy.Shape, options: list[str]
+) -> tuple[deploy.Deployment, list[kv_record.Records]]:
     """The servers, not yet started, and where prefill and decode without and with the flag will leave their records."""
-    deploy = bench.package("deploy")
     written = [kv_record.Records(records / name) for name in ("prefill", "off", "on")]
     prefill, off, on = (kv_record.environment(each.directory, dict(os.environ)) for each in written)
     if args.self_test:
@@ -196,9 +196,14 @@ def _judge_answers(check: Check, verdict: Verdict) -> None:
     check.judge_on(verdict, runs)
 
 
-def _measure(verdict: Verdict, deployment: Any, load: Any, workload: Any, info: dict[str, Any]) -> None:
+def _measure(
+    verdict: Verdict,
+    deployment: deploy.Deployment,
+    load: measure.LoadGenerator,
+    workload: Workload,
+    info: dict[str, Any],
+) -> None:
     """The benchmark's workload (a) in small, once on each side. info: what a worker says of itself."""
-    turns, measure, report = (bench.package(name) for name in ("turns", "measure", "report"))
     off, on = deployment.variants
     page_size = info["page_size"]
     runs = {}

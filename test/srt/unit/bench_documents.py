@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_pd_radix.tools import bench
-
-report = bench.package("report")
+from sglang_pd_radix.tools.bench import report
 
 
 def run_entry(variant, number, requests_per_s, sent):

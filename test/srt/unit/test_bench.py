@@ -16,16 +16,8 @@ import pytest
 from bench_documents import a_document, run_entry
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench, cli
-
-workload = bench.package("workload")
-least = bench.package("least")
-stats = bench.package("stats")
-chart = bench.package("chart")
-deploy = bench.package("deploy")
-measure = bench.package("measure")
-report = bench.package("report")
-command = bench.package("command")
+from sglang_pd_radix.tools import cli
+from sglang_pd_radix.tools.bench import chart, command, deploy, least, measure, report, stats, workload
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
 PAGE = 4

@@ -11,15 +11,7 @@ import pytest
 from bench_documents import a_document, run_entry
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench
-
-deploy = bench.package("deploy")
-measure = bench.package("measure")
-order = bench.package("order")
-parted = bench.package("parted")
-report = bench.package("report")
-turns = bench.package("turns")
-workload = bench.package("workload")
+from sglang_pd_radix.tools.bench import deploy, measure, order, parted, report, turns, workload
 
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
 

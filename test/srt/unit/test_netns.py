@@ -14,13 +14,10 @@ import time
 import pytest
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench, netns
+from sglang_pd_radix.tools import netns
+from sglang_pd_radix.tools.bench import deploy, link, workload
 from sglang_pd_radix.tools.cluster import Cluster
 from sglang_pd_radix.tools.netns import Host, TwoHosts
-
-link = bench.package("link")
-workload = bench.package("workload")
-deploy = bench.package("deploy")
 
 # ---- rates ----
 

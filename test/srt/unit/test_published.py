@@ -12,10 +12,7 @@ import pytest
 from bench_documents import a_document
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench
-
-published = bench.package("published")
-report = bench.package("report")
+from sglang_pd_radix.tools.bench import published, report
 
 ROOT = Path(__file__).parents[3]
 RUNS = ROOT / "docs" / "lab" / "runs"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench, cli, verify
+from sglang_pd_radix.tools import cli, verify
+from sglang_pd_radix.tools.bench import measure
 from sglang_pd_radix.tools.rounding import Answer, Deviation
 from sglang_pd_radix.tools.verification import asking, check, judging
 from sglang_pd_radix.tools.verification.asking import ANSWER_TOKENS, Run, Truth
@@ -348,7 +349,7 @@ def test_the_benchmark_s_workload_is_held_to_its_bytes(monkeypatch, sent: float,
         figures |= {"ttft_p50_s": 1.0, "itl_mean_s": 1.0}
         return SimpleNamespace(figures=figures, problems=[], texts=["same"] * 3)
 
-    monkeypatch.setattr(bench.package("measure"), "run_once", run_once)
+    monkeypatch.setattr(measure, "run_once", run_once)
     deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
     workload = SimpleNamespace(requests=3, beginning=lambda count: count)
     verdict = Verdict({})

@@ -14,3 +14,7 @@ report.py     JSON, Markdown and HTML
 published.py  records of runs, and the tables of README and docs that are made of them
 command.py    the options, and the order in which things are run
 """
+
+from .command import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

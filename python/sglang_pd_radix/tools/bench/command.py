@@ -20,9 +20,9 @@ from typing import Any
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import netns
-from sglang_pd_radix.tools.cluster import Progress as Step
-from sglang_pd_radix.tools.cluster import add_router_option, named_gateway, option_value
+from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway, option_value
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
+from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model
 
 from . import link, parted, published, report
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     document: dict[str, Any] = {"workloads": []}
     with (
         tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
-        _Show(len(sizes) * max(1, len(rates))) as show,
+        Display(len(sizes) * max(1, len(rates)), stamped=True) as show,
     ):
         if model is None:
             show.now("making the model")
@@ -227,14 +227,14 @@ def _all(
     rates: Sequence[link.Rate],
     load: LoadGenerator,
     document: dict[str, Any],
-    show: _Show,
+    show: Display,
 ) -> None:
     shapes: dict[Shape, list[str]] = {}
     for key, entry in sizes.items():
         shapes.setdefault(shape_of(entry), []).append(key)
     for number, (shape, keys) in enumerate(shapes.items()):
 
-        def progress(step: Step) -> None:
+        def progress(step: Progress) -> None:
             show.now(f"starting: {step}")
 
         logs = args.out / "logs" / f"deployment-{number}"
@@ -282,7 +282,7 @@ def _all(
 
 
 def _places(
-    deployment: Deployment, workload: Workload, tokens: Tokens, rates: Sequence[link.Rate], show: _Show
+    deployment: Deployment, workload: Workload, tokens: Tokens, rates: Sequence[link.Rate], show: Display
 ) -> Iterator[dict[str, Any]]:
     """What a workload's entry says of each link that it is to be measured over, when that link is set; {} without."""
     if not deployment.hosts:
@@ -388,62 +388,3 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     for path in files:
         if path.suffix != ".svg":
             console.print(Text(str(path)), soft_wrap=True)
-
-
-class _Show:
-    """Progress on stderr: on a terminal bars, elsewhere a line for each finished step."""
-
-    def __init__(self, workloads: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-        from rich.text import Text
-
-        self._text = Text
-        self._console = Console(stderr=True, highlight=False)
-        self._started = time.monotonic()
-        self._bars = None
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[state]}"))
-            self._bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
-            self._all = self._bars.add_task("workloads", total=workloads, state=f"0/{workloads}")
-            self._one = self._bars.add_task("", total=None, state="")
-        self._workloads, self._ended = workloads, 0
-
-    def __enter__(self) -> _Show:
-        if self._bars:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars:
-            self._bars.stop()
-
-    def now(self, text: str) -> None:
-        """What is being done."""
-        if self._bars:
-            self._bars.update(self._one, description=text[: self._console.width - 40], total=None, state="")
-        else:
-            self._line(f"  {text}")
-
-    def begin(self, title: str, total: int) -> None:
-        """A workload of ``total`` requests in all its runs."""
-        self._line(title)
-        if self._bars:
-            self._bars.update(self._one, description=title, total=total, completed=0, state="")
-
-    def step(self, label: str, completed: int, state: str) -> None:
-        if self._bars:
-            self._bars.update(self._one, description=label, completed=completed, state=state)
-
-    def end(self) -> None:
-        self._ended += 1
-        if self._bars:
-            self._bars.update(self._all, completed=self._ended, state=f"{self._ended}/{self._workloads}")
-
-    def done(self, text: str) -> None:
-        """What has been done."""
-        self._line(f"  {text}")
-
-    def _line(self, text: str) -> None:
-        stamp = f"[{time.monotonic() - self._started:5.0f} s] "
-        self._console.print(self._text(stamp + text), soft_wrap=True)

@@ -153,3 +153,7 @@ def _arguments(job: dict[str, Any], model: str) -> argparse.Namespace:
         random_output_len=None,
         random_range_ratio=None,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

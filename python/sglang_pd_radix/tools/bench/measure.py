@@ -40,7 +40,7 @@ class LoadGenerator:
         self._log_path = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log.open("wb")
-        command = [sys.executable, "-m", "sglang_pd_radix.tools.bench", model]
+        command = [sys.executable, "-m", "sglang_pd_radix.tools.bench.load", model]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

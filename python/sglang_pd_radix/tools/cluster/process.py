@@ -64,6 +64,11 @@ class Progress:
     phase: str
     elapsed_s: float
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process serves from here on."""
+        return self.phase.startswith(("ready", "serving"))
+
     def __str__(self) -> str:
         return f"[{self.elapsed_s:5.1f} s] {self.process.name if self.process else 'cluster'}: {self.phase}"
 

@@ -1,0 +1,125 @@
+"""Progress of a command, on stderr: on a terminal rows that change, elsewhere a line for each step.
+
+`Display` serves all commands. Stdout is left to results.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Rows
+    from rich.progress import TaskID
+
+    from .cluster import Progress
+
+
+class Display:
+    """Shows what is under way; what is finished stays as a line.
+
+    parts: how many headings `begin` and `end` go through; they get a bar of their own, and lines below them are
+    indented. stamped: whether lines begin with the seconds since the display was made.
+    """
+
+    def __init__(self, parts: int = 0, stamped: bool = False) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True, highlight=False)
+        self._began, self._stamped = time.monotonic(), stamped
+        self._parts, self._ended = parts, 0
+        self._rows = _rows(self._console) if self._console.is_terminal else None
+        self._tasks: dict[str, TaskID] = {}
+        if parts:
+            self._row("all", "workloads", bar=True, total=parts, state=f"0/{parts}")
+
+    def __enter__(self) -> Display:
+        if self._rows:
+            self._rows.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rows:
+            self._rows.stop()
+
+    def now(self, text: str) -> None:
+        """Show what is being done."""
+        if self._rows:
+            self._row("now", text, bar=bool(self._parts), total=None, state="")
+        else:
+            self._line(f"  {text}")
+
+    def done(self, text: str) -> None:
+        """Print what has been done."""
+        self._line(f"  {text}" if self._parts else text)
+
+    def begin(self, title: str, total: int) -> None:
+        """Begin a part of ``total`` requests in all its runs."""
+        self._line(title)
+        self._row("now", title, bar=True, total=total, completed=0, state="")
+
+    def step(self, label: str, completed: int, state: str) -> None:
+        """Show how many requests of the part are completed."""
+        self._row("now", label, completed=completed, state=state)
+
+    def end(self) -> None:
+        """End a part."""
+        self._ended += 1
+        self._row("all", "workloads", completed=self._ended, state=f"{self._ended}/{self._parts}")
+
+    def startup(self, progress: Progress) -> None:
+        """Show a step of a cluster's start-up: a row for each process."""
+        if self._rows:
+            name = progress.process.name if progress.process else "cluster"
+            done = 1 if progress.is_ready else 0
+            self._row(name, name, total=1, completed=done, state=progress.phase)
+        else:
+            self._line(str(progress))
+
+    def _row(self, key: str, text: str, **fields: object) -> None:
+        if self._rows is None:
+            return
+        text = text[: max(20, self._console.width - 40)]
+        if key in self._tasks:
+            self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
+        else:
+            self._tasks[key] = self._rows.add_task(text, **{"bar": False, **fields})  # type: ignore[arg-type]
+
+    def _line(self, text: str) -> None:
+        from rich.text import Text
+
+        stamp = f"[{time.monotonic() - self._began:5.0f} s] " if self._stamped else ""
+        self._console.print(Text(stamp + text), soft_wrap=True)
+
+
+def _rows(console: Console) -> Rows:
+    from rich.progress import BarColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Rows
+    from rich.progress_bar import ProgressBar
+
+    class Bar(BarColumn):
+        """A bar for the rows that count something."""
+
+        def render(self, task: Task) -> ProgressBar:
+            """Its bar, or one without width."""
+            if task.fields["bar"]:
+                return super().render(task)
+            return ProgressBar(total=1, width=0)
+
+    return Rows(
+        SpinnerColumn(finished_text="[green]ok[/]"),
+        TextColumn("{task.description}", markup=False),
+        Bar(),
+        TextColumn("{task.fields[state]}", markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def print_ready(progress: Progress, file: TextIO | None = None) -> None:
+    """Print the steps of a start-up by which a process serves, to stdout or ``file``."""
+    if progress.is_ready:
+        print(progress, file=file or sys.stdout, flush=True)

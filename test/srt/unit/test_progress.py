@@ -1,0 +1,113 @@
+"""What commands tell of their progress: line for line where stderr is a file, rows on a terminal."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pd_radix.tools.cluster import Progress
+from sglang_pd_radix.tools.progress import Display, print_ready
+
+READY = Progress(SimpleNamespace(name="decode-0"), "ready", 12.34)  # type: ignore[arg-type]
+LOADING = Progress(SimpleNamespace(name="decode-0"), "loading [weights] :key:", 3.0)  # type: ignore[arg-type]
+OF_ALL = Progress(None, "serving at http://127.0.0.1:1", 13.0)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stderr counts as a terminal of 100 columns."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def visible(text: str) -> str:
+    """``text`` without what moves the cursor or colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_without_a_terminal_there_is_a_line_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as show:
+        show.now("flag off: [bold]turn[/] 1 of 2 :key: " + "x" * 200)
+        show.done("flag off: serving after 3 s")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "  flag off: [bold]turn[/] 1 of 2 :key: " + "x" * 200 + "\nflag off: serving after 3 s\n"
+
+
+def test_lines_of_several_parts_are_stamped_and_indented(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(2, stamped=True) as show:
+        show.now("making the model")
+        show.begin("(a) shared prefixes", 10)
+        show.step("(a) run 1 of 1, on", 5, "5/10")
+        show.done("(a) run 1 of 1, on: 5 req/s")
+        show.end()
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r"^\[ *\d+ s\] ", "", line) for line in lines] == [
+        "  making the model",
+        "(a) shared prefixes",
+        "  (a) run 1 of 1, on: 5 req/s",
+    ]
+    assert all(re.match(r"\[ {0,4}\d+ s\] ", line) for line in lines)
+
+
+def test_a_start_is_told_process_by_process(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as show:
+        for progress in (LOADING, READY, OF_ALL):
+            show.startup(progress)
+    assert capsys.readouterr().err.splitlines() == [
+        "[  3.0 s] decode-0: loading [weights] :key:",
+        "[ 12.3 s] decode-0: ready",
+        "[ 13.0 s] cluster: serving at http://127.0.0.1:1",
+    ]
+
+
+def test_only_what_is_ready_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for progress in (LOADING, READY, OF_ALL):
+        print_ready(progress)
+    assert capsys.readouterr() == (
+        "[ 12.3 s] decode-0: ready\n[ 13.0 s] cluster: serving at http://127.0.0.1:1\n",
+        "",
+    )
+
+
+def test_on_a_terminal_processes_have_rows_that_go_again(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as show:
+        show.startup(LOADING)
+        show._rows.refresh()
+        show.startup(READY)
+        show._rows.refresh()
+    out, err = capsys.readouterr()
+    seen = visible(err)
+    assert out == "" and "\x1b[" in err
+    assert "loading [weights] :key:" in seen
+    assert re.search(r"ok +decode-0 .*ready", seen), seen
+    assert len(show._rows.tasks) == 1
+    assert "━" not in seen, "nothing is counted"
+
+
+def test_on_a_terminal_parts_have_bars_and_what_is_done_stays(
+    terminal: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Display(2, stamped=True) as show:
+        show.begin("(a) shared prefixes", 10)
+        show.step("(a) run 1", 5, "5/10")
+        show._rows.refresh()
+        show.done("(a) run 1: 5 req/s")
+        show.end()
+        show._rows.refresh()
+    seen = visible(capsys.readouterr().err)
+    assert re.search(r"workloads +\S+ +1/2", seen) and re.search(r"\(a\) run 1 +\S+ +5/10", seen), seen
+    assert re.search(r"s\]   \(a\) run 1: 5 req/s", seen)
+
+
+def test_on_a_terminal_a_long_text_is_cut(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as show:
+        show.now("y" * 300)
+        show._rows.refresh()
+        show.done("z" * 300)
+    seen = visible(capsys.readouterr().err)
+    assert "y" * 60 in seen and "y" * 61 not in seen
+    assert "z" * 300 in seen.replace("\r", "").replace("\n", "")
