@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 import torch
-from bench.chart import Chart, Line
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.shared_prefix import triton_shared
@@ -47,6 +46,7 @@ from sglang_pd_radix.supplied.cpu_host.attention import backend
 from sglang_pd_radix.supplied.cpu_host.attention.backend import COSTS, TorchBatchedAttnBackend
 from sglang_pd_radix.supplied.cpu_host.attention.kernel import Workspace, decode_attention
 from sglang_pd_radix.supplied.cpu_host.attention.plan import Layout
+from sglang_pd_radix.tools.bench.chart import Chart, Line
 
 # Without the engine's process groups.
 backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]

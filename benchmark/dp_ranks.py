@@ -25,7 +25,6 @@ import random
 import sys
 import time
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 # Before the engine is imported, which warns of what a CPU host lacks.
@@ -35,7 +34,7 @@ import torch  # noqa: E402
 from sglang.srt.managers.prefix_balance import FULLNESS_WEIGHT, PrefixBalance, block_numbers  # noqa: E402
 from sim.decode import UNIQUE, SimulatedDecode  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
-from sim.figures import Record  # noqa: E402
+from sim.figures import Evenness, Record  # noqa: E402
 from sim.scale import Many, Trace  # noqa: E402
 from sim.workload import Request, Workload  # noqa: E402
 from simulate import MODES  # noqa: E402
@@ -50,27 +49,14 @@ def to_hold(decode: SimulatedDecode) -> int:
     return (used + sum(req.seqlen for req in (*decode.waiting, *decode.queue.retracted_queue, *queued))) * decode.scale
 
 
-@dataclass
-class Evenness:
-    """Time integrals of what ranks have to hold: of the fullest one, and of the mean."""
-
-    fullest: float = 0.0
-    mean: float = 0.0
-    at: float = 0.0
-
-    def take(self, loads: list[int], now: float) -> None:
-        passed, self.at = now - self.at, now
-        self.fullest += max(loads) * passed
-        self.mean += sum(loads) / len(loads) * passed
-
-
 class Ranks(Deployment):
     """A deployment whose decode workers are the ranks of one, and requests go to them by ``method``."""
 
     def __init__(self, workload: Workload, method: str, weight: float):
         super().__init__(workload, False, MODES["new"])
         self.method = method
-        self.even = Evenness()
+        # Of what ranks have to hold.
+        self.even, self._looked_at = Evenness(), 0.0
         # Tokens, of all requests: as the choice believed them to be held.
         self.believed = 0
         self.balance = PrefixBalance(len(self.decodes), workload.pool, workload.scale, weight)
@@ -111,7 +97,8 @@ class Ranks(Deployment):
         self._finished(record)
 
     def _look(self) -> None:
-        self.even.take([to_hold(decode) for decode in self.decodes], self.clock.now)
+        passed, self._looked_at = self.clock.now - self._looked_at, self.clock.now
+        self.even.take([to_hold(decode) for decode in self.decodes], passed)
 
 
 def chat(ranks: int, args: argparse.Namespace) -> Workload:
@@ -158,7 +145,7 @@ def measure(name: str, ranks: int, method: str, weight: float, args: argparse.Na
         "method": method if method != "longest_prefix" else f"{method}, {weight:g}",
         "reused": held / asked,
         "best": 1 - figures["pages_least"] * workload.scale * workload.page / asked,
-        "even": deployment.even.fullest / deployment.even.mean,
+        "even": deployment.even.even,
         "believed": deployment.believed / held,
         **{key: figures[key] for key in ("requests", "requests_per_s", "ttft_p50", "ttft_p99", "itl_mean")},
         "cpu_seconds": time.process_time() - began,

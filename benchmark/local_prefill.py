@@ -34,9 +34,9 @@ from typing import Any
 
 import psutil
 import requests
-from bench.stats import percentile
 from faults.traffic import WORDS
 
+from sglang_pd_radix.tools.bench.stats import percentile
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, empty_caches, parse_counters

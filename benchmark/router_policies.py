@@ -47,7 +47,7 @@ warnings.simplefilter("ignore")
 
 import aiohttp  # noqa: E402
 from routing_workers import CHARS, MODEL, Held, Sent, Servers  # noqa: E402
-from sim.figures import Least  # noqa: E402
+from sim.figures import Evenness, Least  # noqa: E402
 from sim.scale import SLOT, Many, Trace  # noqa: E402
 from sim.workload import SPAN, Workload  # noqa: E402
 
@@ -183,21 +183,15 @@ def text_of(slots: list[int], number: int) -> str:
     return "".join(pieces) + f"{number:0{CHARS}x}"
 
 
-class Busy:
-    """Requests at each worker of a role, and over simulated time the integrals of the busiest and of the mean."""
+class Busy(Evenness):
+    """Requests at each worker of a role, ``now`` and over simulated time."""
 
     def __init__(self, workers: int):
+        super().__init__()
         self.now = [0] * workers
-        self.busiest = self.mean = self.passed = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        self.busiest += max(self.now) * seconds
-        self.mean += sum(self.now) / len(self.now) * seconds
-        self.passed += seconds
-
-    @property
-    def even(self) -> float:
-        return self.busiest / self.mean if self.mean else 1.0
+        self.take(self.now, seconds)
 
 
 class Run:
@@ -374,7 +368,7 @@ class Run:
 
     def _sums(self) -> list[float]:
         reused = [sum(held.reused for held in role) for role in (self.decodes, self.prefills)]
-        of_time = [self.busy.busiest, self.busy.mean, float(self.busy.now[0])]
+        of_time = [self.busy.greatest, self.busy.mean, float(self.busy.now[0])]
         return [*map(float, reused), self.asked, self.lacking, self.count, self.failed, *of_time]
 
     def figures(self) -> dict[str, Any]:
@@ -386,7 +380,7 @@ class Run:
             "best": 1 - self.lacking * SLOT / self.asked,
             "one": self.one.reused / self.asked,
             "even": self.busy.even,
-            "running": self.busy.mean / self.busy.passed,
+            "running": self.busy.mean / self.busy.seconds,
             "prefill_reused": sum(held.reused for held in self.prefills) / self.asked,
             "prefill_best": 1 - self.lacking_prompts * SLOT / self.asked,
             "prefill_even": self.busy_prefill.even,

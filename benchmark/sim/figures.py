@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bench.stats import percentile
-
+from sglang_pd_radix.tools.bench.stats import percentile
 from sim.workload import Request
 
 if TYPE_CHECKING:
@@ -15,6 +14,24 @@ if TYPE_CHECKING:
 
 # Points that are kept of what a worker held over time.
 SERIES = 200
+
+
+class Evenness:
+    """Integrals over time of the greatest load of several workers and of the mean load."""
+
+    def __init__(self) -> None:
+        self.greatest = self.mean = self.seconds = 0.0
+
+    def take(self, loads: Sequence[float], seconds: float) -> None:
+        """The workers had these loads for ``seconds``."""
+        self.greatest += max(loads) * seconds
+        self.mean += sum(loads) / len(loads) * seconds
+        self.seconds += seconds
+
+    @property
+    def even(self) -> float:
+        """The greatest load over the mean, 1 where all are always alike."""
+        return self.greatest / self.mean if self.mean else 1.0
 
 
 @dataclass(eq=False)
@@ -82,7 +99,7 @@ class Gauges:
 class Least:
     """Pages that had to be sent at least: what one worker that forgets nothing would have lacked.
 
-    As ``bench/least.py`` counts them. Here a slot's number stands for all before it too, and so the last of a page for
+    As `sglang_pd_radix.tools.bench.least` counts them. Here a slot's number stands for all before it too, and so the last of a page for
     the page.
     """
 

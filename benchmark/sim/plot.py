@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.chart import Bars, Chart, Line
+from sglang_pd_radix.tools.bench.chart import Bars, Chart, Line
 
 COLORS = {"off": "#d97706", "today": "#9333ea", "new": "#2563eb", "share": "#059669"}
 # Of the series of a run: where "running" is in a point, after the time.

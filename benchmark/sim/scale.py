@@ -9,8 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.workload import TRACE_BLOCK, read_trace
-
+from sglang_pd_radix.tools.bench.workload import TRACE_BLOCK, read_trace
 from sim import times
 from sim.workload import Request, Workload
 

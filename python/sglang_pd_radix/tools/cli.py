@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.arguments import join_values
 
 if TYPE_CHECKING:
     from sglang_pd_radix.patching.registry import Replacement
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``pd-radix``. Returns the exit code: 0 fine, 1 a problem, 2 bad usage (130 on Ctrl-C)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+        args = build_parser(arguments[0] if arguments else None).parse_args(join_values(arguments))
         code = int(args.run(args))
         sys.stdout.flush()
         return code

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -19,13 +18,13 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
+from .arguments import split_options
 from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway
 from .progress import Display
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
 _POLICIES = tuple(dict.fromkeys(policy for gateway in GATEWAYS.values() for policy in gateway.policies))
-_ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
 
 _EPILOG = """
 Engine options for all workers follow after --, for example:
@@ -47,7 +46,7 @@ class _Ended(BaseException):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``pd-radix up``."""
+    """Declare the options of ``pd-radix up``. What is parsed goes through `join_values` first."""
     parser.description = "Start prefill workers, decode workers and the router on this machine, and end them together."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -91,37 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-args", default="", metavar="ARGS", help="engine options for decode workers only")
     parser.add_argument("--router-args", default="", metavar="ARGS", help="options for the router")
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
-
-    # argparse takes the value of `--decode-args --some-flag` for another option. Joined by "=" it cannot.
-    parse = parser.parse_known_args
-
-    def parse_joined(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return parse(join_values(sys.argv[1:] if args is None else args), namespace)
-
-    parser.parse_known_args = parse_joined  # type: ignore[method-assign, assignment]
-
-
-def join_values(args: Sequence[str]) -> list[str]:
-    """``["--decode-args", "--x"]`` as ``["--decode-args=--x"]``, for the options that hold options, up to a ``--``."""
-    joined: list[str] = []
-    rest = iter(args)
-    for arg in rest:
-        if arg == "--":
-            return [*joined, arg, *rest]
-        if arg in _ARGS_OPTIONS:
-            value = next(rest, None)
-            joined.append(arg if value is None else f"{arg}={value}")
-        else:
-            joined.append(arg)
-    return joined
-
-
-def split_options(text: str, option: str) -> list[str]:
-    """The words of a quoted option string, as a shell would split it. Raises PdRadixError naming ``option``."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise PdRadixError(f'{option} "{text}" cannot be split into words ({error}): check its quotes') from None
 
 
 def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None = None) -> list[str]:

@@ -115,7 +115,7 @@ def test_a_cache_aware_router_follows_the_prompt_until_the_loads_differ_too_much
 
 
 def test_the_least_is_that_of_the_bench():
-    from bench.least import Keeper, PageIndex
+    from sglang_pd_radix.tools.bench.least import Keeper, PageIndex
 
     for page in (1, 16):
         mine, keeper = Least(page), Keeper(PageIndex(page), overlapped=False)  # as these workers

@@ -18,6 +18,7 @@ import pytest
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
 from sglang_pd_radix.tools import process_group, up
+from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.cluster import (
     GATEWAYS,
     SGLANG_ROUTER,
@@ -88,13 +89,14 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 DRIVER = """
 import argparse, functools, json, sys
 from sglang_pd_radix.tools import up
+from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.errors import PdRadixError
 commands, arguments = json.loads(sys.argv[1]), sys.argv[2:]
 up.Cluster = functools.partial(up.Cluster, commands=commands)
 parser = argparse.ArgumentParser()
 up.add_arguments(parser)
 try:
-    sys.exit(up.run(parser.parse_args(arguments)))
+    sys.exit(up.run(parser.parse_args(join_values(arguments))))
 except PdRadixError as error:
     sys.exit(f"pd-radix: {error}")
 """
@@ -138,7 +140,7 @@ def wait_for(condition, what, seconds=10.0):
 def parse(*arguments):
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return parser.parse_args(join_values(arguments))
 
 
 # -- arguments

@@ -15,6 +15,20 @@ published.py  records of runs, and the tables of README and docs that are made o
 command.py    the options, and the order in which things are run
 """
 
-from .command import add_arguments, run
+from __future__ import annotations
 
-__all__ = ["add_arguments", "run"]
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix bench``."""
+    from . import command
+
+    command.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and write the report. Returns the exit code."""
+    from . import command
+
+    return command.run(args)
