@@ -99,8 +99,8 @@ class Gauges:
 class Least:
     """Pages that had to be sent at least: what one worker that forgets nothing would have lacked.
 
-    As `sglang_pd_radix.tools.bench.least` counts them. Here a slot's number stands for all before it too, and so the last of a page for
-    the page.
+    As ``tools/bench/least.py`` counts them. Here a slot's number stands for all before it too, and so the last of a
+    page for the page.
     """
 
     def __init__(self, page: int):

@@ -58,12 +58,17 @@ def page(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def cluster(clusters, model, truth, backend, page):
+def with_states(clusters, model, backend, page):
+    """Decode 0 has the flag, decode 1 not; with larger pages than 1 in the strategy that overlaps steps."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page], *SLOTS]
     extra = EXTRA_BUFFER if page > 1 else []
     workers = {"prefill_args": extra, "decode": 2, "decode_args": [[FLAG, *extra], []]}
     return clusters.get(model, common_args=args, backend=backend, **workers)
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters, model, truth, backend, page):
+    return with_states(clusters, model, backend, page)
 
 
 def test_a_full_hit_brings_the_state_and_no_kv(on, truth, page):  # noqa: F811

@@ -19,7 +19,7 @@ import requests
 import torch
 from conftest import aggregated_answers
 from pd import FLAG, TP2, Pair, conversations, counter, log_of
-from test_hybrid import EXTRA_BUFFER, SLOTS
+from test_hybrid import EXTRA_BUFFER, SLOTS, with_states
 from test_oracle import (  # noqa: F401
     CHUNK,
     off,
@@ -61,10 +61,7 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page], *SLOTS]
-    extra = EXTRA_BUFFER if page > 1 else []
-    workers = {"prefill_args": extra, "decode": 2, "decode_args": [[FLAG, *extra], []]}
-    return clusters.get(model, common_args=args, backend=backend, **workers)
+    return with_states(clusters, model, backend, page)
 
 
 # ---- talking about images ----

@@ -32,6 +32,13 @@ def server(tmp_path_factory):
     server.kill()
 
 
+@pytest.fixture(params=["mha", "mla"])
+def shaped(request):
+    """A shape, the model of it and the truth of that."""
+    kind = "" if request.param == "mha" else "mla_"
+    return request.param, request.getfixturevalue(f"{kind}model"), request.getfixturevalue(f"{kind}truth")
+
+
 def options(server):
     return ["--page-size", "16", "--enable-pegaflow", "--pegaflow-endpoint", server.endpoint]
 
@@ -59,6 +66,29 @@ def wait_until_back(server, url, ranks):
     while not state(url)[0]["up"] or len(server.instances()) < ranks:
         assert time.monotonic() < end
         time.sleep(0.2)
+
+
+def check_loaded(url, send, asked, first, truth):
+    """What was flushed comes back from the server: the same answers, all of each prompt, nothing lost or held."""
+    assert conversations(send) == truth["conversations"]
+    assert answers(send, asked) == first
+    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == 288 for ids in asked)
+    (rank,) = state(url)
+    assert rank["loaded"] >= 4 * 18 and rank["loads_failed"] == rank["lost"] == 0
+    check_at_rest(url)
+
+
+def check_restart(server, url, send, asked, first, ranks):
+    """The engine goes on without its server, and ``ranks`` ranks find it again when it is back."""
+    server.kill()
+    assert answers(send, asked) == first
+    server.start()
+    wait_until_back(server, url, ranks)
+    answers(send, prompts(4))
+    flush(url)
+    answers(send, prompts(4))
+    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == 288
+    check_at_rest(url)
 
 
 def check_nothing_left(server):
@@ -102,22 +132,15 @@ def check_pair(pair, truth, where):
     pair.check_idle()
 
 
-@pytest.mark.parametrize("shape", ["mha", "mla"])
-def test_aggregated(clusters, server, request, shape):
-    model = request.getfixturevalue("model" if shape == "mha" else "mla_model")
-    truth = request.getfixturevalue("truth" if shape == "mha" else "mla_truth")
+def test_aggregated(clusters, server, shaped):
+    shape, model, truth = shaped
     cluster = clusters.get(model, aggregated=True, common_args=options(server), env=host_server.engine_env())
     url, send = cluster.router_url, ask(cluster.router_url)
     assert conversations(send) == truth["conversations"]
     asked = prompts(3)
     first = answers(send, asked)
     flush(url)
-    assert conversations(send) == truth["conversations"]
-    assert answers(send, asked) == first
-    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == 288 for ids in asked)
-    (rank,) = state(url)
-    assert rank["loaded"] >= 4 * 18 and rank["loads_failed"] == rank["lost"] == 0
-    check_at_rest(url)
+    check_loaded(url, send, asked, first, truth)
 
     # Aborted while they are asked for and loaded.
     flush(url)
@@ -135,25 +158,15 @@ def test_aggregated(clusters, server, request, shape):
     assert send(asked[0], 4, extra_key="salt")["meta_info"]["cached_tokens"] == 0
 
     # Without a server it goes on, and finds it again.
-    server.kill()
-    assert answers(send, asked) == first
-    server.start()
-    wait_until_back(server, url, 1)
-    answers(send, prompts(4))
-    flush(url)
-    answers(send, prompts(4))
-    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == 288
-    check_at_rest(url)
+    check_restart(server, url, send, asked, first, 1)
     assert log_of(cluster, url).count("is lost") == 1
     clusters.stop()
     check_nothing_left(server)
 
 
-@pytest.mark.parametrize("shape", ["mha", "mla"])
-def test_two_ranks(clusters, server, request, shape):
+def test_two_ranks(clusters, server, shaped):
     """Each has its own part of every page, or, with MLA, one saves what all load; what they load they agree on."""
-    model = request.getfixturevalue("model" if shape == "mha" else "mla_model")
-    truth = request.getfixturevalue("truth" if shape == "mha" else "mla_truth")
+    shape, model, truth = shaped
     cluster = clusters.get(model, aggregated=True, common_args=[*options(server), *TP2], env=host_server.engine_env())
     url, send = cluster.router_url, ask(cluster.router_url)
     assert len(server.instances()) == 2
@@ -165,32 +178,17 @@ def test_two_ranks(clusters, server, request, shape):
     # Of each page the server holds one copy: both ranks' parts, or what they have alike. It rounds up.
     page_bytes = 16 * ModelShape(arch="mla" if shape == "mla" else "qwen3").kv_bytes_per_token
     assert server.metric("pegaflow_pool_used_bytes") == pytest.approx(rank["saved"] * page_bytes, rel=0.05)
-    assert conversations(send) == truth["conversations"]
-    assert answers(send, asked) == first
-    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == 288 for ids in asked)
-    (rank,) = state(url)
-    assert rank["loaded"] >= 4 * 18 and rank["loads_failed"] == rank["lost"] == 0
-    check_at_rest(url)
+    check_loaded(url, send, asked, first, truth)
 
     # Without a server they go on, and find it again, each by itself.
-    server.kill()
-    assert answers(send, asked) == first
-    server.start()
-    wait_until_back(server, url, 2)
-    answers(send, prompts(4))
-    flush(url)
-    answers(send, prompts(4))
-    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == 288
-    check_at_rest(url)
+    check_restart(server, url, send, asked, first, 2)
     clusters.stop()
     check_nothing_left(server)
 
 
-@pytest.mark.parametrize("shape", ["mha", "mla"])
-def test_pair_of_two_ranks(clusters, server, request, shape):
+def test_pair_of_two_ranks(clusters, server, shaped):
     """Two prefill and two decode ranks, all of which use the server."""
-    model = request.getfixturevalue("model" if shape == "mha" else "mla_model")
-    truth = request.getfixturevalue("truth" if shape == "mha" else "mla_truth")
+    shape, model, truth = shaped
     args = [*options(server), *TP2]
     cluster = clusters.get(model, prefill_args=args, decode_args=[FLAG, *args], env=host_server.engine_env())
     assert len(server.instances()) == 4

@@ -40,6 +40,7 @@ from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from wire_ends import Ends, until
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -284,7 +285,7 @@ class World:
             assert not any(manager.addr_to_rooms_tracker.values()) and not manager.awaited_rooms
 
 
-class Request:
+class Request(Ends):
     """One request, by what the two schedulers do with it.
 
     Prefill uses pages 0, 1, ..., decode as many from ``base`` on. It is served by one DP rank of each.
@@ -335,24 +336,6 @@ class Request:
             sender.init(self.num_pages, self.aux)
         return self
 
-    def send(self, *ends: int) -> Request:
-        """Send the pages up to each of ``ends``; the last chunk ends at the prompt's last page."""
-        for sender in self.senders:
-            start = self.first_page
-            for end in (*ends, self.num_pages):
-                states = self.world.states and end == self.num_pages and self.world.states[0]
-                sender.send(np.arange(start, end, dtype=np.int32), states or None)
-                start = end
-        return self
-
-    def wait_senders(self, state: int) -> None:
-        for sender in self.senders:
-            until(lambda sender=sender: sender.poll() == state, f"the sender gets to {state}", sender.poll)
-
-    def wait_receivers(self, state: int) -> None:
-        for receiver in self.receivers:
-            until(lambda r=receiver: r.poll() == state, f"the receiver gets to {state}", receiver.poll)
-
     def finish(self) -> None:
         self.wait_senders(KVPoll.Success)
         self.wait_receivers(KVPoll.Success)
@@ -392,13 +375,6 @@ def reasons(ends: list) -> list[str]:
             end.failure_exception()
         found.append(str(caught.value))
     return found
-
-
-def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        assert time.monotonic() < deadline, f"{what}: {tell()}"
-        time.sleep(0.002)
 
 
 @pytest.fixture

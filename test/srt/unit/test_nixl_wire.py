@@ -10,7 +10,6 @@ import logging
 import operator
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -41,6 +40,7 @@ from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from wire_ends import Ends, until
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
@@ -281,7 +281,7 @@ class World:
         request.wait_receivers(KVPoll.Success)
 
 
-class Request:
+class Request(Ends):
     """One request, by what the two schedulers do with it."""
 
     def __init__(self, world: World, room: int, prompt_len: int, prefix_len: int | None) -> None:
@@ -335,24 +335,6 @@ class Request:
             sender.init(self.num_pages, 1)
         return self
 
-    def send(self, *ends: int) -> Request:
-        """Send the pages up to each of ``ends``; the last chunk ends at the prompt's last page."""
-        for sender in self.senders:
-            start = self.first_page
-            for end in (*ends, self.num_pages):
-                states = self.world.states and end == self.num_pages and self.world.states[0]
-                sender.send(np.arange(start, end, dtype=np.int32), states or None)
-                start = end
-        return self
-
-    def wait_senders(self, state: int) -> None:
-        for sender in self.senders:
-            until(lambda sender=sender: sender.poll() == state, f"the sender gets to {state}", sender.poll)
-
-    def wait_receivers(self, state: int) -> None:
-        for receiver in self.receivers:
-            until(lambda receiver=receiver: receiver.poll() == state, f"the receiver gets to {state}", receiver.poll)
-
     def assert_fails(self, reason: str, decode_too: bool = True) -> None:
         """Prefill fails the request with an error that says ``reason``, and decode hears of it."""
         self.wait_senders(KVPoll.Failed)
@@ -364,13 +346,6 @@ class Request:
             for receiver in self.receivers:
                 with pytest.raises(Exception, match=f"prefill reported.*{reason}"):
                     receiver.failure_exception()
-
-
-def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 5) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        assert time.monotonic() < deadline, f"{what}: {tell()}"
-        time.sleep(0.002)
 
 
 def message(

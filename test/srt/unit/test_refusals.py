@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import requests
 import zmq
+from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import peer_calls, refusal
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
+from sglang.srt.disaggregation.common.conn import nothing_listens
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
@@ -53,11 +54,8 @@ def prefill(monkeypatch):
     book = SimpleNamespace(announced=lambda rooms: heard.extend(rooms))
     monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
     monkeypatch.setattr(samples, "_listener", book)
-    (port,) = free_ports(1)
-    server = CommonKVBootstrapServer("127.0.0.1", port)
-    until(lambda: not nothing_listens("127.0.0.1", port))
-    yield port, heard
-    server.close()
+    with bootstrap_server() as port:
+        yield port, heard
 
 
 def samples_at(port: int, room: int, host: str = "127.0.0.1") -> SimpleNamespace:
@@ -98,19 +96,16 @@ def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
-            port = probe.getsockname()[1]
     except OSError:
         pytest.skip("this machine has no IPv6")
     heard: list[int] = []
     monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
     monkeypatch.setattr(samples, "_listener", SimpleNamespace(announced=lambda rooms: heard.extend(rooms)))
-    server = CommonKVBootstrapServer("::1", port)
-    until(lambda: not nothing_listens("::1", port))
-    refusal.tell_prefill(host, port, 5, "why")
-    until(lambda: heard == [5])
-    asyncio.run(samples.announce(samples_at(port, 6, host), 0))
-    assert heard == [5, 6]
-    server.close()
+    with bootstrap_server("::1") as port:
+        refusal.tell_prefill(host, port, 5, "why")
+        until(lambda: heard == [5])
+        asyncio.run(samples.announce(samples_at(port, 6, host), 0))
+        assert heard == [5, 6]
 
 
 def test_an_announcement_does_not_wait_for_ever_behind_others(black_hole, monkeypatch):

@@ -17,10 +17,11 @@ import pytest
 import requests
 import torch
 from fastapi import HTTPException
+from prefill_front import bootstrap_server
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, nothing_listens
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -48,7 +49,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_pd_radix.tools.cluster import free_ports
 from sglang_pd_radix.tools.make_model import make_model
 
 VOCAB = 100
@@ -396,21 +396,16 @@ def manager(mode: DisaggregationMode) -> TokenizerManager:
 
 
 @pytest.fixture
-def bootstrap_server():
-    (port,) = free_ports(1)
-    server = CommonKVBootstrapServer("127.0.0.1", port)
-    end = time.monotonic() + 20
-    while nothing_listens("127.0.0.1", port):
-        assert time.monotonic() < end
-    yield port
-    server.close()
+def bootstrap_port():
+    with bootstrap_server() as port:
+        yield port
 
 
-def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
+def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
     prefill = manager(DisaggregationMode.PREFILL)
     monkeypatch.setattr(refusal, "_listeners", [])
     refusal.listen(prefill._on_refused_by_decode)
-    obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_server, bootstrap_room=[5, 6])
+    obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_port, bootstrap_room=[5, 6])
     manager(DisaggregationMode.DECODE)._tell_peer(obj, "too long")
     end = time.monotonic() + 10
     while len(prefill.refused_rooms) < 2:
@@ -419,7 +414,7 @@ def test_prefill_hears_what_decode_refuses(bootstrap_server, monkeypatch):
     with pytest.raises(ValueError, match="too long"):
         prefill._check_room(6)
     prefill._check_room(7)
-    url = f"http://127.0.0.1:{bootstrap_server}{refusal.REFUSED_ROUTE}"
+    url = f"http://127.0.0.1:{bootstrap_port}{refusal.REFUSED_ROUTE}"
     # Among them the room of all health checks.
     for wrong in ({}, {"room": "x", "reason": ""}, [], None, {"room": 0, "reason": "x"}):
         assert requests.post(url, json=wrong, timeout=5).status_code == 400

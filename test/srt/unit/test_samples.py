@@ -8,14 +8,13 @@ import copy
 import gc
 import inspect
 import textwrap
-import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 import requests
+from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, nothing_listens
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers import samples, tokenizer_manager
 from sglang.srt.managers.checked_requests import CheckedRequests
@@ -320,13 +319,8 @@ def server(monkeypatch):
     """The bootstrap server of a prefill whose tokenizer manager is made later."""
     monkeypatch.setattr(refusal, "_listeners", [])
     monkeypatch.setattr(samples, "_listener", None)
-    (port,) = free_ports(1)
-    server = CommonKVBootstrapServer("127.0.0.1", port)
-    end = time.monotonic() + 20
-    while nothing_listens("127.0.0.1", port):
-        assert time.monotonic() < end
-    yield port
-    server.close()
+    with bootstrap_server() as port:
+        yield port
 
 
 def test_prefill_that_is_told_first_sends_the_samples_only():

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, n
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.mooncake.wire import Peer, post
-from test_nixl_wire import until
+from wire_ends import until
 
 from sglang_pd_radix.tools.cluster import free_ports
 

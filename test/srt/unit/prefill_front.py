@@ -1,0 +1,24 @@
+"""The bootstrap server of a prefill worker, as its tokenizer manager starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
+
+from sglang_pd_radix.tools.cluster import free_ports
+
+
+@contextlib.contextmanager
+def bootstrap_server(host: str = "127.0.0.1") -> Iterator[int]:
+    """Its port, once it listens there."""
+    (port,) = free_ports(1)
+    server = CommonKVBootstrapServer(host, port)
+    end = time.monotonic() + 20
+    while nothing_listens(host, port):
+        assert time.monotonic() < end
+    yield port
+    server.close()

@@ -1,0 +1,48 @@
+"""Both ends of one request on the wire, for the tests of a transfer backend: its senders and its receivers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from typing_extensions import Self
+
+
+def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 10) -> None:
+    """Wait for ``done``, at most ``timeout`` seconds; then fail with ``what``, and with what ``tell`` says."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: {tell()}"
+        time.sleep(0.002)
+
+
+class Ends:
+    """The senders and receivers of a request of ``num_pages`` pages, of which decode holds ``first_page``."""
+
+    world: Any
+    senders: list
+    receivers: list
+    first_page: int
+    num_pages: int
+
+    def send(self, *ends: int) -> Self:
+        """Send the pages up to each of ``ends``; the last chunk ends at the prompt's last page."""
+        for sender in self.senders:
+            start = self.first_page
+            for end in (*ends, self.num_pages):
+                states = self.world.states and end == self.num_pages and self.world.states[0]
+                sender.send(np.arange(start, end, dtype=np.int32), states or None)
+                start = end
+        return self
+
+    def wait_senders(self, state: int) -> None:
+        """Poll every sender until it says ``state``."""
+        for sender in self.senders:
+            until(lambda sender=sender: sender.poll() == state, f"the sender gets to {state}", sender.poll)
+
+    def wait_receivers(self, state: int) -> None:
+        """Poll every receiver until it says ``state``."""
+        for receiver in self.receivers:
+            until(lambda receiver=receiver: receiver.poll() == state, f"the receiver gets to {state}", receiver.poll)
