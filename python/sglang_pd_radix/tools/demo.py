@@ -33,6 +33,7 @@ from .cluster import (
     has_option,
     named_gateway,
     option_value,
+    with_defaults,
 )
 from .make_model import make_model
 from .progress import Display
@@ -172,26 +173,22 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
 
 def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -> list[str]:
     """The options of all workers: what the demo needs, unless the user's say otherwise."""
-    options = [*given]
-    if not has_option(given, "--enable-metrics"):
-        options += ["--enable-metrics"]
-    if not has_option(given, "--page-size"):
-        options += ["--page-size", "16"]
+    defaults: dict[str, str | None] = {"--enable-metrics": None, "--page-size": "16"}
     if cpu_host.active():
         if not has_option(given, "--max-total-tokens", "--mem-fraction-static"):
             # Room for every conversation twice, since words may take more than one token. More costs start-up time.
-            options += ["--max-total-tokens", str(max(8192, -(-2 * workload.clients * workload.words // 1024) * 1024))]
+            tokens = max(8192, -(-2 * workload.clients * workload.words // 1024) * 1024)
+            defaults["--max-total-tokens"] = str(tokens)
     elif torch_layers.wanted():
         # In float32 another batch changes a token in some ten thousand at most.
-        if not has_option(given, "--dtype"):
-            options += ["--dtype", "float32"]
+        defaults["--dtype"] = "float32"
         if not has_option(given, *ATTENTION_OPTIONS):
-            options += ["--attention-backend", "triton"]
+            defaults["--attention-backend"] = "triton"
     else:
-        if made_model and not has_option(given, "--dtype"):
-            options += ["--dtype", "bfloat16"]  # the engine's own kernels for GPUs have no float32
-        options += deterministic_options(given)
-    return options
+        if made_model:
+            defaults["--dtype"] = "bfloat16"  # the engine's own kernels for GPUs have no float32
+        return with_defaults(given, defaults) + deterministic_options(given)
+    return with_defaults(given, defaults)
 
 
 def deterministic_options(given: Sequence[str]) -> list[str]:

@@ -20,7 +20,15 @@ import psutil
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 from sglang_pd_radix.tools import process_group
-from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Gateway, Progress, has_option, named_gateway
+from sglang_pd_radix.tools.cluster import (
+    RADIX_FLAG,
+    Cluster,
+    Gateway,
+    Progress,
+    has_option,
+    named_gateway,
+    with_defaults,
+)
 from sglang_pd_radix.tools.netns import TwoHosts
 from sglang_pd_radix.tools.up import RADIX_ALIAS
 from sglang_pd_radix.tools.workers import (
@@ -216,13 +224,11 @@ def _router(variant: Variant) -> str:
 
 def engine_options(given: Sequence[str], page_size: int, made_model: bool) -> list[str]:
     """The options of all workers: what the benchmark needs, unless the user's say otherwise."""
-    options = [*given]
-    if not has_option(given, "--enable-metrics"):
-        options += ["--enable-metrics"]
-    if not has_option(given, "--page-size"):
-        options += ["--page-size", str(page_size)]
-    if not has_option(given, "--max-running-requests"):
-        options += ["--max-running-requests", str(RUNNING_REQUESTS)]
-    if made_model and not cpu_host.active() and not has_option(given, "--dtype"):
-        options += ["--dtype", "float32" if torch_layers.wanted() else "bfloat16"]
-    return options
+    defaults: dict[str, str | None] = {
+        "--enable-metrics": None,
+        "--page-size": str(page_size),
+        "--max-running-requests": str(RUNNING_REQUESTS),
+    }
+    if made_model and not cpu_host.active():
+        defaults["--dtype"] = "float32" if torch_layers.wanted() else "bfloat16"
+    return with_defaults(given, defaults)

@@ -26,6 +26,7 @@ from .options import (
     option_value,
     per_worker,
     ports_named,
+    with_defaults,
 )
 from .ports import DP_ATTENTION_OFFSETS, free_ports
 from .process import Process, Progress
@@ -64,4 +65,5 @@ __all__ = [
     "option_value",
     "per_worker",
     "ports_named",
+    "with_defaults",
 ]

@@ -48,6 +48,15 @@ def option_value(args: Sequence[str], *names: str) -> str | None:
     return found
 
 
+def with_defaults(given: Sequence[str], defaults: Mapping[str, str | None]) -> list[str]:
+    """``given``, and behind it those of ``defaults`` (None: a flag without a value) that it does not have."""
+    options = [*given]
+    for name, value in defaults.items():
+        if not has_option(given, name):
+            options += [name] if value is None else [name, value]
+    return options
+
+
 def per_worker(args: RoleArgs, count: int, what: str) -> list[list[str]]:
     """One argument list per worker, from one list for all or a list of lists. Raises PdRadixError on a wrong count."""
     if not args or all(isinstance(arg, str) for arg in args):
