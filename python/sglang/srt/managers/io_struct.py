@@ -55,9 +55,9 @@ class GenerateReqInput(engine.GenerateReqInput):
         except (IndexError, KeyError, TypeError) as e:
             raise ValueError(f"The request has no entry {i} in one of its lists: {e}") from e
         # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
-        word = getattr(self, "word", None)
-        if word is not None:
-            item.word = word
+        announcement = getattr(self, "announcement", None)
+        if announcement is not None:
+            item.announcement = announcement
         if isinstance(self.extra_key, list) and len(self.extra_key) == self.batch_size:
             # As the other lists with n samples of each prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]

@@ -254,10 +254,10 @@ class Announcement:
         self.loop.call_soon_threadsafe(self._event.set)
 
 
-async def first_answer(answers: AsyncIterator, word: Announcement) -> asyncio.Future:
+async def first_answer(answers: AsyncIterator, announcement: Announcement) -> asyncio.Future:
     """The task of the next of ``answers``, when it is done or decode has announced the samples."""
     answer = asyncio.ensure_future(answers.__anext__())
-    told = asyncio.ensure_future(word.wait())
+    told = asyncio.ensure_future(announcement.wait())
     try:
         await asyncio.wait({answer, told}, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
@@ -276,19 +276,21 @@ class SampleRooms:
         self._lock = threading.Lock()
         # Until when announcements hold whose request has not come.
         self._told: OrderedDict[int, float] = OrderedDict()
-        self._words: dict[int, Announcement] = {}
+        self._announcements: dict[int, Announcement] = {}
         # Requests that this prefill has refused, which decode may announce later.
         self._refused = refusal.RefusedRooms()
 
     def announced(self, rooms: Sequence[int]) -> str | None:
         """Decode has announced the samples of the requests of ``rooms``. Returns why they cannot be served, or None."""
         with self._lock:
-            words = [word for room in rooms if (word := self._words.get(room)) is not None]
+            announcements = [
+                announcement for room in rooms if (announcement := self._announcements.get(room)) is not None
+            ]
             for room in rooms:
                 reason = self._refused.reason(room)
                 if reason is not None:
                     return reason
-            if any(word.too_late for word in words):
+            if any(announcement.too_late for announcement in announcements):
                 return "prefill serves this bootstrap_room for a decode worker that gives samples no rooms of their own"
             now = time.monotonic()
             # A request that has not come by then does not come: decode has given it up.
@@ -298,28 +300,28 @@ class SampleRooms:
                 self._told[room] = until
             while self._told and (len(self._told) > REMEMBERED or next(iter(self._told.values())) < now):
                 self._told.popitem(last=False)
-            for word in words:
-                word.tell()
+            for announcement in announcements:
+                announcement.tell()
             return None
 
     def expect(self, rooms: Sequence[int]) -> Announcement:
         """A request of ``rooms`` has come: whether its samples have been announced, now or later."""
-        word = Announcement()
+        announcement = Announcement()
         with self._lock:
             now = time.monotonic()
             if any(self._told.get(room, 0.0) >= now for room in rooms):
-                word.tell()
+                announcement.tell()
             for room in rooms:
-                self._words[room] = word
-        return word
+                self._announcements[room] = announcement
+        return announcement
 
-    def done(self, rooms: Sequence[int], word: Announcement) -> None:
+    def done(self, rooms: Sequence[int], announcement: Announcement) -> None:
         """The request of `expect` has ended, or its samples have been sent."""
         with self._lock:
             for room in rooms:
-                if self._words.get(room) is word:
-                    del self._words[room]
-                if word.told:
+                if self._announcements.get(room) is announcement:
+                    del self._announcements[room]
+                if announcement.told:
                     self._told.pop(room, None)
 
     def refuse(self, rooms: Sequence[int], reason: str) -> None:
@@ -328,11 +330,11 @@ class SampleRooms:
             for room in rooms:
                 self._refused.note(room, reason)
 
-    def close(self, word: Announcement) -> bool:
+    def close(self, announcement: Announcement) -> bool:
         """The engine's warm-up was answered. Returns whether that was before an announcement; then none is taken."""
         with self._lock:
-            word.too_late = not word.told
-            return word.too_late
+            announcement.too_late = not announcement.told
+            return announcement.too_late
 
 
 _listener: SampleRooms | None = None

@@ -85,9 +85,9 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         Yields nothing if it has: then it is to be served with a room for each sample. Decode says so before it asks for
         anything, and one that does not asks for the room with which the engine begins.
         """
-        word = obj.word = self.samples.expect(rooms)
+        announcement = obj.announcement = self.samples.expect(rooms)
         try:
-            if not word.told:
+            if not announcement.told:
                 async for out in super().generate_request(obj, request):
                     yield out
         except samples.SamplesHaveRooms:
@@ -95,18 +95,18 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             await self._release_adapters(obj.lora_id)
         except Exception as e:
             self.samples.refuse(rooms, reason_of(e))
-            if word.told and not word.too_late and not isinstance(e, HTTPException):
+            if announcement.told and not announcement.too_late and not isinstance(e, HTTPException):
                 # What was served has the engine's rooms, and decode asks for those of the samples.
                 self._tell_peer(sampled, reason_of(e))
             raise
         finally:
-            self.samples.done(rooms, word)
+            self.samples.done(rooms, announcement)
 
     def _send_one_request(self, tokenized_obj) -> None:
         """Adds a last look at whether the samples of the prompt have rooms: from here on the scheduler is told."""
         state = self.rid_to_state.get(tokenized_obj.rid)
-        word = getattr(state.obj, "word", None) if state is not None else None
-        if word is not None and word.told and not word.too_late:
+        announcement = getattr(state.obj, "announcement", None) if state is not None else None
+        if announcement is not None and announcement.told and not announcement.too_late:
             del self.rid_to_state[tokenized_obj.rid]
             raise samples.SamplesHaveRooms
         super()._send_one_request(tokenized_obj)
@@ -114,14 +114,14 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
     async def _wait_one_response(self, obj, state, request=None):
         """The engine's warm-up for samples gives way when decode announces that they have rooms."""
         answers = super()._wait_one_response(obj, state, request)
-        word = getattr(obj, "word", None)
-        if word is not None and not word.too_late:
-            yield await self._answer_to_warmup(answers, obj, word)
+        announcement = getattr(obj, "announcement", None)
+        if announcement is not None and not announcement.too_late:
+            yield await self._answer_to_warmup(answers, obj, announcement)
         async for out in answers:
             yield out
 
-    async def _answer_to_warmup(self, answers, obj, word: samples.Announcement):
-        answer = await samples.first_answer(answers, word)
+    async def _answer_to_warmup(self, answers, obj, announcement: samples.Announcement):
+        answer = await samples.first_answer(answers, announcement)
         if not answer.done():
             # Nobody has asked for this room, or will. What it is answered is of no interest.
             answer.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -130,7 +130,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             raise samples.SamplesHaveRooms
         # If it has failed, this raises.
         out = answer.result()
-        if not self.samples.close(word):
+        if not self.samples.close(announcement):
             raise samples.SamplesHaveRooms
         return out
 

@@ -404,7 +404,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         raise engine.KVTransferError(self.bootstrap_room, reason)
 
 
-def _head(receiver: Any) -> list[bytes]:
+def _header(receiver: Any) -> list[bytes]:
     manager = receiver.kv_mgr
     return room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
 
@@ -439,7 +439,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
         def frames(is_dummy: bool) -> list[bytes]:
             return [
-                *_head(self),
+                *_header(self),
                 b"" if is_dummy else pages,
                 b"" if is_dummy else str(aux_index).encode("ascii"),
                 b"" if is_dummy else states,
@@ -515,7 +515,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             manager.staging.drop(room)
 
     def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_head(self), kind]
+        return [*_header(self), kind]
 
     def writers_done(self) -> bool:
         """No piece may be in flight from the staging buffer to the pages either."""

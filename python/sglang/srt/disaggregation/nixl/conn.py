@@ -476,7 +476,7 @@ class NixlKVSender(engine.NixlKVSender):
         raise RuntimeError(reason)
 
 
-def _head(receiver: Any) -> list[bytes]:
+def _header(receiver: Any) -> list[bytes]:
     manager = receiver.kv_mgr
     return [
         engine.GUARD,
@@ -517,7 +517,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
         def frames(is_dummy: bool) -> list[bytes]:
             return [
-                *_head(self),
+                *_header(self),
                 b"" if is_dummy else pages,
                 str(aux_index).encode("ascii"),
                 b"%d" % self.required_dst_info_num,
@@ -565,7 +565,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
     def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_head(self), kind]
+        return [*_header(self), kind]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
