@@ -11,7 +11,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, prefix_frames, room_header
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import wire
@@ -404,11 +403,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         raise engine.KVTransferError(self.bootstrap_room, reason)
 
 
-def _header(receiver: Any) -> list[bytes]:
-    manager = receiver.kv_mgr
-    return room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
-
-
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     """Mooncake receiver that asks for the delta."""
 
@@ -433,21 +427,12 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             return
         if self._offers_staging and self.require_staging:
             self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
-        verify = self.ask_for_digest(kv_indices)
-        pages = kv_indices.astype(np.int32).tobytes()
-        states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
 
-        def frames(is_dummy: bool) -> list[bytes]:
-            return [
-                *_header(self),
-                b"" if is_dummy else pages,
-                b"" if is_dummy else str(aux_index).encode("ascii"),
-                b"" if is_dummy else states,
-                b"%d" % self.required_dst_info_num,
-                *prefix_frames(decode_prefix_len, is_dummy, verify),
-            ]
+        def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
+            aux = b"" if is_dummy else str(aux_index).encode("ascii")
+            return [pages, aux, states, b"%d" % self.required_dst_info_num]
 
-        self.send_requests(frames)
+        self.send_requests(kv_indices, state_indices, decode_prefix_len, body)
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
@@ -514,8 +499,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if manager.staging is not None:
             manager.staging.drop(room)
 
-    def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_header(self), kind]
+    def _header(self) -> list[bytes]:
+        return room_header(self.bootstrap_room, self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.session_id)
 
     def writers_done(self) -> bool:
         """No piece may be in flight from the staging buffer to the pages either."""

@@ -24,7 +24,6 @@ from sglang.srt.disaggregation.common.wire import (
     Reader,
     Registration,
     check_prefix_frames,
-    prefix_frames,
     room_header,
     wire_int,
 )
@@ -476,14 +475,6 @@ class NixlKVSender(engine.NixlKVSender):
         raise RuntimeError(reason)
 
 
-def _header(receiver: Any) -> list[bytes]:
-    manager = receiver.kv_mgr
-    return [
-        engine.GUARD,
-        *room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name),
-    ]
-
-
 class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
@@ -510,23 +501,12 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
-        manager = self.kv_mgr
-        verify = self.ask_for_digest(kv_indices)
-        pages = kv_indices.astype(np.int32).tobytes()
-        states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
 
-        def frames(is_dummy: bool) -> list[bytes]:
-            return [
-                *_header(self),
-                b"" if is_dummy else pages,
-                str(aux_index).encode("ascii"),
-                b"%d" % self.required_dst_info_num,
-                b"" if is_dummy else states,
-                *prefix_frames(decode_prefix_len, is_dummy, verify),
-            ]
+        def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
+            return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
-        self.send_requests(frames)
-        self._status = manager.transfer_statuses[self.bootstrap_room]
+        verify = self.send_requests(kv_indices, state_indices, decode_prefix_len, body)
+        self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:
             self._status.expects_state = True
@@ -564,8 +544,12 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
-    def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_header(self), kind]
+    def _header(self) -> list[bytes]:
+        manager = self.kv_mgr
+        return [
+            engine.GUARD,
+            *room_header(self.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name),
+        ]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
