@@ -158,7 +158,7 @@ class DecodeRequest(engine.DecodeRequest):
         return f": {self.error}" if self.error else ""
 
     def cancel(self) -> None:
-        """Tell prefill, which would wait for this request or write for it. Time ends what it has not heard of."""
+        """Tell prefill, which would wait for this request or write for it. Time ends what it has not learnt of."""
         try:
             self.kv_receiver.cancel()
         except Exception as e:

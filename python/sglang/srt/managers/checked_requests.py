@@ -74,7 +74,7 @@ class CheckedRequests(Base):
             refused = not known and not isinstance(e, HTTPException)
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
-            # First, or the peer would hear only of the others' end.
+            # First, or the peer would learn only of the others' end.
             told = self._tell_peer(obj, reason_of(e), states) if refused else []
             if end_others and told:
                 asyncio.create_task(self._abort_once_told(told, states))

@@ -62,7 +62,7 @@ async def capabilities(
         "pieces": pieces and whole,
         "digests" if whole else "stage_digests": digests,
         "queued": queued,
-        # Stages would have to agree, and of several fronts only one hears of it.
+        # Stages would have to agree, and of several fronts only one learns of it.
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
     answer: dict[str, int | str] = {"version": version if cp_size is not None and not shared_out else 0}

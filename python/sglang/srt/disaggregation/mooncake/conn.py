@@ -301,7 +301,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
 
     @property
     def leaves_ends_to_the_engine(self) -> bool:
-        """Whether the engine must hear of the end of transfers: without the flag, it empties its staging buffer."""
+        """Whether the engine must learn of the end of transfers: without the flag, it empties its staging buffer."""
         return self.enable_staging and not self.has_radix
 
     def on_end(self, room: int, end: wire.End) -> None:

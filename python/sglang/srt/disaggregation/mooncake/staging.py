@@ -167,7 +167,7 @@ class StagingKVManager(Base):
         if failed:
             raise RuntimeError("a piece does not fit a staging buffer")
         start, address = chunk.index_slice.start, NetworkAddress(info.endpoint, info.dst_port)
-        # The socket on which the end of the transfer is told, so that decode hears of this before.
+        # The socket on which the end of the transfer is told, so that decode learns of this before.
         socket = self._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % start])
 

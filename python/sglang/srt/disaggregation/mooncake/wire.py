@@ -33,7 +33,7 @@ ENGINE_STAGING = {b"WATERMARK": 2, b"STAGING_RSP": 5}
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Where one decode rank with a radix cache hears of its requests."""
+    """Where one decode rank with a radix cache learns of its requests."""
 
     endpoint: str
     port: int

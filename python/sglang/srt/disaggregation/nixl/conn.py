@@ -375,7 +375,7 @@ class NixlKVSender(engine.NixlKVSender):
     def _close(self) -> None:
         """Tell every decode rank that this rank sends to, once, and close the books. For when no write is under way.
 
-        Decode gives the pages away when it hears of a failure.
+        Decode gives the pages away when it learns of a failure.
         """
         self._release()
         if not self.state.reach(Phase.CLOSED):
