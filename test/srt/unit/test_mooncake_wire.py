@@ -23,7 +23,6 @@ import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
@@ -40,7 +39,7 @@ from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from wire_ends import Ends, until
+from wire_ends import Ends, keep_threads_out, until
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -207,12 +206,7 @@ class World:
         monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", str(int(staging)))
         for side in ("BUFFER_SIZE", "POOL_SIZE"):
             monkeypatch.setenv(f"SGLANG_DISAGG_STAGING_{side}_MB", "1")
-        # Their threads outlive the test; they need not look after its servers.
-        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-        for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
-            monkeypatch.setattr(watch, "run", lambda watch: None)
-        # What a scheduler leaves to threads has been done when it looks for the first time.
-        monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
+        keep_threads_out(monkeypatch)
         self.current: Rank | None = None
         monkeypatch.setattr(common, "get_attention_cp_size", lambda: self.current.cp)
         monkeypatch.setattr(common, "get_attention_cp_rank", lambda: self.current.cp_rank)

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.nixl import conn
@@ -40,7 +39,7 @@ from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from wire_ends import Ends, until
+from wire_ends import Ends, keep_threads_out, until
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
@@ -216,12 +215,7 @@ class World:
         self.state_type = "mamba" if windows is None else "swa"
         self.states = windows if states is None else ([states[0]], [states[1]])
         self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]
-        # Their threads outlive the test; they need not look after servers.
-        monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-        for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
-            monkeypatch.setattr(watch, "run", lambda watch: None)
-        # What a scheduler leaves to threads has been done when it looks for the first time.
-        monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
+        keep_threads_out(monkeypatch)
         self.wire, self.current = Wire(), None
         self._names = itertools.count()
         library = ModuleType("nixl._api")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+from sglang.srt.disaggregation.common import handshakes, peer_watch
 from typing_extensions import Self
 
 
@@ -16,6 +18,15 @@ def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda:
     while not done():
         assert time.monotonic() < deadline, f"{what}: {tell()}"
         time.sleep(0.002)
+
+
+def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no thread watch peers, and have what a scheduler leaves to threads done before it looks for it."""
+    # These threads outlive the test.
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
+    for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
+        monkeypatch.setattr(watch, "run", lambda watch: None)
+    monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
 
 
 class Ends:

@@ -25,7 +25,7 @@ full rank gives back its pool once in the time of an answer, in which the link s
 What the ranks hold is not asked of them but remembered: the prompts that they were sent, least recently used first out,
 as many tokens as a rank's pool has. So it is known at once, before a prompt's KV has come: requests of one prefix that
 come together meet. It is known in blocks, by a number that stands for a block and all before it. What it does not know
-(answers, what running requests keep from the tree, a flush that it did not learn of) makes it choose less well until the
+(answers, what running requests keep from the tree, a flush that it did not see) makes it choose less well until the
 next request of that prefix, and no worse.
 
 Upstream: sgl-project/sglang#26561 (open), which goes by digests that the ranks report.
