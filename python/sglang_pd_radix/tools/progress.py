@@ -81,11 +81,11 @@ class Display:
     def _row(self, key: str, text: str, **fields: object) -> None:
         if self._rows is None:
             return
+        if key not in self._tasks:
+            # What is complete when it is added would not count as finished.
+            self._tasks[key] = self._rows.add_task("", total=None, bar=False, state="")
         text = text[: max(20, self._console.width - 40)]
-        if key in self._tasks:
-            self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
-        else:
-            self._tasks[key] = self._rows.add_task(text, **{"bar": False, **fields})  # type: ignore[arg-type]
+        self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
 
     def _line(self, text: str) -> None:
         from rich.text import Text

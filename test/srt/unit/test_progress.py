@@ -88,6 +88,15 @@ def test_on_a_terminal_processes_have_rows_that_go_again(terminal: None, capsys:
     assert "━" not in seen, "nothing is counted"
 
 
+def test_a_process_that_is_ready_when_it_is_first_told_of_is_ok(
+    terminal: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Display() as show:
+        show.startup(READY)
+        show._rows.refresh()
+    assert re.search(r"ok +decode-0 .*ready", visible(capsys.readouterr().err))
+
+
 def test_on_a_terminal_parts_have_bars_and_what_is_done_stays(
     terminal: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
