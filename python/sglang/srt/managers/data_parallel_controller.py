@@ -10,14 +10,7 @@ from enum import Enum
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers import data_parallel_controller as engine
-from sglang.srt.managers.io_struct import (
-    FlushCacheReqInput,
-    ReleaseMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.prefix_balance import PrefixBalance
 
 __all__ = ["DataParallelController", "LoadBalanceMethod"]
@@ -27,12 +20,12 @@ LONGEST_PREFIX = "longest_prefix"
 REPORT_S = 5.0
 # What makes ranks drop their trees.
 FLUSHES = (
-    FlushCacheReqInput,
-    ReleaseMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
+    io_struct.FlushCacheReqInput,
+    io_struct.ReleaseMemoryOccupationReqInput,
+    io_struct.UpdateWeightFromDiskReqInput,
+    io_struct.UpdateWeightsFromDistributedReqInput,
+    io_struct.UpdateWeightsFromIPCReqInput,
+    io_struct.UpdateWeightsFromTensorReqInput,
 )
 
 
