@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED, prefix_frames
+from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
 
 logger = logging.getLogger(__name__)
 
@@ -225,28 +225,11 @@ class DeltaReceiver(Base):
         self.digest_pages = kv_indices
         return True
 
-    def send_requests(
-        self,
-        kv_indices: npt.NDArray[np.int32],
-        state_indices: list[int] | None,
-        decode_prefix_len: int,
-        body: Callable[[bool, bytes, bytes], list[bytes]],
-    ) -> bool:
-        """Send every prefill rank the request for the delta. Returns whether it asks for a digest. Raises NotTaken.
-
-        kv_indices: pages to be written. decode_prefix_len: tokens decode holds. body: the backend's frames between
-        header and prefix, of whether the rank is a dummy, the pages, and the state's indices (both int32; none for a
-        dummy).
-        """
-        verify = self.ask_for_digest(kv_indices)
-        pages = kv_indices.astype(np.int32).tobytes()
-        states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
+    def send_requests(self, frames: Callable[[bool], list[bytes]]) -> None:
+        """Send every prefill rank the request for KV. frames: for a dummy rank or not. Raises NotTaken."""
         for peer in self.bootstrap_infos or []:
-            is_dummy = peer["is_dummy"]
-            frames = body(True, b"", b"") if is_dummy else body(False, pages, states)
-            self._send_to(peer, [*self._header(), *frames, *prefix_frames(decode_prefix_len, is_dummy, verify)])
+            self._send_to(peer, [*self._header(), *frames(peer["is_dummy"])])
             self.state.asked = True
-        return verify
 
     def announce(self) -> None:
         """Tell prefill, where it listens, that this request waits here and will be asked for.

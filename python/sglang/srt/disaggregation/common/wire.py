@@ -12,6 +12,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 Peer = TypeVar("Peer", bound=Hashable)
 
 # Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
@@ -126,6 +129,28 @@ def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
 def prefix_frames(decode_prefix_len: int, is_dummy: bool, wants_digest: bool) -> list[bytes]:
     """What a decode worker with a radix cache appends to the engine's request for KV. The prefix is in tokens."""
     return [b"%d" % decode_prefix_len, b"%d" % is_dummy, *([DIGEST] if wants_digest else [])]
+
+
+def delta_frames(
+    kv_indices: npt.NDArray[np.int32],
+    state_indices: list[int] | None,
+    decode_prefix_len: int,
+    wants_digest: bool,
+    body: Callable[[bool, bytes, bytes], list[bytes]],
+) -> Callable[[bool], list[bytes]]:
+    """The frames of a request for KV behind its header, for a dummy rank or not.
+
+    kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: what comes before the prefix,
+    of whether the rank is a dummy, the pages and the state's indices, both as int32 and both empty for a dummy.
+    """
+    pages = kv_indices.astype(np.int32).tobytes()
+    states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
+
+    def frames(is_dummy: bool) -> list[bytes]:
+        own = body(True, b"", b"") if is_dummy else body(False, pages, states)
+        return [*own, *prefix_frames(decode_prefix_len, is_dummy, wants_digest)]
+
+    return frames
 
 
 def check_prefix_frames(message: list[bytes]) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, room_header
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import wire
@@ -432,7 +432,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             aux = b"" if is_dummy else str(aux_index).encode("ascii")
             return [pages, aux, states, b"%d" % self.required_dst_info_num]
 
-        self.send_requests(kv_indices, state_indices, decode_prefix_len, body)
+        verify = self.ask_for_digest(kv_indices)
+        self.send_requests(delta_frames(kv_indices, state_indices, decode_prefix_len, verify, body))
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:

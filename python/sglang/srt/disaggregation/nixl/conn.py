@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.common.wire import (
     Reader,
     Registration,
     check_prefix_frames,
+    delta_frames,
     room_header,
     wire_int,
 )
@@ -505,7 +506,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
             return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
-        verify = self.send_requests(kv_indices, state_indices, decode_prefix_len, body)
+        verify = self.ask_for_digest(kv_indices)
+        self.send_requests(delta_frames(kv_indices, state_indices, decode_prefix_len, verify, body))
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:
