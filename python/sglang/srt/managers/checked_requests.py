@@ -196,7 +196,7 @@ class CheckedRequests(Base):
             await self.lora_registry.release(lora_ids)
 
     def _handle_batch_output(self, recv_obj) -> None:
-        """Releases the adapter of a request that ends once; one that decode has refused fails for that reason.
+        """Releases the adapter of an ended request once; one that decode has refused fails for that reason.
 
         The engine releases it here and, where a request has failed, again when that is answered: the count of users
         is negative then, and an unload waits for 0 for ever. Of a refusal, the scheduler may hear after the transfer
