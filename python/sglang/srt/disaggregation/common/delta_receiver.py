@@ -228,7 +228,7 @@ class DeltaReceiver(Base):
     def send_requests(self, frames: Callable[[bool], list[bytes]]) -> None:
         """Send every prefill rank the request for KV. frames: for a dummy rank or not. Raises NotTaken."""
         for peer in self.bootstrap_infos or []:
-            self._send_to(peer, [*self._header(), *frames(peer["is_dummy"])])
+            self._send_to(peer, frames(peer["is_dummy"]))
             self.state.asked = True
 
     def announce(self) -> None:
@@ -244,13 +244,13 @@ class DeltaReceiver(Base):
     def _notify(self, kind: bytes) -> None:
         """Send a notice about this request to every prefill rank that is to write for it. Raises NotTaken."""
         for peer in self._writers():
-            self._send_to(peer, [*self._header(), kind])
+            self._send_to(peer, self._notice(kind))
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
 
-    def _header(self) -> list[bytes]:
-        """The first frames of every message. Backends that name a prefix have one."""
+    def _notice(self, kind: bytes) -> list[bytes]:
+        """The frames of a notice of this kind. Backends that have notices override it."""
         raise NotImplementedError
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
@@ -312,7 +312,7 @@ class DeltaReceiver(Base):
             self.state.tell(self.bootstrap_room, self._cancel_at)
 
     def _cancel_at(self, peer: dict) -> None:
-        self._send_to(peer, [*self._header(), CANCEL])
+        self._send_to(peer, self._notice(CANCEL))
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.

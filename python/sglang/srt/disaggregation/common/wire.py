@@ -132,23 +132,24 @@ def prefix_frames(decode_prefix_len: int, is_dummy: bool, wants_digest: bool) ->
 
 
 def delta_frames(
+    header: list[bytes],
     kv_indices: npt.NDArray[np.int32],
     state_indices: list[int] | None,
     decode_prefix_len: int,
     wants_digest: bool,
     body: Callable[[bool, bytes, bytes], list[bytes]],
 ) -> Callable[[bool], list[bytes]]:
-    """The frames of a request for KV behind its header, for a dummy rank or not.
+    """The frames of a request for KV, for a dummy rank or not.
 
-    kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: what comes before the prefix,
-    of whether the rank is a dummy, the pages and the state's indices, both as int32 and both empty for a dummy.
+    kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: what stands between header and
+    prefix, of whether the rank is a dummy, the pages and the state's indices, both as int32 and both empty for a dummy.
     """
     pages = kv_indices.astype(np.int32).tobytes()
     states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
 
     def frames(is_dummy: bool) -> list[bytes]:
         own = body(True, b"", b"") if is_dummy else body(False, pages, states)
-        return [*own, *prefix_frames(decode_prefix_len, is_dummy, wants_digest)]
+        return [*header, *own, *prefix_frames(decode_prefix_len, is_dummy, wants_digest)]
 
     return frames
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -403,6 +404,11 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         raise engine.KVTransferError(self.bootstrap_room, reason)
 
 
+def _header(receiver: Any) -> list[bytes]:
+    manager = receiver.kv_mgr
+    return room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
+
+
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     """Mooncake receiver that asks for the delta."""
 
@@ -433,7 +439,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             return [pages, aux, states, b"%d" % self.required_dst_info_num]
 
         verify = self.ask_for_digest(kv_indices)
-        self.send_requests(delta_frames(kv_indices, state_indices, decode_prefix_len, verify, body))
+        self.send_requests(delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body))
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
@@ -500,8 +506,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         if manager.staging is not None:
             manager.staging.drop(room)
 
-    def _header(self) -> list[bytes]:
-        return room_header(self.bootstrap_room, self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.session_id)
+    def _notice(self, kind: bytes) -> list[bytes]:
+        return [*_header(self), kind]
 
     def writers_done(self) -> bool:
         """No piece may be in flight from the staging buffer to the pages either."""

@@ -476,6 +476,12 @@ class NixlKVSender(engine.NixlKVSender):
         raise RuntimeError(reason)
 
 
+def _header(receiver: Any) -> list[bytes]:
+    manager = receiver.kv_mgr
+    header = room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name)
+    return [engine.GUARD, *header]
+
+
 class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
@@ -507,7 +513,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
         verify = self.ask_for_digest(kv_indices)
-        self.send_requests(delta_frames(kv_indices, state_indices, decode_prefix_len, verify, body))
+        self.send_requests(delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body))
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:
@@ -546,12 +552,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
 
-    def _header(self) -> list[bytes]:
-        manager = self.kv_mgr
-        return [
-            engine.GUARD,
-            *room_header(self.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name),
-        ]
+    def _notice(self, kind: bytes) -> list[bytes]:
+        return [*_header(self), kind]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
