@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": "hold the same conversation with the flag off and on, and compare",
     "bench": "measure deployments against each other",
     "verify": "check the decode prefix cache on this machine, with your model, and print a verdict",
+    "dashboard": "print the Grafana dashboard, or the alerting rules for Prometheus",
     "patches": "print everything the patch set changes in the engine",
     "reference": "print every option, environment variable, metric, route and field",
     "doctor": "check this installation and this machine",
