@@ -1,4 +1,4 @@
-"""``pd-radix dashboard``: the Grafana dashboard and the Prometheus rules of this package, as files.
+"""``pd-radix dashboard``: the Grafana dashboard of this package, and what Prometheus needs for it, as files.
 
 What is printed is what is checked in beside `operate/panels.py`, of which ``--build`` makes it anew.
 """
@@ -15,7 +15,7 @@ from sglang_pd_radix.errors import PdRadixError
 from .operate.panels import SECTIONS, Panel
 
 OPERATE = Path(__file__).parent / "operate"
-DASHBOARD, RULES = OPERATE / "dashboard.json", OPERATE / "alarms.yml"
+DASHBOARD, RULES, SCRAPE = OPERATE / "dashboard.json", OPERATE / "alarms.yml", OPERATE / "prometheus.yml"
 # Grafana's grid is 24 wide and its unit 38 lines: six lines of panels and three headings fit a screen of 1080 lines.
 WIDTH, HEIGHT = 24, 4
 
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``pd-radix dashboard``."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--alarms", action="store_true", help="print the alerting rules for Prometheus instead")
+    form.add_argument("--prometheus", action="store_true", help="print a configuration for Prometheus instead")
     form.add_argument(
         "--build", action="store_true", help="make the dashboard from its panels (needs grafana-foundation-sdk)"
     )
@@ -31,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one of the files. Returns the exit code."""
-    text = build() if args.build else (RULES if args.alarms else DASHBOARD).read_text(encoding="utf-8")
-    print(text, end="")
+    file = RULES if args.alarms else SCRAPE if args.prometheus else DASHBOARD
+    print(build() if args.build else file.read_text(encoding="utf-8"), end="")
     return 0
 
 

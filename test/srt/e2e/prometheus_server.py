@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -12,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import requests
+import yaml
 
 from sglang_pd_radix.tools.cluster.ports import free_ports
-from sglang_pd_radix.tools.dashboard import RULES
+from sglang_pd_radix.tools.dashboard import RULES, SCRAPE
 
 PROMETHEUS = shutil.which("prometheus")
 
@@ -57,15 +57,17 @@ def prometheus(folder: Path, targets: list[str], wait: str = "2s") -> Iterator[P
     assert PROMETHEUS is not None
     rules = re.sub(r"^( +for:) .*", rf"\1 {wait}", RULES.read_text(encoding="utf-8"), flags=re.MULTILINE)
     (folder / RULES.name).write_text(rules, encoding="utf-8")
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [RULES.name],
-        "scrape_configs": [{"job_name": "pd", "static_configs": [{"targets": targets}]}],
-    }
-    # Which is YAML too.
-    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")
+    config = yaml.safe_load(SCRAPE.read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+    (folder / SCRAPE.name).write_text(yaml.safe_dump(config), encoding="utf-8")
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [PROMETHEUS, f"--web.listen-address={address}", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    command = [
+        PROMETHEUS,
+        f"--web.listen-address={address}",
+        "--config.file=prometheus.yml",
+        "--storage.tsdb.path=data",
+    ]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
     try:

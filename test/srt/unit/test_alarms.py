@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_pd_radix.tools.dashboard import RULES
+from sglang_pd_radix.tools.dashboard import RULES, SCRAPE
 
 CASES = Path(__file__).parent / "alarms" / "cases.yml"
 PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def promtool(folder: Path, *command: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def folder(tmp_path):
-    for file in (RULES, CASES):
+    for file in (RULES, SCRAPE, CASES):
         shutil.copy(file, tmp_path)
     return tmp_path
 
@@ -35,6 +35,12 @@ def folder(tmp_path):
 def test_the_rules_can_be_read(folder):
     done = promtool(folder, "check", "rules", RULES.name)
     assert done.returncode == 0 and f"{len(ALARMS)} rules found" in done.stdout, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_the_configuration_can_be_read(folder):
+    done = promtool(folder, "check", "config", SCRAPE.name)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_promtool

@@ -31,7 +31,11 @@ def test_the_dashboard_is_what_its_panels_build(capsys):
 
 
 def test_the_command_prints_the_files(capsys):
-    for options, file in (((), dashboard.DASHBOARD), (("--alarms",), dashboard.RULES)):
+    for options, file in (
+        ((), dashboard.DASHBOARD),
+        (("--alarms",), dashboard.RULES),
+        (("--prometheus",), dashboard.SCRAPE),
+    ):
         assert cli.main(["dashboard", *options]) == 0
         assert capsys.readouterr().out == file.read_text(encoding="utf-8")
 
