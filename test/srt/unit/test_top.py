@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -37,6 +37,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
+        self.on_delete: Callable[[str], int] = lambda path: 404
         worker = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,6 +46,10 @@ class Worker:
                 self.send_response(404 if answer is None else 200)
                 self.end_headers()
                 self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
+
+            def do_DELETE(self):
+                self.send_response(worker.on_delete(self.path))
+                self.end_headers()
 
             def log_message(self, *args):
                 pass

@@ -99,13 +99,7 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
     """
     found = [url if "//" in url else f"http://{url}" for url in urls]
     if gateway is not None:
-        gateway = gateway if "//" in gateway else f"http://{gateway}"
-        status, content = http(gateway.rstrip("/") + "/workers", timeout=TIMEOUT_S)
-        try:
-            found += [worker["url"] for worker in json.loads(content)["workers"]]
-        except (ValueError, TypeError, KeyError) as error:
-            said = content.decode(errors="replace")[:200]
-            raise PdRadixError(f"{gateway}/workers names no workers (HTTP {status}): {said}") from error
+        found += [worker["url"] for worker in gateway_workers(gateway)]
     if deployment is not None:
         try:
             processes = json.loads(Path(deployment).read_text(encoding="utf-8"))["processes"]
@@ -115,6 +109,17 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
     if not found:
         raise PdRadixError("name workers (HOST:PORT ...), --gateway URL or --deployment FILE")
     return list(dict.fromkeys(url.rstrip("/") for url in found))
+
+
+def gateway_workers(gateway: str) -> list[dict[str, Any]]:
+    """What a gateway says of each of its workers. Raises PdRadixError if it does not."""
+    url = (gateway if "//" in gateway else f"http://{gateway}").rstrip("/") + "/workers"
+    status, content = http(url, timeout=TIMEOUT_S)
+    try:
+        return [worker | {"url": str(worker["url"])} for worker in json.loads(content)["workers"]]
+    except (ValueError, TypeError, KeyError) as error:
+        said = content.decode(errors="replace")[:200]
+        raise PdRadixError(f"{url} names no workers (HTTP {status}): {said}") from error
 
 
 class Reader:

@@ -24,8 +24,8 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "End"),
-        ("less_than_sign", "column(-1)", "< column"),
-        ("greater_than_sign", "column(1)", "> column"),
+        ("less_than_sign", "column(-1)", "Left"),
+        ("greater_than_sign", "column(1)", "Right"),
         ("r", "turn", "Turn"),
         ("h", "sort('held')", "Held"),
         ("w", "sort('waiting')", "Waiting"),
