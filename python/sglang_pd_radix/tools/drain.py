@@ -14,7 +14,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import local_session
 from .operate.reading import TIMEOUT_S, Rank, Reader, addresses, gateway_workers
-from .steps import Steps
+from .progress import Display
 
 # Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
 # before may still be on its way.
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
-    with Steps() as steps:
+    with Display() as steps:
         steps.now(f"asking {args.gateway} to send {url} nothing new")
         leave(args.gateway, url)
         steps.done(f"{args.gateway} sends {url} nothing new")
@@ -85,7 +85,7 @@ def _base(gateway: str) -> str:
 
 def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
     """Wait until a worker has had no request for `QUIET_S` seconds. Raises PdRadixError after ``deadline``."""
-    reader, quiet_since = Reader([url]), None
+    reader, quiet_since, said = Reader([url]), None, ""
     while True:
         ranks = reader.look().ranks
         if all(rank.error == "does not answer" for rank in ranks):
@@ -94,7 +94,9 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
         now = time.monotonic()
         if left:
             quiet_since = None
-            say(f"{url} has {left}")
+            if left != said:
+                said = left
+                say(f"{url} has {left}")
         elif now - (quiet_since := quiet_since or now) >= QUIET_S:
             return
         if now > deadline:

@@ -4,6 +4,7 @@ and alarms fire when what they are for is done to the workers.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -29,7 +30,8 @@ ENV = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1"}
 @pytest.fixture(scope="module")
 def cluster(clusters, model):
     """Two pairs; the second decode worker has a transport that breaks odd rooms."""
-    broken = {"PYTHONPATH": str(Path(__file__).parent / "spoilt_pages")}
+    paths = [str(Path(__file__).parent / "spoilt_pages"), os.environ.get("PYTHONPATH", "")]
+    broken = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     yield clusters.get(
         model,
         prefill=2,
