@@ -228,6 +228,11 @@ POOL_FIELDS = {
     "available": "free tokens",
     "evictable": "tokens in the tree that no request holds",
     "protected": "tokens in the tree that requests hold",
+    "requests": "how many requests are in each state: on decode handshake, waiting (for memory or its turn), held_back "
+    "(for the transfer of another), transfer, local, received, running, retracted, quarantined; on prefill bootstrap, "
+    "waiting, running, sending",
+    "oldest": "the five that have been there longest: rid, state, seconds, prompt_tokens, decode_prefix (tokens of the "
+    "prompt that decode held), output_tokens",
     "used_peak": "the most tokens that requests held since the last flush; decode only, also without the flag",
     "longest_queue_step_s": "the longest step of decode's queues since then: a wait for a peer would show here",
     "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
@@ -349,14 +354,17 @@ def metrics(root: Path | None = None) -> list[Row]:
 
     The ``_total`` of a counter's name is the exporter's.
     """
-    found: list[Row] = []
+    found: dict[tuple[str, str, str], str] = {}
     for path in sorted((root or loader.patch_root()).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.If) and any(True for _ in _made(node.body)):
-                found += [(*row, "prefill" if "prefill" in ast.unparse(node.test) else "") for row in _made(node.body)]
-                found += [(*row, "decode") for row in _made(node.orelse)]
+            if isinstance(node, ast.If):
+                only = "prefill" if "prefill" in ast.unparse(node.test) else "decode"
+                found |= dict.fromkeys(_made(node.body), only) | dict.fromkeys(_made(node.orelse), "decode")
+            elif isinstance(node, ast.FunctionDef):
+                found |= dict.fromkeys(_made(node.body), "prefill, decode")
     ends = {"counter": "_total", "gauge": ""}
-    return [(f"sglang:{name}{ends[kind]}", worker, kind, _sentence(text)) for kind, name, text, worker in found]
+    rows = [(f"sglang:{name}{ends[kind]}", worker, kind, text) for (kind, name, text), worker in found.items()]
+    return [(name, worker, kind, _sentence(text)) for name, worker, kind, text in rows]
 
 
 def _made(body: Iterable[ast.stmt]) -> Iterator[tuple[str, str, str]]:

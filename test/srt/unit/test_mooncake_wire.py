@@ -82,7 +82,10 @@ class Library:
 
 class Counters:
     def __init__(self) -> None:
-        self.sent_bytes = self.saved_bytes = self.runs = self.mismatches = self.state_bytes = 0
+        self.sent_bytes = self.saved_bytes = self.runs = self.mismatches = self.state_bytes = self.lost_peers = 0
+
+    def lost_peer(self) -> None:
+        self.lost_peers += 1
 
     def mismatched(self) -> None:
         self.mismatches += 1

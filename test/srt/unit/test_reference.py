@@ -69,10 +69,13 @@ def test_a_default_is_said_once():
 
 
 def test_metrics_are_those_that_are_made():
-    source = (PATCH / "observability" / "kv_transfer_metrics.py").read_text(encoding="utf-8")
-    made = set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", source))
+    made: set[str] = set()
+    for name in ("kv_transfer_metrics", "worker_gauges"):
+        source = (PATCH / "observability" / f"{name}.py").read_text(encoding="utf-8")
+        made |= set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", source))
     listed = {name.removeprefix("sglang:").removesuffix("_total"): worker for name, worker, *_ in reference.metrics()}
     assert {*listed} == made and len(made) > 10
+    assert listed["pd_requests"] == "prefill, decode" and listed["decode_audit_faults"] == "decode"
     assert listed["kv_transfer_sent_bytes"] == "prefill" and listed["decode_prompt_tokens"] == "decode"
 
 
@@ -85,12 +88,12 @@ def keys_of(function: ast.FunctionDef) -> set[str]:
 
 
 def test_fields_of_a_pool_are_those_that_a_worker_tells():
-    """The functions that make `kv_pool` are found by two of its fields, wherever they stand."""
+    """The functions that make `kv_pool` are found by three of its fields, wherever they stand."""
     functions = [
         node
         for path in PATCH.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and {"longest_queue_step_s", "free_req_slots"} & keys_of(node)
+        if isinstance(node, ast.FunctionDef) and {"longest_queue_step_s", "free_req_slots", "oldest"} & keys_of(node)
     ]
     keys = set().union(*map(keys_of, functions))
     assert keys - {"kv_pool", "pegaflow"} == {*reference.POOL_FIELDS}

@@ -43,7 +43,7 @@ from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
-from sglang.srt.disaggregation.transfer_commit import abort_commit, keep_draft_start, note_transfer
+from sglang.srt.disaggregation.transfer_commit import abort_commit, keep_draft_start, note_transfer, report_end
 from sglang.srt.environ import envs
 from sglang.srt.managers.lora_batch import split_by_adapter
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -351,7 +351,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _drop_aborted(self) -> list[DecodeRequest]:
         gone = [dr for dr in self.queue if dr.req.finished_reason is not None and dr.is_aborted]
         for decode_req in gone:
-            self.scheduler.stream_output([decode_req.req], decode_req.req.return_logprob)
+            report_end(decode_req.req, self.scheduler)
         self._forget(gone)
         for decode_req in gone:
             self.policy.leave(self.schedule.entry_of(decode_req))
@@ -422,7 +422,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.retracted_queue,
             self.live(),
             self.schedule.version,
-            lambda req: self.scheduler.stream_output([req], req.return_logprob),
+            lambda req: report_end(req, self.scheduler),
         )
         self.retracted_queue = self.retracted_queue[len(resumed) + num_failed :]
         return resumed
@@ -535,7 +535,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self._report_failed(decode_req.req)
 
     def _report_failed(self, req: Req) -> None:
-        self.scheduler.stream_output([req], req.return_logprob)
+        report_end(req, self.scheduler)
         if self.scheduler.enable_metrics:
             self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 

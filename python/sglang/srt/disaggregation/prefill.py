@@ -157,6 +157,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         logger.warning(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         self.stream_output([req], req.return_logprob)
+        req.disagg_kv_sender.kv_mgr.counters.failed(message)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""

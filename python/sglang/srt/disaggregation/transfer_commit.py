@@ -1,4 +1,4 @@
-"""What a request takes along from its metadata buffer, and what is noted of its transfer, when all has arrived.
+"""What a request takes along from its metadata buffer, and what is noted of its transfer, when it has come or failed.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["abort_commit", "keep_draft_start", "note_transfer"]
+__all__ = ["abort_commit", "keep_draft_start", "note_transfer", "report_end"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,12 @@ def abort_commit(req: Req, error: Exception) -> None:
     message = f"Decode commit failed for request {req.rid}: {type(error).__name__}: {error}"
     logger.error(message, exc_info=error)
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def report_end(req: Req, scheduler: Any) -> None:
+    """Tell the client of a request that has been aborted, and count it if it has failed."""
+    scheduler.stream_output([req], req.return_logprob)
+    KvTransferCounters.get(scheduler.server_args).ended(req.finished_reason)
 
 
 def keep_draft_start(req: Req) -> None:

@@ -40,6 +40,21 @@ class Pools:
         """Tokens that requests hold."""
         return self.size - self.available_tokens() - self.tree.evictable_size()
 
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Size and free places of each pool that this worker has, by name: tokens, slots, rows and buffers."""
+        rows, tree = self.rows, self.tree
+        places = {"rows": (rows.size + getattr(rows, "pre_alloc_size", 0), len(rows.free_slots))}
+        if self.has_one_kv_pool():
+            places["kv"] = self.size, self.available_tokens()
+        if self.buffers is not None:
+            places["metadata"] = self.buffers.size, self.buffers.available_size()
+        if getattr(tree, "windows", None) is not None:
+            places["window"] = tree.windows.size, tree.windows.available_size()
+        states = getattr(rows, "mamba_pool", None)
+        if states is not None:
+            places["state"] = states.size, states.available_size()
+        return places
+
     def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
         """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.
 
@@ -63,15 +78,18 @@ class Pools:
         if isinstance(tree, DecodeRadixCache):
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if idle:
-                state["audit"] = tree.audit([])
+                state["audit"] = self.audit()
             if tree.windows is not None:
                 state |= {"window_size": tree.windows.size, "window_available": tree.windows.available_size()}
         states = getattr(rows, "mamba_pool", None)
         if states is not None:
             state |= {"state_slots": states.size, "free_state_slots": states.available_size()}
-            if "audit" in state:
-                state["audit"] += self.audit_states()
         return state
+
+    def audit(self) -> list[str]:
+        """Every contradiction in the tree and the slots of states of an idle decode worker with the flag."""
+        faults = list(self.tree.audit([]))
+        return faults + self.audit_states() if hasattr(self.rows, "mamba_pool") else faults
 
     def audit_states(self) -> list[str]:
         """How the state slots contradict that no request is here; one in the retracted queue has none either."""

@@ -17,6 +17,7 @@ from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
 from sglang.srt.managers.kv_pool_state import Pools
+from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -25,7 +26,7 @@ from sglang.srt.mem_cache.pegaflow.scheduler import PegaFlowScheduler
 __all__ = ["Scheduler"]
 
 
-class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
+class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, engine.Scheduler):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
 
     What the engine has in its mixins is overridden in their modules.
@@ -80,12 +81,17 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
 
     def kv_pool_state(self) -> dict[str, Any]:
         """What ``kv_pool`` says, in tokens and seconds."""
-        idle = self.is_fully_idle() and not (self.has_quarantine() or getattr(self.tree_cache, "busy", False))
         record = {"used_peak": self.kv_used_peak, "longest_queue_step_s": round(self.longest_queue_step, 3)}
         local = self._local_prefills()
         if local is not None:
             record["computes_up_to"] = local.policy.most
-        return self.pools().state(idle, record, self.kv_manager())
+        state = self.pools().state(self.rests(), record | self.state_of_requests(), self.kv_manager())
+        self.publish_audit(state.get("audit"))
+        return state
+
+    def rests(self) -> bool:
+        """Whether the worker has no request, and nothing in quarantine or on its way to or from a PegaFlow server."""
+        return self.is_fully_idle() and not (self.has_quarantine() or getattr(self.tree_cache, "busy", False))
 
     def note_queue_step(self, seconds: float) -> None:
         """Record a step of the decode queue, with the flag or without.
@@ -189,8 +195,9 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         self.last_batch = self.cur_batch = None
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds, once per turn of every event loop, weight updates that have waited."""
+        """Adds, once per turn of every event loop, weight updates that have waited, and the worker's gauges."""
         super().process_input_requests(recv_reqs)
+        self.publish_gauges()
         self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:

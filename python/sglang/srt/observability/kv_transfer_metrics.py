@@ -5,7 +5,10 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.observability.failure_causes import CAUSES, cause_of
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -45,12 +48,18 @@ class KvTransferCounters:
             self._labels["dp_rank"] = str(dp_rank)
         names = list(self._labels)
 
-        def counter(name: str, text: str):
-            return Counter(f"sglang:{name}", text, names).labels(**self._labels)
+        def counter(name: str, text: str, by: str | None = None):
+            made = Counter(f"sglang:{name}", text, [*names, *([by] if by else ())])
+            return made if by else made.labels(**self._labels)
 
         def gauge(name: str, text: str):
             return Gauge(f"sglang:{name}", text, names, multiprocess_mode="mostrecent").labels(**self._labels)
 
+        self._failed = counter("kv_transfer_failures", "Requests that failed with status 500, by cause.", by="cause")
+        for cause in CAUSES:
+            # Shown from the start: of a counter that begins at 1, no increase is seen.
+            self._failed.labels(**self._labels, cause=cause)
+        self._lost = counter("kv_transfer_peers_lost", "Workers at the other end that were found to be gone.")
         if engine_type == "prefill":
             self._sent = counter("kv_transfer_sent_bytes", "KV bytes handed to the transfer backend.")
             self._saved = counter("kv_transfer_saved_bytes", "KV bytes not sent because decode held them.")
@@ -81,6 +90,25 @@ class KvTransferCounters:
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of all metrics of this process; of a worker without metrics none."""
+        return dict(self._labels) if self.enabled else {}
+
+    def ended(self, reason: Any) -> None:
+        """A request has ended by an abort, of the engine's kind: counted is what failed by no fault of the client."""
+        if self.enabled and getattr(reason, "status_code", None) == HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.failed(reason.message)
+
+    def failed(self, message: str) -> None:
+        """A request has failed; its client is told ``message``."""
+        if self.enabled:
+            self._failed.labels(**self._labels, cause=cause_of(message)).inc()
+
+    def lost_peer(self) -> None:
+        if self.enabled:
+            self._lost.inc()
 
     def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
         if self.enabled:

@@ -98,7 +98,7 @@ class CommonKVManager(engine.CommonKVManager):
             )
             self.prefill_watch.start()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.decode_watch = DecodeWatch(self.rooms, self._askers, self.sweep)
+            self.decode_watch = DecodeWatch(self.rooms, self._askers, self.sweep, self.counters.lost_peer)
             self.decode_watch.start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
@@ -173,6 +173,7 @@ class CommonKVManager(engine.CommonKVManager):
         self.prefill_info_table.pop(addr, None)
         # A copy in one go: the scheduler may have the set in hand.
         rooms = list(self.addr_to_rooms_tracker.pop(addr, ()))
+        self.counters.lost_peer()
         logger.error("Lost connection with prefill instance (bootstrap_addr: %s), which has %d rooms", addr, len(rooms))
         return rooms
 

@@ -127,9 +127,18 @@ class DecodeWatch:
     but once.
     """
 
-    def __init__(self, rooms: Rooms, asked: Callable[[int], Iterable[Endpoint]], sweep: SocketSweep):
-        """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock."""
-        self._rooms, self._asked, self._sweep = rooms, asked, sweep
+    def __init__(
+        self,
+        rooms: Rooms,
+        asked: Callable[[int], Iterable[Endpoint]],
+        sweep: SocketSweep,
+        on_gone: Callable[[], None] = lambda: None,
+    ):
+        """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock.
+
+        on_gone: called for each that is gone.
+        """
+        self._rooms, self._asked, self._sweep, self._on_gone = rooms, asked, sweep, on_gone
         # Decode ranks that have not refused a connection.
         self.reachable: set[Endpoint] = set()
 
@@ -159,6 +168,7 @@ class DecodeWatch:
         for host, port in gone & self.reachable & rooms.keys():
             lost = rooms[host, port]
             logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
+            self._on_gone()
             self._rooms.lose_decode(lost, f"decode {host}:{port} is gone: it refuses connections")
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:

@@ -1,0 +1,76 @@
+"""What a worker of a pair says of the requests that it has, in its state and as gauges.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+from sglang.srt.observability.worker_gauges import InHand, WorkerGauges, counts, in_hand, oldest
+
+__all__ = ["SchedulerGaugesMixin"]
+
+# Seconds between two audits of an idle decode worker, of which the second comes only if anything has happened.
+AUDIT_S = 60.0
+# The engine's scheduler comes behind.
+Base: Any = object
+
+
+class SchedulerGaugesMixin(Base):
+    """Counts requests by state, and writes the gauges of a worker with --enable-metrics."""
+
+    # The engine's, of which each scheduler has its own from its start on.
+    enable_metrics = False
+    _gauges: WorkerGauges | None = None
+    # When the tree was last audited, and what it had done by then.
+    _audited_at = 0.0
+    _audited: tuple[int, int] | None = None
+
+    def _in_pair(self) -> bool:
+        return self.disaggregation_mode != DisaggregationMode.NULL
+
+    def state_of_requests(self) -> dict[str, Any]:
+        """How many requests are in each state, and the oldest of them; empty without disaggregation."""
+        if not self._in_pair():
+            return {}
+        found = in_hand(self)
+        decodes = self.disaggregation_mode == DisaggregationMode.DECODE
+        return {"requests": counts(found, decodes), "oldest": oldest(found)}
+
+    def publish_gauges(self) -> None:
+        """Write the gauges, if it is time to. Called in every turn of the loop, idle ones too."""
+        if not (self.enable_metrics and self._in_pair()):
+            return
+        if self._gauges is None:
+            self._gauges = WorkerGauges(KvTransferCounters.get(self.server_args).labels)
+        if not self._gauges.is_due():
+            return
+        found = in_hand(self)
+        self._gauges.write_requests(found)
+        self._gauges.write_pools(self.pools().places())
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._publish_decode(self._gauges, found)
+
+    def _publish_decode(self, gauges: WorkerGauges, found: list[InHand]) -> None:
+        held = [each.req for each in found if each.state == "quarantined"]
+        # An error may have come before it got any memory.
+        gauges.write_quarantine(sum(req.kv_allocated_len for req in held if req.req_pool_idx is not None))
+        tree = self.tree_cache
+        if not isinstance(tree, DecodeRadixCache):
+            return
+        KvTransferCounters.get(self.server_args).tree(tree.evictable_size(), tree.protected_size())
+        done, now = (tree.locks_taken, tree.evictable_size()), time.monotonic()
+        # It takes a look at every slot of the tree, which nobody should wait for.
+        if done != self._audited and now - self._audited_at > AUDIT_S and self.rests():
+            self._audited, self._audited_at = done, now
+            self.publish_audit(self.pools().audit())
+
+    def publish_audit(self, faults: list[str] | None) -> None:
+        """Write how many faults an audit has found; None where there was none."""
+        if self._gauges is not None and faults is not None:
+            self._gauges.write_faults(len(faults))

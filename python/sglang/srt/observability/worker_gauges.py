@@ -1,0 +1,157 @@
+"""What a worker of a pair has in hand: requests by state, pools, and what its audit has found; figures and gauges.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["DECODE_STATES", "PREFILL_STATES", "InHand", "WorkerGauges", "counts", "in_hand", "oldest"]
+
+# On decode: before its admission (waiting: for memory or its turn; held_back: for the transfer of another), in transfer
+# or computed here, received and not yet in a batch, in the batch, taken out of it for want of memory; and what has
+# failed and may still be written to.
+DECODE_STATES = (
+    *("handshake", "waiting", "held_back", "transfer", "local", "received", "running", "retracted", "quarantined"),
+)
+# On prefill: until decode asks, until its turn, in the step, and until decode has all of it.
+PREFILL_STATES = ("bootstrap", "waiting", "running", "sending")
+# Seconds between two writes of the gauges.
+PUBLISH_S = 1.0
+
+
+class InHand(NamedTuple):
+    """A request, in which state, and the tokens of its prompt that decode held (0: none, or not known yet)."""
+
+    req: Any
+    state: str
+    prefix: int = 0
+
+    @property
+    def since(self) -> float:
+        """When it came, by the performance counter; 0 if that is not known."""
+        times = self.req.time_stats
+        return times.decode_prealloc_queue_entry_time or times.prefill_bootstrap_queue_entry_time
+
+
+def in_hand(scheduler: Any) -> list[InHand]:
+    """The requests of a prefill or decode worker, each once."""
+    if scheduler.disaggregation_mode.value == "decode":
+        return _on_decode(scheduler)
+    step = scheduler.last_batch
+    running = [*(step.reqs if step else ()), *([scheduler.chunked_req] if scheduler.chunked_req else ())]
+    found = [InHand(req, "sending") for req in scheduler.disagg_prefill_inflight_queue]
+    found += [InHand(req, "bootstrap") for req in scheduler.disagg_prefill_bootstrap_queue.queue]
+    found += [InHand(req, "waiting") for req in scheduler.waiting_queue]
+    known = {id(each.req) for each in found}
+    # The step's result has been processed, or not: those that have gone on from it are known already.
+    found += [InHand(req, "running") for req in {id(req): req for req in running}.values() if id(req) not in known]
+    return [each for each in found if each.state == "sending" or not each.req.finished()]
+
+
+def _on_decode(scheduler: Any) -> list[InHand]:
+    waiting, transfers = scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue
+    found = []
+    for each in waiting.queue:
+        follows = each.entry is not None and each.entry.coming
+        state = ("held_back" if follows else "waiting") if each.waiting_for_input else "handshake"
+        found.append(InHand(each.req, state))
+    for each in transfers.queue:
+        state = "local" if each.phase.name == "LOCAL" else "transfer"
+        found.append(InHand(each.req, state, _prefix(each.req)))
+    found += [InHand(each.req, "quarantined", _prefix(each.req)) for each in transfers.quarantine]
+    found += [InHand(req, "retracted") for req in waiting.retracted_queue]
+    found += [InHand(req, "received", _prefix(req)) for req in scheduler.waiting_queue]
+    running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+    return found + [InHand(req, "running", _prefix(req)) for req in running]
+
+
+def _prefix(req: Any) -> int:
+    return getattr(req, "transfer_prefix_len", None) or 0
+
+
+def counts(found: Iterable[InHand], decodes: bool) -> dict[str, int]:
+    """How many of ``found`` are in each state that a worker of the kind has."""
+    counted = dict.fromkeys(DECODE_STATES if decodes else PREFILL_STATES, 0)
+    for each in found:
+        counted[each.state] += 1
+    return counted
+
+
+def oldest(found: Iterable[InHand], most: int = 5) -> list[dict[str, Any]]:
+    """The requests that have been here longest, at most so many: rid, state, seconds, and tokens."""
+    now = time.perf_counter()
+    known = sorted((each for each in found if each.since), key=lambda each: each.since)
+    return [
+        {
+            "rid": each.req.rid,
+            "state": each.state,
+            "seconds": round(now - each.since, 3),
+            "prompt_tokens": len(each.req.origin_input_ids),
+            "decode_prefix": each.prefix,
+            "output_tokens": len(each.req.output_ids),
+        }
+        for each in known[:most]
+    ]
+
+
+class WorkerGauges:
+    """Prometheus gauges of one worker, written at most every `PUBLISH_S` seconds, also while nothing happens.
+
+    The engine's own are written with a step's line in the log, every so many steps, and stay as they are in between.
+    """
+
+    def __init__(self, labels: Mapping[str, str]):
+        """labels: of all metrics of this process."""
+        from prometheus_client import Gauge
+
+        names, self._labels, self._written = list(labels), labels, 0.0
+        role = labels["engine_type"]
+        self._decodes = role == "decode"
+
+        def gauge(name: str, text: str, by: str | None = None):
+            made = Gauge(f"sglang:{name}", text, [*names, *([by] if by else ())], multiprocess_mode="mostrecent")
+            return made if by else made.labels(**labels)
+
+        self._requests = gauge("pd_requests", "Requests that the worker has, by state.", by="state")
+        self._oldest = gauge("pd_oldest_request_seconds", "How long the oldest of them has been here.", by="state")
+        self._size = gauge("pd_pool_size", "Places of each pool: tokens of KV, slots, rows, buffers.", by="pool")
+        self._free = gauge("pd_pool_free", "Free places of each pool.", by="pool")
+        if role == "decode":
+            self._quarantined = gauge(
+                "decode_quarantined_tokens", "Tokens of failed requests to which a prefill may still write."
+            )
+            self._faults = gauge("decode_audit_faults", "Contradictions in tree and pools, when it was last idle.")
+
+    def is_due(self) -> bool:
+        """Whether they are to be written again; then it is the caller's to do."""
+        now = time.monotonic()
+        if now - self._written < PUBLISH_S:
+            return False
+        self._written = now
+        return True
+
+    def write_requests(self, found: Iterable[InHand]) -> None:
+        """Write what the worker has in hand."""
+        found, now = [*found], time.perf_counter()
+        for state, count in counts(found, self._decodes).items():
+            self._requests.labels(**self._labels, state=state).set(count)
+            since = min((each.since for each in found if each.state == state and each.since), default=now)
+            self._oldest.labels(**self._labels, state=state).set(round(now - since, 3))
+
+    def write_pools(self, pools: Mapping[str, tuple[int, int]]) -> None:
+        """Write size and free places of each of ``pools``, by name."""
+        for name, (size, free) in pools.items():
+            self._size.labels(**self._labels, pool=name).set(size)
+            self._free.labels(**self._labels, pool=name).set(free)
+
+    def write_quarantine(self, tokens: int) -> None:
+        """Write how many tokens a decode worker keeps in quarantine."""
+        self._quarantined.set(tokens)
+
+    def write_faults(self, faults: int) -> None:
+        """Write how many contradictions the audit of a decode worker has found."""
+        self._faults.set(faults)

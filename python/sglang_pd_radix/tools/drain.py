@@ -1,0 +1,138 @@
+"""``pd-radix drain``: take a worker out of service without losing a request."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .cluster.local_http import local_session
+from .operate.reading import TIMEOUT_S, Rank, Reader, addresses, gateway_workers
+from .progress import Display
+
+# Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
+# before may still be on its way.
+LOOK_S, QUIET_S = 0.2, 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix drain``."""
+    parser.description = (
+        "Have the gateway send a worker nothing new, wait until it has ended what it has, and, with --pid, end it."
+    )
+    parser.add_argument("worker", metavar="HOST:PORT", help="a prefill or decode worker, as the gateway knows it")
+    parser.add_argument("--gateway", required=True, metavar="URL", help="the gateway (smg)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for what it has, seconds (default: 300)"
+    )
+    parser.add_argument("--pid", type=int, metavar="PID", help="end this process of this host then, and wait for it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drain it. Returns the exit code."""
+    if args.timeout <= 0:
+        raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
+    (url,) = addresses([args.worker], None, None)
+    deadline = time.monotonic() + args.timeout
+    with Display() as steps:
+        steps.now(f"asking {args.gateway} to send {url} nothing new")
+        leave(args.gateway, url)
+        steps.done(f"{args.gateway} sends {url} nothing new")
+        wait_empty(url, deadline, steps.now)
+        steps.done(f"{url} has ended what it had")
+        if args.pid is not None:
+            steps.now(f"ending process {args.pid}")
+            end(args.pid, deadline)
+            steps.done(f"process {args.pid} has ended")
+    return 0
+
+
+def leave(gateway: str, url: str) -> None:
+    """Have ``gateway`` take a worker out. Raises PdRadixError if it cannot, or it is the last of its kind."""
+    known = {worker["url"].rstrip("/"): worker for worker in gateway_workers(gateway)}
+    worker = known.get(url)
+    if worker is None:
+        raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(sorted(known)) or 'none'}")
+    kind = worker.get("worker_type")
+    others = [other for other in known.values() if other.get("worker_type") == kind and _serves(other)]
+    if len(others) - _serves(worker) < 1:
+        raise PdRadixError(f"{url} is the last {kind} worker of {gateway}: start another one first")
+    with local_session() as session:
+        reply = session.delete(f"{_base(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
+    if not reply.ok:
+        raise PdRadixError(f"{gateway} does not let go of {url}: HTTP {reply.status_code} {reply.text[:200]}")
+    until = time.monotonic() + 30
+    while any(other["url"].rstrip("/") == url and _serves(other) for other in gateway_workers(gateway)):
+        if time.monotonic() > until:
+            raise PdRadixError(f"{gateway} has said that it lets go of {url}, and still uses it after 30 s")
+        time.sleep(LOOK_S)
+
+
+def _serves(worker: dict[str, Any]) -> bool:
+    """Whether the gateway may choose a worker."""
+    return bool(worker.get("is_healthy", True)) and worker.get("status", "ready") != "draining"
+
+
+def _base(gateway: str) -> str:
+    return (gateway if "//" in gateway else f"http://{gateway}").rstrip("/")
+
+
+def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
+    """Wait until a worker has had no request for `QUIET_S` seconds. Raises PdRadixError after ``deadline``."""
+    reader, quiet_since, said = Reader([url]), None, ""
+    while True:
+        ranks = reader.look().ranks
+        if all(rank.error == "does not answer" for rank in ranks):
+            raise PdRadixError(f"{url} does not answer")
+        left = _left(ranks)
+        now = time.monotonic()
+        if left:
+            quiet_since = None
+            if left != said:
+                said = left
+                say(f"{url} has {left}")
+        elif now - (quiet_since := quiet_since or now) >= QUIET_S:
+            return
+        if now > deadline:
+            raise PdRadixError(f"{url} still has {left or 'had something a moment ago'}. It gets nothing new")
+        time.sleep(LOOK_S)
+
+
+def _left(ranks: list[Rank]) -> str:
+    """What a worker still has, in words."""
+    states: dict[str, int] = {}
+    for rank in ranks:
+        if rank.error:
+            return rank.error
+        for state, count in rank.requests.items():
+            if count:
+                states[state] = states.get(state, 0) + count
+    if not states and not all(rank.idle for rank in ranks):
+        return "something that no queue has"
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+
+
+def end(pid: int, deadline: float) -> None:
+    """End a process and wait for it. Raises PdRadixError if there is none, or it stays."""
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError) as error:
+        raise PdRadixError(f"process {pid} cannot be ended: {error}") from error
+    while _lives(pid):
+        if time.monotonic() > deadline:
+            raise PdRadixError(f"process {pid} has not ended")
+        time.sleep(LOOK_S)
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            # One that nobody has waited for has ended all the same.
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    return False

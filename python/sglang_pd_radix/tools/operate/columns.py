@@ -1,0 +1,111 @@
+"""The columns of the live view: what each shows of a worker, and what it is sorted by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .reading import Look, Rank, totals
+
+
+class Column(NamedTuple):
+    """A column. key: what workers are sorted by; the largest comes first, but names."""
+
+    title: str
+    key: Callable[[Rank], Any]
+    shown: Callable[[Rank], str]
+
+
+def size(value: float | None, per: str = "") -> str:
+    """A number of bytes or tokens in four places."""
+    if value is None:
+        return "–"
+    power = 0
+    while abs(value) >= 1000 and power < 4:
+        value, power = value / 1000, power + 1
+    digits = 1 if power and value < 100 else 0
+    return f"{value:.{digits}f}{' kMGT'[power].strip()}{per}"
+
+
+def part(value: float | None) -> str:
+    """A part as a percentage."""
+    return "–" if value is None else f"{100 * value:.0f}%"
+
+
+def _rate(name: str) -> Column:
+    title = name.removesuffix("_bytes")
+    return Column(title, lambda rank: rank.rates.get(name, 0.0), lambda rank: size(rank.rates.get(name), "B/s"))
+
+
+def _state(title: str, *states: str) -> Column:
+    def count(rank: Rank) -> int:
+        return sum(rank.requests.get(state, 0) for state in states)
+
+    return Column(title, count, lambda rank: str(count(rank)) if rank.requests else "–")
+
+
+def _free(rank: Rank) -> float | None:
+    return rank.pool["available"] / rank.pool["size"] if rank.pool.get("size") else None
+
+
+def _status(rank: Rank) -> str:
+    if rank.error:
+        return rank.error
+    if rank.audit:
+        return f"AUDIT: {rank.audit[0]}"
+    return "idle" if rank.idle else "busy"
+
+
+#: By the name that ``--sort`` takes.
+COLUMNS = {
+    "worker": Column("worker", lambda rank: rank.name, lambda rank: rank.name),
+    "role": Column("role", lambda rank: rank.role, lambda rank: rank.role + ("+tree" if rank.flag else "")),
+    "running": _state("run", "running"),
+    "waiting": _state("wait", "waiting", "handshake", "bootstrap", "retracted", "received"),
+    "held_back": _state("back", "held_back"),
+    "transfer": _state("xfer", "transfer", "sending", "local"),
+    "quarantined": _state("quar", "quarantined"),
+    "tree": Column(
+        "tree",
+        lambda rank: rank.pool.get("evictable", 0) + rank.pool.get("protected", 0),
+        lambda rank: size(rank.pool.get("evictable", 0) + rank.pool.get("protected", 0)) if rank.pool else "–",
+    ),
+    "free": Column("free", lambda rank: -(_free(rank) or 0), lambda rank: part(_free(rank))),
+    "held": Column("held", lambda rank: rank.held_part or 0, lambda rank: part(rank.held_part)),
+    "sent": _rate("sent_bytes"),
+    "saved": _rate("saved_bytes"),
+    "failures": Column(
+        "fail", lambda rank: rank.counters.get("failures", 0), lambda rank: size(rank.counters.get("failures"))
+    ),
+    "lost": Column(
+        "lost", lambda rank: rank.counters.get("peers_lost", 0), lambda rank: size(rank.counters.get("peers_lost"))
+    ),
+    "status": Column("status", _status, _status),
+}
+#: Those whose smallest comes first.
+NAMES = ("worker", "role", "status")
+
+
+def ordered(ranks: list[Rank], column: str, turned: bool) -> list[Rank]:
+    """The workers in the order of a column, or turned; equals by their name."""
+    by_name = sorted(ranks, key=lambda rank: rank.name)
+    return sorted(by_name, key=COLUMNS[column].key, reverse=(column not in NAMES) != turned)
+
+
+def summary(look: Look) -> str:
+    """The first line: the deployment as a whole."""
+    sums = totals(look.ranks)
+    decode, rates = sums["requests"].get("decode", {}), sums["rates"]
+    tokens = rates if rates.get("prompt_tokens") else sums["counters"]
+    held = tokens["held_tokens"] / tokens["prompt_tokens"] if tokens.get("prompt_tokens") else None
+    waits = sum(count for state, count in decode.items() if state != "running")
+    said = [
+        f"{len(look.ranks)} ranks",
+        f"{decode.get('running', 0)} running, {waits} not yet",
+        f"{part(held)} of prompts held",
+        f"sent {size(rates.get('sent_bytes'), 'B/s')}, saved {size(rates.get('saved_bytes'), 'B/s')}",
+        f"{size(sums['counters'].get('failures'))} failed",
+    ]
+    if sums["unreachable"]:
+        said.append("cannot be looked at: " + ", ".join(sums["unreachable"]))
+    return " | ".join(said)

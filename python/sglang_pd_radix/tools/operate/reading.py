@@ -1,0 +1,206 @@
+"""One look at all workers of a deployment: requests, tree, pool, bytes, failures, and the oldest requests."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from ..cluster.local_http import http
+
+# Seconds for which a worker may take to answer.
+TIMEOUT_S = 5.0
+# Counters of a rank: prefill's, decode's and those of both. Ours to theirs.
+_COUNTERS = {
+    "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
+    "saved_bytes": "sglang:kv_transfer_saved_bytes_total",
+    "prompt_tokens": "sglang:decode_prompt_tokens_total",
+    "held_tokens": "sglang:decode_prefix_hit_tokens_total",
+    "failures": "sglang:kv_transfer_failures_total",
+    "peers_lost": "sglang:kv_transfer_peers_lost_total",
+}
+
+
+@dataclass
+class Rank:
+    """A DP rank of a worker, or a worker that has none; ``error``: why it could not be looked at.
+
+    requests: by state. pool: tokens. counters: since the start of the worker, by `_COUNTERS`; empty without
+    --enable-metrics. rates: the same for each second since the look before; empty at the first.
+    """
+
+    worker: str
+    role: str = "?"
+    rank: int | None = None
+    flag: bool = False
+    idle: bool = False
+    requests: dict[str, int] = field(default_factory=dict)
+    pool: dict[str, int] = field(default_factory=dict)
+    audit: list[str] | None = None
+    counters: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Worker and rank."""
+        return self.worker if self.rank is None else f"{self.worker}/{self.rank}"
+
+    @property
+    def held_part(self) -> float | None:
+        """Part of the prompt tokens that the tree held, of late; since the start if there were none of late."""
+        for figures in (self.rates, self.counters):
+            if figures.get("prompt_tokens"):
+                return figures["held_tokens"] / figures["prompt_tokens"]
+        return None
+
+    @property
+    def queued(self) -> int:
+        """Requests that are here and do not run."""
+        return sum(count for state, count in self.requests.items() if state != "running")
+
+
+@dataclass
+class Look:
+    """All workers at one moment. oldest: the requests that have been there longest, with their ``worker``."""
+
+    at: float
+    ranks: list[Rank]
+    oldest: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ranks = [asdict(rank) | {"held_part": rank.held_part} for rank in self.ranks]
+        return {"time": self.at, "workers": ranks, "oldest": self.oldest, "total": totals(self.ranks)}
+
+
+def totals(ranks: Iterable[Rank]) -> dict[str, Any]:
+    """Over all of them: what there is of each counter and rate, and requests by role and state."""
+    sums: dict[str, Any] = {"requests": {}, "counters": {}, "rates": {}}
+    for rank in ranks:
+        of_role = sums["requests"].setdefault(rank.role, {})
+        for into, figures in ((of_role, rank.requests), (sums["counters"], rank.counters), (sums["rates"], rank.rates)):
+            for name, value in figures.items():
+                into[name] = into.get(name, 0) + value
+    sums["unreachable"] = sorted(rank.worker for rank in ranks if rank.error)
+    return sums
+
+
+def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) -> list[str]:
+    """The workers to look at: named, known to a gateway, or of a file of ``pd-radix up --json``.
+
+    Raises PdRadixError if there are none.
+    """
+    found = [url if "//" in url else f"http://{url}" for url in urls]
+    if gateway is not None:
+        found += [worker["url"] for worker in gateway_workers(gateway)]
+    if deployment is not None:
+        try:
+            processes = json.loads(Path(deployment).read_text(encoding="utf-8"))["processes"]
+            found += [process["url"] for process in processes if process["role"] in ("prefill", "decode", "engine")]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise PdRadixError(f"{deployment} is no file of pd-radix up --json: {error}") from error
+    if not found:
+        raise PdRadixError("name workers (HOST:PORT ...), --gateway URL or --deployment FILE")
+    return list(dict.fromkeys(url.rstrip("/") for url in found))
+
+
+def gateway_workers(gateway: str) -> list[dict[str, Any]]:
+    """What a gateway says of each of its workers. Raises PdRadixError if it does not."""
+    url = (gateway if "//" in gateway else f"http://{gateway}").rstrip("/") + "/workers"
+    status, content = http(url, timeout=TIMEOUT_S)
+    try:
+        return [worker | {"url": str(worker["url"])} for worker in json.loads(content)["workers"]]
+    except (ValueError, TypeError, KeyError) as error:
+        said = content.decode(errors="replace")[:200]
+        raise PdRadixError(f"{url} names no workers (HTTP {status}): {said}") from error
+
+
+class Reader:
+    """Looks at workers again and again; keeps the last look for the rates."""
+
+    def __init__(self, urls: Sequence[str]):
+        self.urls = urls
+        self._before: dict[str, tuple[float, Mapping[str, float]]] = {}
+
+    def look(self) -> Look:
+        """Ask all workers at once."""
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            read = list(pool.map(_read, self.urls))
+        oldest: list[dict[str, Any]] = []
+        ranks: list[Rank] = []
+        for of_worker, requests in read:
+            ranks += of_worker
+            oldest += requests
+        for rank in ranks:
+            self._rate(rank)
+        return Look(time.time(), ranks, sorted(oldest, key=lambda request: -request["seconds"]))
+
+    def _rate(self, rank: Rank) -> None:
+        now = time.monotonic()
+        before = self._before.get(rank.name)
+        if before is not None and now > before[0]:
+            past = {name: value - before[1].get(name, 0.0) for name, value in rank.counters.items()}
+            # A worker that has begun anew counts from 0.
+            if all(value >= 0 for value in past.values()):
+                rank.rates = {name: value / (now - before[0]) for name, value in past.items()}
+        if rank.counters:
+            self._before[rank.name] = now, rank.counters
+
+
+def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
+    """The ranks of one worker, and its oldest requests."""
+    worker = url.partition("//")[2]
+    status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
+    try:
+        info = json.loads(content) if status == 200 else None
+        states = info["internal_states"] if info else []
+    except (ValueError, TypeError, KeyError):
+        info, states = None, []
+    if info is None:
+        said = content.decode(errors="replace")[:80] if status else "does not answer"
+        return [Rank(worker, error=f"HTTP {status}: {said}" if status else said)], []
+    role = {"null": "engine"}.get(info.get("disaggregation_mode"), info.get("disaggregation_mode") or "?")
+    counted = _counters(url)
+    ranks, oldest = [], []
+    for number, state in enumerate(states):
+        pool = state.get("kv_pool", {})
+        rank = Rank(
+            worker,
+            role,
+            number if len(states) > 1 else None,
+            bool(info.get("disaggregation_decode_enable_radix_cache")),
+            pool.get("idle", False),
+            pool.get("requests", {}),
+            {name: pool[name] for name in ("size", "available", "evictable", "protected") if name in pool},
+            pool.get("audit"),
+            counted.get(str(number) if len(states) > 1 else "", {}),
+        )
+        if "requests" not in pool and role != "engine":
+            rank.error = "does not tell its requests: without this package, or with an older one"
+        ranks.append(rank)
+        oldest += [request | {"worker": rank.name} for request in pool.get("oldest", ())]
+    return ranks, oldest
+
+
+def _counters(url: str) -> dict[str, dict[str, float]]:
+    """The counters of a worker by the label of its DP ranks, which is empty where there is one."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    status, content = http(url + "/metrics", timeout=TIMEOUT_S)
+    found: dict[str, dict[str, float]] = {}
+    if status != 200:
+        return found
+    ours = {theirs: name for name, theirs in _COUNTERS.items()}
+    for family in text_string_to_metric_families(content.decode(errors="replace")):
+        for sample in family.samples:
+            if sample.name in ours:
+                of_rank = found.setdefault(sample.labels.get("dp_rank", ""), {})
+                of_rank[ours[sample.name]] = of_rank.get(ours[sample.name], 0.0) + sample.value
+    return found

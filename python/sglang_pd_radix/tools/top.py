@@ -1,0 +1,46 @@
+"""``pd-radix top``: workers and requests of a deployment as they are now, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .operate.columns import COLUMNS
+from .operate.reading import Reader, addresses
+
+_EPILOG = """
+Keys: < and > choose the column that workers are sorted by, r turns the order, q ends; h, w, b and f sort by what
+was held, by what waits, by bytes sent and by failures.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix top``."""
+    parser.description = "Show the workers of a deployment and their requests, again and again."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("worker", nargs="*", metavar="HOST:PORT", help="prefill and decode workers")
+    parser.add_argument("--gateway", metavar="URL", help="ask this gateway for the workers (smg, sglang-router)")
+    parser.add_argument("--deployment", metavar="FILE", help="the workers of pd-radix up --json FILE")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
+    parser.add_argument("--sort", choices=tuple(COLUMNS), default="worker", help="the column that comes first")
+    parser.add_argument("--json", action="store_true", help="look once, print what was seen, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it. Returns the exit code: with --json 1 if a worker could not be looked at."""
+    if args.interval <= 0:
+        raise PdRadixError(f"--interval is {args.interval:g}: give a number of seconds above 0")
+    reader = Reader(addresses(args.worker, args.gateway, args.deployment))
+    if args.json:
+        look = reader.look()
+        print(json.dumps(look.as_dict(), indent=2))
+        return int(any(rank.error for rank in look.ranks))
+    try:
+        from .operate.screen import Top
+    except ImportError as error:
+        raise PdRadixError("the live view needs textual: pip install 'sglang-pd-radix[top]'; or --json") from error
+    Top(reader, args.interval, args.sort).run()
+    return 0

@@ -1,0 +1,83 @@
+"""The dashboard is what its panels build, and shows every metric of this package; and what it names is exported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from code_texts import texts
+
+from sglang_pd_radix.tools import cli, dashboard, reference
+from sglang_pd_radix.tools.operate.panels import ON_NO_PANEL, SECTIONS
+
+ENGINE = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "observability" / "metrics_collector.py"
+PANELS = [panel for panels in SECTIONS.values() for panel in panels]
+OURS = {name for name, *_ in reference.metrics()}
+CHECKED_IN = dashboard.DASHBOARD.read_text(encoding="utf-8")
+
+
+def named(expr: str) -> set[str]:
+    """The metrics that a query names."""
+    return set(re.findall(r"sglang:\w+", expr))
+
+
+def test_the_dashboard_is_what_its_panels_build(capsys):
+    """Written by `pd-radix dashboard --build > python/sglang_pd_radix/tools/operate/dashboard.json`."""
+    pytest.importorskip("grafana_foundation_sdk", reason="the SDK needs Python 3.11")
+    assert dashboard.build() == CHECKED_IN
+
+
+def test_the_command_prints_the_files(capsys):
+    for options, file in (
+        ((), dashboard.DASHBOARD),
+        (("--alarms",), dashboard.RULES),
+        (("--prometheus",), dashboard.SCRAPE),
+    ):
+        assert cli.main(["dashboard", *options]) == 0
+        assert capsys.readouterr().out == file.read_text(encoding="utf-8")
+
+
+def test_the_panels_are_those_of_the_dashboard():
+    """Without the SDK too."""
+    made = [panel for panel in json.loads(CHECKED_IN)["panels"] if panel["type"] != "row"]
+    assert [panel["title"] for panel in made] == [panel.title for panel in PANELS]
+    for panel, source in zip(made, PANELS, strict=True):
+        assert [target["expr"] for target in panel["targets"]] == [query.expr for query in source.queries]
+    assert len({panel.title for panel in PANELS}) == len(PANELS) and all(panel.says for panel in PANELS)
+
+
+def test_it_fits_one_screen():
+    """1080 lines, of which Grafana takes 40 in kiosk mode; a unit of its grid has 30 and a gap of 8."""
+    bottom = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in json.loads(CHECKED_IN)["panels"])
+    assert bottom * 38 <= 1040
+    assert all(panel["gridPos"]["w"] >= 6 for panel in json.loads(CHECKED_IN)["panels"])
+
+
+def test_every_metric_is_on_a_panel_or_has_a_reason():
+    shown = {name for panel in PANELS for query in panel.queries for name in named(query.expr)}
+    assert OURS - shown == {*ON_NO_PANEL}, "on no panel, and without a reason in ON_NO_PANEL"
+    assert all(len(reason) > 10 for reason in ON_NO_PANEL.values())
+
+
+def exported() -> set[str]:
+    """What the workers export: by this package and by the engine. A histogram has buckets, a sum and a count."""
+    engines = {text for text in texts(ENGINE) if text.startswith("sglang:")}
+    return OURS | engines | {f"{name}_bucket" for name in engines}
+
+
+def test_every_metric_that_a_panel_or_an_alarm_names_is_exported():
+    rules = dashboard.RULES.read_text(encoding="utf-8")
+    named_there = {name for panel in PANELS for query in panel.queries for name in named(query.expr)} | named(rules)
+    assert named_there <= exported() and len(named_there) > 25
+
+
+def test_lines_of_several_workers_and_ranks_are_told_apart():
+    """Every query keeps the worker, and what is exported by rank also the rank; and heeds the variables."""
+    for panel in PANELS:
+        for query in panel.queries:
+            assert 'instance=~"$worker"' in query.expr and "{{instance}}" in query.legend, panel.title
+            if named(query.expr) & OURS and "increase" not in query.expr:
+                assert 'dp_rank=~"$rank"' in query.expr and "{{dp_rank}}" in query.legend, panel.title

@@ -1,0 +1,118 @@
+"""`pd-radix drain`: the gateway lets go of a worker, what it has ends, and then its process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from threading import Timer
+
+import pytest
+from test_top import POOL, Worker, workers
+
+from sglang_pd_radix.tools import cli, drain
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """A gateway of which requests to let go are recorded in ``let_go``, a prefill and two decode workers."""
+    monkeypatch.setattr(drain, "LOOK_S", 0.02)
+    monkeypatch.setattr(drain, "QUIET_S", 0.2)
+    with workers(4) as (gateway, *others):
+        listed = [
+            {
+                "id": f"id-{n}",
+                "url": f"http://{other.address}",
+                "worker_type": role,
+                "is_healthy": True,
+                "status": "ready",
+            }
+            for n, (role, other) in enumerate(zip(("prefill", "decode", "decode"), others, strict=True))
+        ]
+        gateway.answers["/workers"], gateway.let_go = {"workers": listed}, []
+
+        def let_go(path: str) -> int:
+            gateway.let_go.append(path)
+            worker = next(worker for worker in listed if path == f"/workers/{worker['id']}")
+            worker |= {"status": "draining", "is_healthy": False}
+            return 202
+
+        gateway.on_delete = let_go
+        for other in others:
+            has(other, 0)
+        yield gateway, *others
+
+
+def has(worker: Worker, running: int, idle: bool | None = None) -> None:
+    requests = {"running": running, "waiting": 0}
+    worker.says("decode", POOL | {"requests": requests, "idle": not running if idle is None else idle})
+
+
+def drained(gateway: Worker, worker: Worker, *more: str) -> int:
+    return cli.main(["drain", worker.address, "--gateway", gateway.address, *more])
+
+
+def test_what_it_has_is_waited_for(found, capsys):
+    gateway, _, worker, _ = found
+    has(worker, 2)
+    began = time.monotonic()
+    Timer(0.5, has, (worker, 0)).start()
+    assert drained(gateway, worker) == 0
+    assert 0.7 <= time.monotonic() - began < 5
+    assert gateway.let_go == ["/workers/id-1"]
+    said = capsys.readouterr().err
+    assert "has 2 running" in said and "has ended what it had" in said
+
+
+def test_what_comes_late_is_waited_for_too(found):
+    gateway, _, worker, _ = found
+    began = time.monotonic()
+    Timer(0.1, has, (worker, 1)).start()
+    Timer(0.5, has, (worker, 0)).start()
+    assert drained(gateway, worker) == 0
+    assert time.monotonic() - began >= 0.7
+
+
+@pytest.mark.parametrize("running", [1, 0])
+def test_what_does_not_end_is_told(found, capsys, running):
+    """Also where no queue has it: pages in quarantine are a prefill's to write to."""
+    gateway, _, worker, _ = found
+    has(worker, running, idle=False)
+    assert drained(gateway, worker, "--timeout", "0.3") == 1
+    said = capsys.readouterr().err
+    assert ("still has 1 running" if running else "still has something") in said
+
+
+def test_then_its_process_ends(found):
+    gateway, _, worker, _ = found
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        has(worker, 1)
+        Timer(0.3, has, (worker, 0)).start()
+        assert drained(gateway, worker, "--pid", str(process.pid)) == 0
+        assert process.wait(timeout=10) == -15
+    finally:
+        process.kill()
+    assert not drain._lives(process.pid) and drain._lives(os.getpid())
+
+
+def test_the_last_of_its_kind_stays(found, capsys):
+    gateway, prefill, first, second = found
+    assert drained(gateway, prefill) == 1
+    assert "the last prefill worker" in capsys.readouterr().err
+    assert drained(gateway, first) == 0
+    assert drained(gateway, second) == 1
+    assert gateway.let_go == ["/workers/id-1"]
+
+
+def test_a_worker_that_nobody_knows_and_one_that_is_gone(found, capsys):
+    gateway, _, worker, _ = found
+    assert cli.main(["drain", "127.0.0.1:9", "--gateway", gateway.address]) == 1
+    assert "knows no worker http://127.0.0.1:9" in capsys.readouterr().err
+    gateway.answers["/workers"]["workers"].append(
+        {"id": "gone", "url": "http://127.0.0.1:9", "worker_type": "decode", "is_healthy": False, "status": "ready"}
+    )
+    gateway.on_delete = lambda path: 500
+    assert drained(gateway, worker) == 1
+    assert "does not let go" in capsys.readouterr().err

@@ -1,0 +1,262 @@
+"""`pd-radix top`: what it reads of workers, in which order it shows them, its keys, and itself in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import cli
+from sglang_pd_radix.tools.operate.columns import COLUMNS, NAMES, ordered, size, summary
+from sglang_pd_radix.tools.operate.reading import Look, Rank, Reader, addresses
+
+POOL = {"size": 1000, "available": 400, "evictable": 500, "protected": 100, "idle": False}
+
+
+def oldest(rid: str, seconds: float) -> dict:
+    return {
+        "rid": rid, "state": "running", "seconds": seconds, "prompt_tokens": 9, "decode_prefix": 4, "output_tokens": 2,
+    }  # fmt: skip
+
+
+class Worker:
+    """A worker's HTTP server, of which a test sets the answers by path."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+        self.on_delete: Callable[[str], int] = lambda path: 404
+        worker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                answer = worker.answers.get(self.path)
+                self.send_response(404 if answer is None else 200)
+                self.end_headers()
+                self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
+
+            def do_DELETE(self):
+                self.send_response(worker.on_delete(self.path))
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server.server_port}"
+        Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def says(self, role: str, *pools: dict, metrics: str | None = None) -> None:
+        self.answers["/get_server_info"] = {
+            "disaggregation_mode": role,
+            "disaggregation_decode_enable_radix_cache": role == "decode",
+            "internal_states": [{"kv_pool": pool} for pool in pools],
+        }
+        self.answers["/metrics"] = metrics
+
+
+@contextmanager
+def workers(count: int) -> Iterator[list[Worker]]:
+    found = [Worker() for _ in range(count)]
+    try:
+        yield found
+    finally:
+        for worker in found:
+            worker.server.shutdown()
+            worker.server.server_close()
+
+
+def counted(held: int, prompt: int, rank: str = "") -> str:
+    labels = f'model_name="m",engine_type="decode"{rank}'
+    return (
+        "# TYPE sglang:decode_prefix_hit_tokens counter\n"
+        f"sglang:decode_prefix_hit_tokens_total{{{labels}}} {held}\n"
+        "# TYPE sglang:decode_prompt_tokens counter\n"
+        f"sglang:decode_prompt_tokens_total{{{labels}}} {prompt}\n"
+        "# TYPE sglang:kv_transfer_failures counter\n"
+        f'sglang:kv_transfer_failures_total{{{labels},cause="timeout"}} 2\n'
+        f'sglang:kv_transfer_failures_total{{{labels},cause="digest"}} 1\n'
+    )
+
+
+def test_what_is_read_of_workers():
+    with workers(3) as (prefill, decode, ranks):
+        prefill.says("prefill", POOL | {"requests": {"waiting": 2, "running": 1}, "oldest": [oldest("a", 3.0)]})
+        decode.says(
+            "decode",
+            POOL | {"requests": {"running": 4, "transfer": 2}, "oldest": [oldest("b", 7.0)]},
+            metrics=counted(25, 100),
+        )
+        requests = [{"running": 1}, {"running": 5}]
+        metrics = counted(10, 20, ',dp_rank="0"') + counted(1, 20, ',dp_rank="1"')
+        ranks.says("decode", *(POOL | {"requests": each} for each in requests), metrics=metrics)
+        reader = Reader(addresses([prefill.address, decode.address, ranks.address, "127.0.0.1:9"], None, None))
+        look = reader.look()
+        decode.says("decode", POOL | {"requests": {"running": 4}}, metrics=counted(55, 140))
+        again = reader.look()
+        decode.says("decode", POOL | {"requests": {"running": 4}}, metrics=counted(5, 10))
+        restarted = reader.look()
+    first, second, zero, one, gone = look.ranks
+    assert [rank.role for rank in look.ranks] == ["prefill", "decode", "decode", "decode", "?"]
+    assert [rank.name for rank in (zero, one)] == [f"{ranks.address}/0", f"{ranks.address}/1"]
+    assert (first.queued, second.queued, zero.queued) == (2, 2, 0)
+    assert (first.held_part, second.held_part, zero.held_part, one.held_part) == (None, 0.25, 0.5, 0.05)
+    assert second.counters["failures"] == 3 and second.flag and not first.flag
+    assert gone.error == "does not answer"
+    assert [(each["rid"], each["worker"]) for each in look.oldest] == [("b", decode.address), ("a", prefill.address)]
+    # From the second look on, what happened between the two.
+    assert look.ranks[1].rates == {} and again.ranks[1].held_part == pytest.approx(30 / 40)
+    # One that has begun anew has no rates yet.
+    assert restarted.ranks[1].rates == {} and restarted.ranks[1].held_part == 0.5
+    total = look.as_dict()["total"]
+    assert total["requests"]["decode"] == {"running": 10, "transfer": 2} and total["unreachable"] == ["127.0.0.1:9"]
+    assert "10 running, 2 not yet" in summary(look) and "127.0.0.1:9" in summary(look)
+
+
+def test_a_worker_without_this_package_is_named():
+    with workers(1) as (worker,):
+        worker.says("decode", {})
+        (rank,) = Reader([f"http://{worker.address}"]).look().ranks
+    assert "without this package" in rank.error
+
+
+def test_where_the_workers_are_from(tmp_path):
+    with workers(1) as (gateway,):
+        gateway.answers["/workers"] = {"workers": [{"url": "http://10.0.0.1:1/"}, {"url": "http://10.0.0.2:2"}]}
+        assert addresses(["10.0.0.2:2"], gateway.address, None) == ["http://10.0.0.2:2", "http://10.0.0.1:1"]
+        gateway.answers["/workers"] = {"error": "no"}
+        with pytest.raises(PdRadixError, match="names no workers"):
+            addresses([], gateway.address, None)
+    file = tmp_path / "up.json"
+    roles = ("router", "prefill", "decode")
+    file.write_text(json.dumps({"processes": [{"role": role, "url": f"http://{role}"} for role in roles]}))
+    assert addresses([], None, str(file)) == ["http://prefill", "http://decode"]
+    file.write_text("[]")
+    with pytest.raises(PdRadixError, match="is no file of"):
+        addresses([], None, str(file))
+    with pytest.raises(PdRadixError, match="--gateway URL"):
+        addresses([], None, None)
+
+
+def test_one_shot_json(capsys):
+    with workers(1) as (worker,):
+        worker.says("decode", POOL | {"requests": {"running": 4}}, metrics=counted(25, 100))
+        assert cli.main(["top", worker.address, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["workers"][0]["held_part"] == 0.25 and told["total"]["counters"]["failures"] == 3
+        assert cli.main(["top", worker.address, "127.0.0.1:9", "--json"]) == 1
+    assert cli.main(["top", "127.0.0.1:9", "--interval", "0"]) == 1
+
+
+def ranks_of(**by_name: int) -> list[Rank]:
+    return [
+        Rank(name, "decode", requests={"running": n, "waiting": 10 - n}, counters={"failures": n % 3})
+        for name, n in by_name.items()
+    ]
+
+
+def test_the_order():
+    ranks = ranks_of(c=1, a=9, b=5)
+
+    def names(column: str, turned: bool = False) -> str:
+        return "".join(rank.name for rank in ordered(ranks, column, turned))
+
+    assert names("worker") == "abc" and names("worker", True) == "cba"
+    assert names("running") == "abc" and names("waiting") == "cba" and names("running", True) == "cba"
+    assert names("failures") == "bca", "equals by name"
+    for column in COLUMNS:
+        assert sorted(names(column)) == ["a", "b", "c"]
+    assert set(NAMES) <= set(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "–"), (0, "0"), (999, "999"), (1500, "1.5k"), (250_000, "250k"), (3e9, "3.0G")]
+)
+def test_sizes(value, shown):
+    assert size(value) == shown
+
+
+def test_the_keys():
+    textual = pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
+    from sglang_pd_radix.tools.operate.screen import Top
+
+    look = Look(0.0, ranks_of(c=1, a=9, b=5), [oldest("r1", 4.0) | {"worker": "a"}])
+
+    async def use() -> None:
+        app = Top(SimpleNamespace(look=lambda: look), 0.05, "worker")
+
+        def first_column() -> list[str]:
+            table = app.query_one("#workers", textual.widgets.DataTable)
+            return [str(table.get_row_at(n)[0]) for n in range(table.row_count)]
+
+        async with app.run_test(size=(160, 30)) as pilot:
+            for _ in range(100):
+                await pilot.pause(0.02)
+                if first_column():
+                    break
+            seen = []
+            for key in ("", "w", "r", "f", "less_than_sign", "greater_than_sign", "greater_than_sign"):
+                if key:
+                    await pilot.press(key)
+                    await pilot.pause()
+                seen.append((app.sorted_by, "".join(first_column())))
+            assert seen == [
+                ("worker", "abc"), ("waiting", "cba"), ("waiting", "abc"), ("failures", "bca"), ("saved", "abc"),
+                ("failures", "bca"), ("lost", "abc"),
+            ]  # fmt: skip
+            requests = app.query_one("#requests", textual.widgets.DataTable)
+            assert [str(cell) for cell in requests.get_row_at(0)] == ["r1", "a", "running", "4.0", "9", "4", "2"]
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    asyncio.run(use())
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux: apt-get install tmux")
+def test_in_a_terminal(tmp_path):
+    pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
+    tmux = ["tmux", "-S", str(tmp_path / "socket")]
+
+    def run(*command: str) -> str:
+        return subprocess.run([*tmux, *command], capture_output=True, text=True, timeout=20, check=True).stdout
+
+    def wait(*words: str) -> str:
+        end = time.monotonic() + 60
+        while True:
+            screen = run("capture-pane", "-p")
+            if all(word in screen for word in words):
+                return screen
+            assert time.monotonic() < end and "Pane is dead" not in screen, screen
+            time.sleep(0.2)
+
+    with workers(2) as (prefill, decode):
+        prefill.says("prefill", POOL | {"requests": {"waiting": 2}})
+        decode.says("decode", POOL | {"requests": {"running": 4}, "oldest": [oldest("slow-one", 70.0)]})
+        settings = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH",) if name in os.environ]
+        command = ["env", *settings, sys.executable, "-m", "sglang_pd_radix.tools.cli", "top", "--interval", "0.3"]
+        run("new-session", "-d", "-x", "180", "-y", "30", *command, prefill.address, decode.address)
+        try:
+            run("set-option", "remain-on-exit", "on")
+            screen = wait("worker▼", "decode+tree", "slow-one", "4 running")
+            assert screen.index("prefill") > 0 and "40%" in screen
+            run("send-keys", "w")
+            wait("wait▼")
+            # It goes on looking.
+            decode.says("decode", POOL | {"requests": {"running": 7}})
+            wait("7 running")
+            run("send-keys", "q")
+            wait("Pane is dead")
+        finally:
+            run("kill-server")

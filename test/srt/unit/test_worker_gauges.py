@@ -1,0 +1,226 @@
+"""What a worker says of the requests that it has and of its pools, and which causes failures are counted by."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+from code_texts import HOLE, handed
+from decode_world import World
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import scheduler_gauges_mixin
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.observability import worker_gauges
+from sglang.srt.observability.failure_causes import CAUSES, ELSEWHERE, OTHER, cause_of
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+
+PATCH = Path(__file__).parents[3] / "python" / "sglang" / "srt"
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    found = prometheus_client.CollectorRegistry()
+    for name in ("Counter", "Gauge"):
+        monkeypatch.setattr(prometheus_client, name, partial(getattr(prometheus_client, name), registry=found))
+    return found
+
+
+def told(registry, name: str) -> dict[str, float]:
+    """The values of a metric, by its label beside those that all have."""
+    return {
+        "".join(value for key, value in s.labels.items() if key not in ("model_name", "engine_type")): s.value
+        for metric in registry.collect()
+        for s in metric.samples
+        if s.name == f"sglang:{name}"
+    }
+
+
+@pytest.fixture
+def scheduler(monkeypatch, registry):
+    """A decode worker's scheduler over the queues and pools of ``world``, with metrics."""
+    made = object.__new__(Scheduler)
+    made.world = world = World(size=64, page_size=4)
+    made.token_to_kv_pool_allocator, made.tree_cache = world.allocator, world.tree
+    made.req_to_token_pool = world.queue.req_to_token_pool
+    made.disagg_decode_prealloc_queue, made.disagg_decode_transfer_queue = world.queue, world.queue.transfer_queue
+    made.max_total_num_tokens, made.enable_metrics = 64, True
+    made.disaggregation_mode, made.waiting_queue = DisaggregationMode.DECODE, []
+    made.running_batch = SimpleNamespace(reqs=[])
+    made.server_args = SimpleNamespace(
+        served_model_name="of this test", disaggregation_mode="decode", enable_metrics=True
+    )
+    monkeypatch.setattr(KvTransferCounters, "_made", {})
+    monkeypatch.setattr(worker_gauges, "PUBLISH_S", 0.0)
+    monkeypatch.setattr(Scheduler, "rests", lambda self: not any(self.state_of_requests()["requests"].values()))
+    return made
+
+
+def test_requests_by_state_through_the_life_of_one(scheduler, registry):
+    world, seen = scheduler.world, []
+
+    def look() -> None:
+        scheduler.publish_gauges()
+        seen.append({state for state, count in scheduler.state_of_requests()["requests"].items() if count})
+        by_gauge = {state for state, count in told(registry, "pd_requests").items() if count}
+        assert by_gauge == seen[-1]
+
+    decode_req = world.arrive(list(range(1, 13)))
+    look()
+    world.handshake(decode_req)
+    world.step()
+    look()
+    assert told(registry, "pd_pool_free")["kv"] == 64 - 12
+    world.complete(decode_req)
+    world.step()
+    scheduler.waiting_queue = [decode_req.req]
+    look()
+    scheduler.waiting_queue, scheduler.running_batch.reqs = [], [decode_req.req]
+    look()
+    scheduler.running_batch.reqs = []
+    world.finish(decode_req.req)
+    look()
+    assert seen == [{"handshake"}, {"transfer"}, {"received"}, {"running"}, set()]
+    assert told(registry, "decode_radix_evictable_tokens") == {"": 12}
+    assert told(registry, "pd_pool_size")["kv"] == 64
+
+
+def test_one_that_is_held_back_for_the_transfer_of_another(scheduler):
+    world = scheduler.world
+    leader, follower = world.arrive(list(range(1, 13))), world.arrive(list(range(1, 17)))
+    for decode_req in (leader, follower):
+        world.handshake(decode_req)
+    world.step()
+    states = scheduler.state_of_requests()["requests"]
+    assert (states["transfer"], states["held_back"], states["waiting"]) == (1, 1, 0)
+
+
+def test_quarantine_is_seen_until_it_is_over(scheduler, registry):
+    world = scheduler.world
+    decode_req = world.arrive(list(range(1, 13)))
+    world.handshake(decode_req)
+    world.step()
+    decode_req.lose("timed out after 3 s")
+    world.step()
+    scheduler.publish_gauges()
+    assert told(registry, "decode_quarantined_tokens") == {"": 12}
+    assert told(registry, "pd_requests")["quarantined"] == 1
+    decode_req.kv_receiver.quiet = True
+    world.step()
+    scheduler.publish_gauges()
+    assert told(registry, "decode_quarantined_tokens") == {"": 0}
+    assert told(registry, "pd_requests")["quarantined"] == 0
+
+
+def test_an_idle_worker_audits_itself_once_for_what_it_has_done(scheduler, registry, monkeypatch):
+    world, audits = scheduler.world, []
+    monkeypatch.setattr(scheduler_gauges_mixin, "AUDIT_S", 0.0)
+    monkeypatch.setattr(type(world.tree), "audit", lambda self, holders: audits.append(holders) or ["a fault"])
+    decode_req = world.arrive(list(range(1, 13)))
+    world.handshake(decode_req)
+    world.step()
+    scheduler.publish_gauges()
+    assert not audits, "it is not idle"
+    world.complete(decode_req)
+    world.step()
+    world.finish(decode_req.req)
+    for _ in range(3):
+        scheduler.publish_gauges()
+    assert audits == [[]] and told(registry, "decode_audit_faults") == {"": 1}
+
+
+def test_the_oldest_come_first(scheduler):
+    now = time.perf_counter()
+    reqs = [scheduler.world.arrive(list(range(n, n + 8))).req for n in range(1, 8)]
+    for seconds, req in zip((1, 9, 3, 7, 5, 2, 4), reqs, strict=True):
+        req.time_stats = SimpleNamespace(
+            decode_prealloc_queue_entry_time=now - seconds, prefill_bootstrap_queue_entry_time=0.0
+        )
+    told_of = scheduler.state_of_requests()["oldest"]
+    assert [round(each["seconds"]) for each in told_of] == [9, 7, 5, 4, 3]
+    assert told_of[0]["rid"] == reqs[1].rid and told_of[0]["state"] == "handshake"
+
+
+def test_without_disaggregation_nothing_is_said(scheduler):
+    scheduler.disaggregation_mode = DisaggregationMode.NULL
+    assert scheduler.state_of_requests() == {}
+    scheduler.publish_gauges()
+    assert scheduler._gauges is None
+
+
+def test_without_metrics_nothing_is_written(scheduler):
+    scheduler.enable_metrics = False
+    scheduler.publish_gauges()
+    assert scheduler._gauges is None
+
+
+def test_prefill_has_each_request_once():
+    def req(finished: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(finished=lambda: finished)
+
+    boots, waits, chunked, done, sends = req(), req(), req(), req(True), req()
+    found = worker_gauges.in_hand(
+        SimpleNamespace(
+            disaggregation_mode=DisaggregationMode.PREFILL,
+            disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[boots]),
+            waiting_queue=[waits],
+            chunked_req=chunked,
+            last_batch=SimpleNamespace(reqs=[chunked, done, sends]),
+            disagg_prefill_inflight_queue=[sends],
+        )
+    )
+    assert {(id(each.req), each.state) for each in found} == {
+        (id(boots), "bootstrap"), (id(waits), "waiting"), (id(chunked), "running"), (id(sends), "sending"),
+    }  # fmt: skip
+
+
+# ---- causes ----
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("Losing connection with prefill instance (bootstrap_addr: 10.0.0.1:1)", "peer_lost"),
+        ("decode 10.0.0.1:1 is gone: it refuses connections", "peer_lost"),
+        ("timed out after 300 s, in which prefill 10.0.0.1:1 has not known of it", "timeout"),
+        ("what has arrived of KV head 3 is not what prefill sent", "digest"),
+        ("prefill reported: transfer over NIXL failed: ERR", "backend"),
+        ("refused decode's request for KV: decode gave the request up", "gave_up"),
+        ("no reason was recorded", ELSEWHERE),
+        ("TypeError: 'int' object is not iterable", OTHER),
+    ],
+)
+def test_the_cause_that_a_message_names(reason, cause):
+    assert cause_of(reason) == cause
+    for beginning in (
+        "Decode transfer failed for request a (bootstrap_room=7): ",
+        "Decode handshake failed for request a (bootstrap_room=7): ",
+        "Prefill transfer failed for request a, room 7: ",
+    ):
+        assert cause_of(beginning + reason) == cause
+    assert cause in CAUSES
+
+
+def test_every_reason_that_this_package_gives_has_a_cause():
+    """By the names of what notes them, as in test_troubleshooting."""
+    reasons = handed(("fail", "lose", "record_failure", "fail_room", "lose_decode"), PATCH)
+    assert len(reasons) > 10
+    unnamed = {
+        reason.text.replace(HOLE, "1") for reason in reasons if cause_of(reason.text.replace(HOLE, "1")) == OTHER
+    }
+    # What follows names it, which may be anything.
+    assert unnamed <= {"prefill reported: 1", "the handshake with prefill 1 failed: 1: 1"}
+
+
+def test_a_failure_is_counted_by_its_cause_and_a_refusal_is_not(registry, monkeypatch):
+    monkeypatch.setattr(KvTransferCounters, "_made", {})
+    counters = KvTransferCounters("m", "decode", enabled=True)
+    for status, message in ((500, "timed out after 3 s"), (500, "timed out after 4 s"), (400, "n must be 1")):
+        counters.ended(SimpleNamespace(status_code=status, message=message))
+    counters.ended(None)
+    counters.lost_peer()
+    assert told(registry, "kv_transfer_failures_total") == dict.fromkeys(CAUSES, 0) | {"timeout": 2}
+    assert told(registry, "kv_transfer_peers_lost_total") == {"": 1}
