@@ -81,10 +81,15 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
 
     def kv_pool_state(self) -> dict[str, Any]:
         """What ``kv_pool`` says, in tokens and seconds."""
-        record = {"used_peak": self.kv_used_peak, "longest_queue_step_s": round(self.longest_queue_step, 3)}
-        local = self._local_prefills()
+        record: dict[str, Any] = {
+            "used_peak": self.kv_used_peak,
+            "longest_queue_step_s": round(self.longest_queue_step, 3),
+        }
+        local, gate = self._local_prefills(), self.itl_gate()
         if local is not None:
             record["computes_up_to"] = local.policy.most
+        if gate is not None:
+            record["itl"] = gate.state()
         state = self.pools().state(self.rests(), record | self.state_of_requests(), self.kv_manager())
         self.publish_audit(state.get("audit"))
         return state
@@ -92,6 +97,17 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
     def rests(self) -> bool:
         """Whether the worker has no request, and nothing in quarantine or on its way to or from a PegaFlow server."""
         return self.is_fully_idle() and not (self.has_quarantine() or getattr(self.tree_cache, "busy", False))
+
+    def itl_gate(self):
+        """What bounds the time of a decode step; None where nothing does."""
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        return getattr(queue, "gate", None)
+
+    def note_step(self, batch, result) -> None:
+        """Have the gate learn from a step whose result has been processed."""
+        gate = self.itl_gate()
+        if gate is not None:
+            gate.note_step(batch, result)
 
     def note_queue_step(self, seconds: float) -> None:
         """Record a step of the decode queue, with the flag or without.
@@ -142,6 +158,7 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         if isinstance(self.tree_cache, DecodeRadixCache):
             batch_failures.keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
+        self.note_step(batch, result)
         if verified:
             self._fail_running(batch.reqs, failed)
 
