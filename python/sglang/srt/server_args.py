@@ -35,6 +35,32 @@ DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
 KEEP_ALIVE_S = 4000
 
 
+def _add_pegaflow_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--enable-pegaflow",
+        action="store_true",
+        help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
+    )
+    parser.add_argument(
+        "--pegaflow-endpoint",
+        default=DEFAULT_PEGAFLOW_ENDPOINT,
+        metavar="HOST:PORT",
+        help=f"Where that server listens. Default: {DEFAULT_PEGAFLOW_ENDPOINT}.",
+    )
+    parser.add_argument(
+        "--pegaflow-namespace",
+        default="",
+        metavar="NAME",
+        help="Share only with engines that have the same name here. Model, weights, number formats, page size and "
+        "tensor parallelism always separate.",
+    )
+    parser.add_argument(
+        "--pegaflow-allow-non-loopback",
+        action="store_true",
+        help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
+    )
+
+
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
     """Server arguments with the flags of the decode radix cache and PegaFlow, and what they are verified for."""
@@ -44,6 +70,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
     disaggregation_decode_local_prefill: str = "off"
+    disaggregation_decode_itl_target: float | None = None
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     pegaflow_namespace: str = ""
@@ -97,28 +124,13 @@ class ServerArgs(engine.ServerArgs):
             "feel.",
         )
         parser.add_argument(
-            "--enable-pegaflow",
-            action="store_true",
-            help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
+            "--disaggregation-decode-itl-target",
+            type=float,
+            metavar="MS",
+            help="Have a decode worker with a radix cache admit requests only as far as decode steps, as it has "
+            "learned to predict them, give each a token within that many milliseconds. One request always runs.",
         )
-        parser.add_argument(
-            "--pegaflow-endpoint",
-            default=DEFAULT_PEGAFLOW_ENDPOINT,
-            metavar="HOST:PORT",
-            help=f"Where that server listens. Default: {DEFAULT_PEGAFLOW_ENDPOINT}.",
-        )
-        parser.add_argument(
-            "--pegaflow-namespace",
-            default="",
-            metavar="NAME",
-            help="Share only with engines that have the same name here. Model, weights, number formats, page size and "
-            "tensor parallelism always separate.",
-        )
-        parser.add_argument(
-            "--pegaflow-allow-non-loopback",
-            action="store_true",
-            help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
-        )
+        _add_pegaflow_options(parser)
 
     def _handle_environment_variables(self) -> None:
         """A worker of a pair outlasts its router's idle connections, where the variable is not set.
@@ -145,6 +157,8 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
             if self.disaggregation_decode_local_prefill != "off":
                 raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
+            if self.disaggregation_decode_itl_target is not None:
+                raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
             super()._handle_pd_disaggregation()
             return
         self._check_decode_radix_cache()
@@ -185,6 +199,9 @@ class ServerArgs(engine.ServerArgs):
             raise ValueError(
                 f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
             )
+        target_ms = self.disaggregation_decode_itl_target
+        if target_ms is not None and not 0 < target_ms < float("inf"):
+            raise ValueError(f"--disaggregation-decode-itl-target is {target_ms:g}: give milliseconds above 0.")
         watermark_part()
         from sglang.srt.disaggregation.local_prefill import Policy
 

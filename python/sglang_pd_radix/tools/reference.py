@@ -231,6 +231,8 @@ POOL_FIELDS = {
     "used_peak": "the most tokens that requests held since the last flush; decode only, also without the flag",
     "longest_queue_step_s": "the longest step of decode's queues since then: a wait for a peer would show here",
     "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
+    "itl": "with a target for ITL: the median time of the last steps and what was predicted of them, how many requests "
+    "wait for it now and have had to, and the parts of a step's time",
     "idle": "whether the worker has no request and nothing in quarantine",
     "free_req_slots": "free rows of the request table",
     "req_slots": "all of them",

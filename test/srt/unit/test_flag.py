@@ -43,6 +43,17 @@ def test_workers_of_a_pair_outlast_a_routers_idle_connections(parse, monkeypatch
     assert str(envs.SGLANG_TIMEOUT_KEEP_ALIVE.get()) == kept
 
 
+def test_a_target_for_itl_is_a_time_and_needs_the_flag(parse):
+    option = "--disaggregation-decode-itl-target"
+    assert parse(*DECODE, FLAG).disaggregation_decode_itl_target is None
+    assert parse(*DECODE, FLAG, option, "12.5").disaggregation_decode_itl_target == 12.5
+    for wrong in ("0", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"{option} is {wrong}: give milliseconds above 0"):
+            parse(*DECODE, FLAG, option, wrong)
+    with pytest.raises(ValueError, match=f"{option} needs {FLAG}"):
+        parse(*DECODE, option, "10")
+
+
 def test_decode_has_none_without_the_flag(parse):
     args = parse(*DECODE)
     assert not args.disaggregation_decode_enable_radix_cache

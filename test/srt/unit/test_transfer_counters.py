@@ -48,6 +48,9 @@ def test_decode_counts_what_it_held_and_what_came(registry):
     counters.followed(-16, 0.5)
     counters.overtaken(3)
     counters.mismatched()
+    counters.itl_target(0.02)
+    counters.itl(0.018, 0.019, 3)
+    counters.itl_held()
     counters.tree(70, 30)
     counters.tree(60, 20)
     assert told(registry) == {
@@ -55,6 +58,8 @@ def test_decode_counts_what_it_held_and_what_came(registry):
         "decode_transferred_tokens_total": 36, "decode_admissions_blocked_total": 1,
         "decode_followed_requests_total": 2, "decode_followed_tokens_total": 48, "decode_following_seconds_total": 2,
         "decode_overtaken_requests_total": 3, "decode_page_digest_mismatches_total": 1,
+        "decode_itl_target_seconds": 0.02, "decode_step_seconds": 0.018, "decode_step_predicted_seconds": 0.019,
+        "decode_itl_waiting_requests": 3, "decode_itl_held_requests_total": 1,
         "decode_radix_tree_tokens": 80, "decode_radix_evictable_tokens": 60, "decode_radix_protected_tokens": 20,
     }  # fmt: skip
 
@@ -86,6 +91,9 @@ def test_without_metrics_nothing_is_counted(registry, role):
     counters.followed(1, 1)
     counters.mismatched()
     counters.overtaken(1)
+    counters.itl_target(1)
+    counters.itl(1, 1, 1)
+    counters.itl_held()
     counters.tree(1, 1)
     assert not list(registry.collect())
 

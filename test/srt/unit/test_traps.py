@@ -557,8 +557,9 @@ class LateReceiver(Receiver):
 class Rank:
     """One rank's world and the decisions it took, step by step."""
 
-    def __init__(self, rank: int, size: int = 128, group: Any = None) -> None:
-        self.rank, self.world, self.decisions = rank, World(size=size, group=group or dist.group.WORLD), []
+    def __init__(self, rank: int, size: int = 128, group: Any = None, options: dict | None = None) -> None:
+        world = World(size=size, group=group or dist.group.WORLD, options=options)
+        self.rank, self.world, self.decisions = rank, world, []
 
     def arrive(self, prompt: list[int], **options: Any) -> DecodeRequest:
         decode_req = self.world.arrive(prompt, **options)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
+    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
     from sglang.srt.disaggregation.step_in_flight import Fence
@@ -31,7 +32,7 @@ __all__ = ["Admission", "Blocked"]
 
 # To get at a member of an enumeration takes longer than what is done with it.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
-YES, LAST, FOLLOWS, NO_MEMORY = Added.YES, Added.LAST, Added.FOLLOWS, Added.NO_MEMORY
+YES, LAST, FOLLOWS, NO_MEMORY, NO_TIME = Added.YES, Added.LAST, Added.FOLLOWS, Added.NO_MEMORY, Added.NO_TIME
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 
@@ -57,12 +58,15 @@ class Admission:
         deltas: PrefillDeltas,
         counters: KvTransferCounters,
         local: LocalPrefills | None = None,
+        gate: ItlGate | None = None,
     ):
-        """deltas, local: where what the tree lacks of a request comes from."""
+        """deltas, local: where what the tree lacks of a request comes from. gate: what bounds a step's time."""
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
-        # The request at which the last step ended for lack of memory.
+        self._gate = gate
+        # The request at which the last step ended for lack of memory, or of time in a decode step.
         self.blocked: Blocked | None = None
+        self.held: Blocked | None = None
 
     def has_nothing_new(
         self,
@@ -81,7 +85,7 @@ class Admission:
         """
         if retracted:
             return step % ABORT_INTERVAL != 0
-        blocked = self.blocked
+        blocked = self.blocked or self.held
         if step % ABORT_INTERVAL == 0 or blocked is None or not queue:
             return False
         ready = READY
@@ -89,7 +93,10 @@ class Admission:
         for decode_req in queue:
             if decode_req.phase is not ready:
                 return False
-        return blocked.version == schedule.version() and not budget().covers(blocked.plan, blocked.kept)
+        if blocked.version != schedule.version():
+            return False
+        # While nobody ends, steps only become longer.
+        return self.held is not None or not budget().covers(blocked.plan, blocked.kept)
 
     def admit(
         self,
@@ -116,8 +123,10 @@ class Admission:
             reserved,
             (lambda: _waiting(window)) if len(window) > 1 else None,
             agreed_prefixes=several_ranks,
+            gate=self._gate,
+            live=live,
         )
-        was_blocked, self.blocked = self.blocked, None
+        was_blocked, self.blocked, self.held = self.blocked, None, None
         admitted: list[DecodeRequest] = []
         for decode_req, may_match in agreed.candidates:
             if decode_req.is_aborted or decode_req.error is not None:
@@ -138,6 +147,8 @@ class Admission:
                 if was_blocked is None or was_blocked.rid != req.rid:
                     self._counters.blocked()
                 self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version())
+            if added is NO_TIME:
+                self.held = Blocked(req.rid, plan, adder.promised, schedule.version())
             if added is not YES and added is not LAST:
                 break
             self.admit_one(decode_req, plan, fence)
@@ -147,6 +158,8 @@ class Admission:
                 break
         if admitted:
             self._counters.overtaken(adder.overtaken())
+        if self._gate is not None:
+            self._gate.tell_held(None if self.held is None else self.held.rid, lambda: len(_waiting(window)))
         return admitted
 
     def _plan(

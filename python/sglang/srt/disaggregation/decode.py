@@ -37,6 +37,7 @@ from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import Writers, abort_transfer, flush_around, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
@@ -211,13 +212,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.policy = self.transfer_queue.policy
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group, lambda: tree.evict_shortfall(tree.evictable_size()))
-        local = self.transfer_queue.local
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None)
+        local, gate = self.transfer_queue.local, self.transfer_queue.gate
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices)
-        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, self.counters, local)
-        self.resumption = Resumption(tree, self.accounts, self.memory, rows, self.ranks)
+        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, gate)
+        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate)
+        self.resumption = Resumption(tree, self.accounts, self.memory, rows, self.ranks, gate)
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -410,10 +411,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     # ---- retraction ----
 
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
-        """Replaces the engine's resume, which restores everything: match again and restore what the tree lost.
-
-        TP ranks resume the same: while one has other memory than the rest, none does.
-        """
+        """Replaces the engine's resume, which restores everything: match again and restore what the tree lost."""
         if not self.has_radix:
             return super().resume_retracted_reqs(rids_to_check)
         if not self.retracted_queue:
@@ -435,8 +433,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
         self.quarantine: list[DecodeRequest] = []
-        # What is computed here in place of being sent.
+        # What is computed here in place of being sent; what bounds a step's time.
         self.local: LocalPrefills | None = None
+        self.gate: ItlGate | None = None
         # What has arrived in this step, and whether that has been asked already.
         self.arrived: list[Req] = []
         self._collected = False
@@ -445,7 +444,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
-            self.local = make_local_prefills(self.scheduler, self.tree_cache, self.policy)
+            self.gate = ItlGate.of(self.scheduler, self.tree_cache)
+            self.local = make_local_prefills(self.scheduler, self.tree_cache, self.policy, self.gate)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Leaves out the engine's with a radix cache."""

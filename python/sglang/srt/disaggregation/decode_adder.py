@@ -13,6 +13,8 @@ from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEnt
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.itl_gate import ItlGate, Load
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["Added", "DecodeAdder"]
@@ -26,9 +28,11 @@ class Added(enum.Enum):
     LAST = enum.auto()
     # It waits for the transfer of another; the next may be added.
     FOLLOWS = enum.auto()
-    # Not it, nor anybody after it: there is no row or buffer left, too little memory, or it is the turn of another.
+    # Not it, nor anybody after it: there is no row or buffer left, too little memory, steps
+    # would become too long, or it is the turn of another.
     NO_ROOM = enum.auto()
     NO_MEMORY = enum.auto()
+    NO_TIME = enum.auto()
     NOT_ITS_TURN = enum.auto()
 
 
@@ -48,6 +52,8 @@ class DecodeAdder:
         reserved: int,
         waiting: Callable[[], Sequence[QueueEntry]] | None,
         agreed_prefixes: bool,
+        gate: ItlGate | None = None,
+        live: Callable[[], LiveReqs] | None = None,
     ):
         """room: requests for which there is a row and a buffer.
 
@@ -55,7 +61,10 @@ class DecodeAdder:
         requests admitted so far. reserved: tokens kept for a request's next steps. waiting: the entries of all that
         could be admitted; None where there is no other. All three are asked at most when somebody could be admitted.
         agreed_prefixes: whether an eviction may cost a prefix that ranks have agreed on, and so ends the step.
+        gate, live: what bounds the time of decode steps, and who is in them.
         """
+        self._gate, self._live = gate, live
+        self._load: Load | None = None
         self._policy, self._room, self._reserved = policy, room, reserved
         self._find_budget, self._windows_kept, self._waiting = budget, windows_kept, waiting
         self._agreed_prefixes = agreed_prefixes
@@ -81,6 +90,8 @@ class DecodeAdder:
         budget = self._budget_now()
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
+        if self._gate is not None and not self._has_time(self._gate, req, plan):
+            return Added.NO_TIME
         if self._turns is None and self._waiting is not None:
             self._turns = Turns(self._policy, self._waiting())
         if self._turns is not None and not self._turns.take(entry):
@@ -94,6 +105,12 @@ class DecodeAdder:
     def overtaken(self) -> int:
         """At the end of the step: how many others those that were added have overtaken."""
         return self._turns.end(self._entries) if self._entries and self._turns is not None else 0
+
+    def _has_time(self, gate: ItlGate, req: Req, plan: AdmissionPlan) -> bool:
+        if self._load is None:
+            assert self._live is not None
+            self._load = gate.load(self._live())
+        return gate.add(self._load, plan, req)
 
     def _budget_now(self) -> Budget:
         budget = self._budget

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.prefix_reader import NOTHING
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_agreement import Ranks
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
+    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
@@ -30,12 +31,22 @@ logger = logging.getLogger(__name__)
 class Resumption:
     """Resumes retracted requests of one rank, as all others do: while one has other memory than the rest, none does."""
 
-    def __init__(self, tree: DecodeRadixCache, accounts: Accounts, memory: RequestMemory, rows: Any, ranks: Ranks):
-        """rows: the pool of requests' rows."""
+    def __init__(
+        self,
+        tree: DecodeRadixCache,
+        accounts: Accounts,
+        memory: RequestMemory,
+        rows: Any,
+        ranks: Ranks,
+        gate: ItlGate | None = None,
+    ):
+        """rows: the pool of requests' rows. gate: what bounds a step's time."""
+        self._gate = gate
         self._tree, self._accounts, self._memory = tree, accounts, memory
         self._rows, self._ranks = rows, ranks
-        # The first that did not fit.
+        # The first that did not fit; and the first with which steps would become too long, and when.
         self._blocked: Blocked | None = None
+        self._held: tuple[str, tuple[int, ...]] | None = None
 
     def resume(
         self,
@@ -52,7 +63,11 @@ class Resumption:
         failed = 0
         if not retracted or not self._ranks.are_alike(self._memory.figures()):
             return resumed, failed
+        if self._held is not None and self._held == (retracted[0].rid, version()):
+            return resumed, failed
+        self._held = None
         kept = self._accounts.kept_for_resume(live)
+        load = None if self._gate is None else self._gate.load(live)
         for req in retracted:
             free = self._accounts.free(live.running)
             if self._rows.available_size() <= 0 or self._is_blocked(req, free, kept, version):
@@ -68,6 +83,9 @@ class Resumption:
             if not free.covers(plan.needed, kept):
                 self._blocked = Blocked(req.rid, plan, Memory(0), version())
                 break
+            if self._gate is not None and load is not None and not self._gate.add(load, plan, req):
+                self._held = req.rid, version()
+                break
             self._blocked = None
             error = self._bring_back(req, token_ids, plan)
             alike = self._ranks.are_alike([error is None])
@@ -77,6 +95,8 @@ class Resumption:
                 continue
             kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
             resumed.append(req)
+        if self._gate is not None:
+            self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
         return resumed, failed
 
     def _is_blocked(self, req: Req, free: Memory, kept: Memory, version: Callable[[], tuple[int, ...]]) -> bool:

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "peer_drops", "priority_sign", "takes_prefix"]
@@ -79,11 +80,13 @@ class Schedule:
         tree: DecodeRadixCache,
         priority_sign: Callable[[], int],
         computes_here: bool = False,
+        gate: ItlGate | None = None,
     ):
         """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count.
 
-        computes_here: whether this worker computes prompts itself.
+        computes_here: whether this worker computes prompts itself. gate: what ranks agree on for it beside the rest.
         """
+        self._gate = gate
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
         self._computes_here = computes_here
         # The last order of admission, and the state in which it was found.
@@ -141,6 +144,8 @@ class Schedule:
         requests, entries = window
         for i in self._follow(window, alone=True):
             self._policy.give_up(entries[i])
+        if self._gate is not None:
+            self._gate.take(self._gate.own())
         ready = [requests[i] for i in self._order(window)]
         # Asked one by one: most of a long queue stands behind the first that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
@@ -177,9 +182,12 @@ class Schedule:
             # What is less on one rank is so for all.
             [takes_prefix(dr) + (self._computes_here and peer_drops(dr)) for dr in requests],
             expired,
+            [] if self._gate is None else self._gate.own(),
         )
         if told is None:
             return None
+        if self._gate is not None:
+            self._gate.take(told.told)
         take_polls(told.polls)
         if policy.may_follow:
             for entry, capable in zip(entries, told.capable, strict=True):

@@ -129,6 +129,8 @@ class LocalPrefills:
         """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
         self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
         self.policy, self._tells = policy, tells
+        # What one step computes while others wait for it.
+        self.slice_now: Callable[[], int] = lambda: policy.slice
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
@@ -160,7 +162,7 @@ class LocalPrefills:
         if delta > self.policy.most or not may_compute(req):
             return False
         decoding = others()
-        if decoding and not self.slices and delta > self.policy.slice:
+        if decoding and not self.slices and delta > self.slice_now():
             return False
         return self.policy.should_compute(delta, self.queued, unknown_to_prefill(found), decoding)
 

@@ -19,6 +19,7 @@ from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
+    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["end_local_step", "make_local_prefills", "merge_computed", "next_local_batch"]
@@ -28,8 +29,13 @@ logger = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-local-prefill"
 
 
-def make_local_prefills(scheduler: Any, tree: DecodeRadixCache, admission: AdmissionPolicy) -> LocalPrefills | None:
-    """What computes prompts on this rank, as the options ask for it; None where prefill computes all."""
+def make_local_prefills(
+    scheduler: Any, tree: DecodeRadixCache, admission: AdmissionPolicy, gate: ItlGate | None = None
+) -> LocalPrefills | None:
+    """What computes prompts on this rank, as the options ask for it; None where prefill computes all.
+
+    gate: what bounds a step's time.
+    """
     policy = Policy.of(scheduler.server_args.disaggregation_decode_local_prefill)
     if policy is None:
         return None
@@ -41,7 +47,10 @@ def make_local_prefills(scheduler: Any, tree: DecodeRadixCache, admission: Admis
         return None
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
     counters = KvTransferCounters.get(scheduler.server_args)
-    return LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
+    local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
+    if gate is not None:
+        local.slice_now = lambda: gate.most_computed(policy.slice, scheduler.running_batch.reqs)
+    return local
 
 
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
@@ -109,7 +118,7 @@ def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
 def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     """What the next step computes: as much as those that decode can wait for."""
     running, rows = scheduler.running_batch, scheduler.req_to_token_pool
-    tokens = local.policy.step if running.is_empty() else local.policy.slice
+    tokens = local.policy.step if running.is_empty() else local.slice_now()
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)

@@ -81,11 +81,27 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
     def kv_pool_state(self) -> dict[str, Any]:
         """What ``kv_pool`` says, in tokens and seconds."""
         idle = self.is_fully_idle() and not (self.has_quarantine() or getattr(self.tree_cache, "busy", False))
-        record = {"used_peak": self.kv_used_peak, "longest_queue_step_s": round(self.longest_queue_step, 3)}
-        local = self._local_prefills()
+        record: dict[str, Any] = {
+            "used_peak": self.kv_used_peak,
+            "longest_queue_step_s": round(self.longest_queue_step, 3),
+        }
+        local, gate = self._local_prefills(), self.itl_gate()
         if local is not None:
             record["computes_up_to"] = local.policy.most
+        if gate is not None:
+            record["itl"] = gate.state()
         return self.pools().state(idle, record, self.kv_manager())
+
+    def itl_gate(self):
+        """What bounds the time of a decode step; None where nothing does."""
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        return None if queue is None else queue.gate
+
+    def note_step(self, batch, result) -> None:
+        """Have the gate learn from a step whose result has been processed."""
+        gate = self.itl_gate()
+        if gate is not None:
+            gate.note_step(batch, result)
 
     def note_queue_step(self, seconds: float) -> None:
         """Record a step of the decode queue, with the flag or without.
@@ -136,6 +152,7 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
         if isinstance(self.tree_cache, DecodeRadixCache):
             batch_failures.keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
+        self.note_step(batch, result)
         if verified:
             self._fail_running(batch.reqs, failed)
 

@@ -14,7 +14,13 @@ class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
     """Checks an idle worker for lost pages."""
 
     def self_check_during_idle(self) -> None:
-        """Puts the leak check off while pages are in quarantine, which it would report as lost."""
+        """Puts the leak check off while pages are in quarantine, which it would report as lost.
+
+        Adds that the time without a step is no step's.
+        """
+        gate = self.itl_gate()
+        if gate is not None:
+            gate.idle()
         if not self.has_quarantine():
             super().self_check_during_idle()
 

@@ -78,6 +78,15 @@ class KvTransferCounters:
             self._mismatched = counter(
                 "decode_page_digest_mismatches", "Transfers whose KV did not arrive as prefill sent it."
             )
+            self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds; 0 without a target.")
+            self._step = gauge("decode_step_seconds", "Median time of the last decode steps, where a target is set.")
+            self._predicted = gauge(
+                "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
+            )
+            self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
+            self._held = counter(
+                "decode_itl_held_requests", "Requests that had to wait for the ITL target at least once."
+            )
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -105,6 +114,20 @@ class KvTransferCounters:
     def blocked(self) -> None:
         if self.enabled:
             self._blocked.inc()
+
+    def itl_target(self, seconds: float) -> None:
+        if self.enabled:
+            self._itl_target.set(seconds)
+
+    def itl(self, step_s: float, predicted_s: float, waiting: int) -> None:
+        if self.enabled:
+            self._step.set(step_s)
+            self._predicted.set(predicted_s)
+            self._held_back.set(waiting)
+
+    def itl_held(self) -> None:
+        if self.enabled:
+            self._held.inc()
 
     def followed(self, num_tokens: int, seconds: float) -> None:
         if self.enabled:

@@ -34,6 +34,9 @@ HAS_PREFIXES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 class TorchBatchedAttnBackend(TorchNativeAttnBackend):
     """Decode steps of plain layers as planned, what is new of prompts, and windows; else the engine's loop."""
 
+    # Whether what several requests of a step share is read once.
+    shares_prefixes = False
+
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._plan: Plan | None = None
@@ -55,6 +58,7 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
             kv_bytes=(1 if latent else 2) * kv_heads * dim * keys.element_size(),
         )
         self._prefixes = RunningPrefixes(self._page_size) if os.environ.get(SHARE) != "0" else None
+        self.shares_prefixes = self._prefixes is not None
         self._written = WrittenRows(model_runner.req_to_token_pool)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -62,6 +62,9 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
     A CUDA graph is captured with both, at addresses that stay: the same graph serves every plan, and the empty one.
     """
 
+    # What several requests of a step share is read once.
+    shares_prefixes = True
+
     def __init__(self, runner: Any, layers: Sequence[Any]) -> None:
         super().__init__(runner)
         layer = next(layer for layer in layers if not is_windowed(layer))

@@ -1,0 +1,265 @@
+"""Holds back requests with which decode steps would take longer than the ITL that was promised.
+
+A step's time follows from who is in it (step_time.py), so an admission is refused as one for which there is no memory
+is: it ends the step of admission, and what waits goes by the order of admission. With nobody live the next is admitted
+whatever it takes, so at least one request always runs. Requests that are on their way here count as those that decode:
+they will be in the same steps.
+
+Nothing here is measured by more than one rank: the first one's estimate is part of what ranks agree on, and decisions
+follow from that, and from live requests, in whole numbers.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, mean_of
+from sglang.srt.mem_cache.prefix_reader import tokens_above
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["ItlGate", "Load"]
+
+# Requests that run before steps have been measured, and how many times what has been measured may be tried.
+SEED, STRIDE = 4, 2
+# An answer's tokens before one has ended; the least part of a mean answer that is expected still to come; and the
+# answers of which the mean is taken.
+UNKNOWN_ANSWER, LEAST_PART, ANSWERS = 256, 4, 64
+# What is expected of the longest step that live requests grow into, in tenths of the target.
+PEAK_TENTHS = 11
+# Steps between two reports to the metrics.
+REPORT = 16
+
+
+class Load:
+    """What the requests of a step read. shared: tokens that all of them read once, beside those of each."""
+
+    def __init__(self, shared: int = 0):
+        self.shared = shared
+        self.tokens: list[int] = []
+        self.growth: list[int] = []
+
+    def add(self, tokens: int, growth: int, shared: int = 0) -> None:
+        """A request reads ``tokens`` of its own, and will read up to ``growth`` more."""
+        self.tokens.append(tokens)
+        self.growth.append(growth)
+        self.shared += shared
+
+    def remove_last(self, shared: int) -> None:
+        """Undo the last `add`."""
+        self.tokens.pop()
+        self.growth.pop()
+        self.shared -= shared
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """Requests and tokens of a step now."""
+        return len(self.tokens), self.shared + sum(self.tokens)
+
+    def longest(self, parts: Parts) -> int:
+        """Picoseconds of the longest step until all have ended, if nobody joins them.
+
+        It is one in which somebody ends: until then all grow.
+        """
+        growth = np.array(self.growth, dtype=np.int64)
+        order = np.argsort(-growth, kind="stable")
+        count = np.arange(1, len(order) + 1)
+        tokens = self.shared + np.cumsum(np.array(self.tokens, dtype=np.int64)[order]) + count * growth[order]
+        return int((parts.fixed + parts.per_request * count + parts.per_token * tokens).max())
+
+
+class ItlGate:
+    """The target of one rank, what it knows of steps, and whom it holds back."""
+
+    def __init__(self, target_ms: float, tree: DecodeRadixCache, shares: bool = False, counters: Any = None):
+        """shares: whether a step reads what several of its requests share once."""
+        self.target_ms, self._target = target_ms, round(target_ms * PS / 1000)
+        self._tree, self._shares = tree, shares
+        self._counters: KvTransferCounters | None = counters
+        self.decode, self.computed = StepTimes(), StepTimes()
+        # What all ranks go by.
+        self.estimate: Estimate | None = None
+        self._accepted: deque[float] = deque(maxlen=RECENT)
+        self._answers: deque[int] = deque(maxlen=ANSWERS)
+        # When the last step ended, if the loop has not been idle since; the requests of the last step, and the tokens
+        # of theirs that it did not read again.
+        self._ended: float | None = None
+        self._reqs: list[Req] = []
+        self._read_once = 0
+        self._steps = 0
+        # The request that is held back, how many wait with it, and how many have been so far.
+        self._held: str | None = None
+        self.waiting = self.held_requests = 0
+
+    @classmethod
+    def of(cls, scheduler: Any, tree: DecodeRadixCache) -> ItlGate | None:
+        """The gate that the options of a decode worker ask for; None where they ask for none."""
+        target_ms = scheduler.server_args.disaggregation_decode_itl_target
+        if target_ms is None:
+            return None
+        backend = getattr(scheduler.tp_worker.model_runner, "attn_backend", None)
+        backend = getattr(backend, "full_attn_backend", backend)
+        counters = KvTransferCounters.get(scheduler.server_args)
+        counters.itl_target(target_ms / 1000)
+        return cls(target_ms, tree, getattr(backend, "shares_prefixes", False), counters)
+
+    # ---- what is measured ----
+
+    def idle(self) -> None:
+        """The loop has nothing to do: the next step's time is not what passes until its end."""
+        self._ended = None
+
+    def note_step(self, batch: Any, result: Any, now: float | None = None) -> None:
+        """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
+        now = time.monotonic() if now is None else now
+        began, self._ended = self._ended, now
+        reqs, mode = batch.reqs, batch.forward_mode
+        if not mode.is_decode():
+            if mode.is_extend() and began is not None and batch.prefill_stats is not None:
+                self.computed.note(batch.prefill_stats.log_input_tokens, 0, now - began)
+            return
+        accepted = getattr(result, "accept_length_per_req_cpu", None)
+        if accepted:
+            self._accepted.append(1 + sum(accepted) / len(accepted))
+        self._answers.extend(
+            [len(req.output_ids) for req in reqs if req.finished_reason is not None and not _aborted(req)]
+        )
+        if began is not None:
+            self.decode.note(self._requests(batch), self._tokens(reqs), now - began)
+        self._steps += 1
+        if self._counters is not None and self._steps % REPORT == 0:
+            self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0, self.waiting)
+
+    @staticmethod
+    def _requests(batch: Any) -> int:
+        """Requests of a step; where DP ranks step together, of the fullest, which all wait for."""
+        return max([len(batch.reqs), *(batch.global_num_tokens or ())])
+
+    def _tokens(self, reqs: Sequence[Req]) -> int:
+        """Tokens of KV that a step over ``reqs`` reads."""
+        tokens = sum([len(req.origin_input_ids) + len(req.output_ids) for req in reqs])
+        if not self._shares:
+            return tokens
+        if reqs != self._reqs:
+            self._reqs = list(reqs)
+            self._read_once = sum(req.cache_protected_len for req in reqs) - tokens_above(r.last_node for r in reqs)
+        return max(1, tokens - self._read_once)
+
+    # ---- what ranks agree on ----
+
+    def own(self) -> list[int]:
+        """What this rank makes of its steps, as `WIDTH` figures of 0 or more."""
+        parts = self.decode.parts()
+        if parts is None:
+            return [0] * WIDTH
+        accepted = sum(self._accepted) / len(self._accepted) if self._accepted else 1.0
+        computed = self.computed.parts() or Parts(0, 0, 0)
+        answer = mean_of(self._answers)
+        return Estimate(parts, computed, round(1000 * accepted), answer, *self.decode.most()).figures()
+
+    def take(self, figures: list[int]) -> None:
+        """These are what all ranks go by from now on."""
+        self.estimate = Estimate.of(figures)
+
+    # ---- decisions ----
+
+    def load(self, live: LiveReqs) -> Load:
+        """What steps over the live requests read. Cost: some figures of each."""
+        shares = self._shares
+        load = Load(self._tree.protected_size_ if shares else 0)
+        for req in (*live.running, *live.coming):
+            load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req))
+        return load
+
+    def add(self, load: Load, plan: AdmissionPlan, req: Req) -> bool:
+        """Add ``req``, whose admission takes ``plan``, to ``load`` if steps do not become too long with it."""
+        alone = not load.tokens
+        shared = plan.found.evictable if self._shares else 0
+        load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), shared)
+        if alone or self._covers(load):
+            return True
+        load.remove_last(shared)
+        return False
+
+    def _covers(self, load: Load) -> bool:
+        requests, tokens = load.now
+        known = self.estimate
+        if known is None:
+            return requests <= SEED
+        # No further than twice what has been seen: beyond that, the parts are a guess.
+        if requests > max(SEED, STRIDE * known.requests) or (requests > SEED and tokens > STRIDE * known.tokens):
+            return False
+        most = self._most(known)
+        return known.decode.of(requests, tokens) <= most and 10 * load.longest(known.decode) <= PEAK_TENTHS * most
+
+    def _most(self, known: Estimate) -> int:
+        """Picoseconds that a step may take."""
+        return self._target * known.milli_tokens // 1000
+
+    def _growth(self, req: Req) -> int:
+        """Tokens that a request is expected still to generate."""
+        done = len(req.output_ids)
+        left = max(0, req.sampling_params.max_new_tokens - done)
+        answer = 0 if self.estimate is None else self.estimate.answer
+        return min(left, max(answer - done, answer // LEAST_PART) if answer else UNKNOWN_ANSWER)
+
+    def most_computed(self, most: int, running: Sequence[Req]) -> int:
+        """Tokens of prompts that one step may compute, at most ``most``, while ``running`` wait for it.
+
+        A quarter of that even where there is no time, or prompts that are computed here would starve.
+        """
+        known = self.estimate
+        if known is None or not any(known.computed) or not running:
+            return most
+        tokens = sum(req.seqlen for req in running) if not self._shares else self._tokens(running)
+        spare = self._most(known) - known.decode.of(len(running), tokens) - known.computed.fixed
+        return max(min(most, spare // max(1, known.computed.per_request)), most // LEAST_PART, 1)
+
+    # ---- what is told ----
+
+    def tell_held(self, rid: str | None, waiting: Callable[[], int]) -> None:
+        """``rid`` is held back, if anybody is, and ``waiting`` requests in all with it."""
+        if rid is not None and rid != self._held:
+            self.held_requests += 1
+            if self._counters is not None:
+                self._counters.itl_held()
+        self._held, self.waiting = rid, 0 if rid is None else waiting()
+
+    def state(self) -> dict[str, Any]:
+        """What ``kv_pool`` says: milliseconds, microseconds for a request and nanoseconds for a token."""
+        state: dict[str, Any] = {
+            "target_ms": self.target_ms,
+            "step_ms": _ms(self.decode.seconds()),
+            "predicted_ms": _ms(self.decode.seconds_explained()),
+            "held": self.waiting,
+            "held_requests": self.held_requests,
+        }
+        known = self.estimate
+        if known is not None:
+            parts = known.decode
+            state |= {
+                "fixed_ms": round(parts.fixed / 1e9, 3),
+                "per_request_us": round(parts.per_request / 1e6, 3),
+                "per_token_ns": round(parts.per_token / 1e3, 3),
+                "tokens_per_step": known.milli_tokens / 1000,
+                "answer_tokens": known.answer,
+            }
+        return state
+
+
+def _aborted(req: Req) -> bool:
+    return req.finished_reason.to_json().get("type") == "abort"
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)

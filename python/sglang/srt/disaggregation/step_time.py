@@ -1,0 +1,187 @@
+"""How long a decode step takes, learned from the steps themselves.
+
+A step's time is taken for a fixed part, a part for each request and a part for each token of KV that it reads. The
+parts are what explains the medians of steps of a size, over many sizes: a pause or a step that was held up is one
+sample of its size, and changes no median. Where the samples leave two explanations, the one that charges a further
+request less is taken: it is put to the test by the next steps, where a bound that is too low would never be.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Estimate", "Parts", "StepTimes"]
+
+# Picoseconds in a second: ranks agree on whole numbers, and compute with nothing else.
+PS = 10**12
+# Samples of a size that are kept, how many make it count, and how many sizes there are at most.
+KEPT, ENOUGH, MOST_SIZES = 9, 3, 128
+# Samples between two fits, and the steps after which a size counts half.
+REFIT, HALF_LIFE = 16, 5000
+# The last steps, which say by how much the present differs from what was learned; and by how much it may.
+RECENT, MOST_DRIFT = 32, 2.0
+# What keeps parts that nothing is known of small.
+RIDGE = 1e-3
+
+
+class Parts(NamedTuple):
+    """A step's time in its parts, picoseconds."""
+
+    fixed: int
+    per_request: int
+    per_token: int
+
+    def of(self, requests: int, tokens: int) -> int:
+        """Picoseconds of a step over so many requests that reads so many tokens of KV."""
+        return self.fixed + self.per_request * requests + self.per_token * tokens
+
+
+class Estimate(NamedTuple):
+    """What is known of steps, in whole numbers: on several ranks the first one's, which all of them go by.
+
+    decode: of a decode step. computed: of a step over remainders of prompts, by tokens instead of requests.
+    milli_tokens: a request's tokens in a step, thousandths. answer: mean tokens of the last answers, 0 if none has
+    ended. requests, tokens: the most that steps have had.
+    """
+
+    decode: Parts
+    computed: Parts
+    milli_tokens: int
+    answer: int
+    requests: int
+    tokens: int
+
+    def figures(self) -> list[int]:
+        """These as `WIDTH` numbers of 0 or more."""
+        return [*self.decode, *self.computed, self.milli_tokens, self.answer, self.requests, self.tokens]
+
+    @classmethod
+    def of(cls, figures: list[int]) -> Estimate | None:
+        """What `figures` gave; None for zeros, which stand for no estimate."""
+        if not figures[6]:
+            return None
+        return cls(Parts(*figures[:3]), Parts(*figures[3:6]), *figures[6:WIDTH])
+
+
+WIDTH = 10
+
+
+class _Size:
+    """Steps of about one size: the last samples of requests, tokens and seconds."""
+
+    def __init__(self) -> None:
+        self.samples: deque[tuple[int, int, float]] = deque(maxlen=KEPT)
+        self.last = 0
+
+    def typical(self) -> tuple[float, float, float]:
+        """Mean requests and tokens of the samples, and the median of their seconds."""
+        requests, tokens, seconds = zip(*self.samples, strict=True)
+        return sum(requests) / len(requests), sum(tokens) / len(tokens), median(seconds)
+
+
+class StepTimes:
+    """Samples of steps, and the parts that explain them."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, int], _Size] = {}
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT)
+        self._count = self._fitted_at = 0
+        self._fit: np.ndarray | None = None
+
+    def note(self, requests: int, tokens: int, seconds: float) -> None:
+        """A step over ``requests`` that read ``tokens`` of KV took ``seconds``. Cost: the same for any number."""
+        if requests <= 0 or not 0 < seconds < math.inf:
+            return
+        self._count += 1
+        key = _level(requests), _level(tokens)
+        size = self._sizes.get(key)
+        if size is None:
+            if len(self._sizes) >= MOST_SIZES:
+                del self._sizes[min(self._sizes, key=lambda k: self._sizes[k].last)]
+            size = self._sizes[key] = _Size()
+        size.samples.append((requests, tokens, seconds))
+        size.last = self._count
+        self._recent.append((requests, tokens, seconds))
+
+    def seconds(self) -> float | None:
+        """The median of the last steps; None if there were none."""
+        return median(seconds for *_, seconds in self._recent) if self._recent else None
+
+    def seconds_explained(self) -> float | None:
+        """What the parts make of the same steps."""
+        parts = self.parts()
+        if parts is None:
+            return None
+        return median(parts.of(requests, tokens) for requests, tokens, _ in self._recent) / PS
+
+    def most(self) -> tuple[int, int]:
+        """The most requests and tokens of a step, where as many steps of its size have been seen as count."""
+        sizes = [size.samples for size in self._counting()]
+        requests = max((sample[0] for samples in sizes for sample in samples), default=0)
+        tokens = max((sample[1] for samples in sizes for sample in samples), default=0)
+        return requests, tokens
+
+    def parts(self) -> Parts | None:
+        """The parts of a step's time; None while too little is known."""
+        new = self._count - self._fitted_at
+        if new >= REFIT or (new and (self._fit is None or self._count < 4 * REFIT)):
+            self._fit = self._explain()
+            self._fitted_at = self._count
+        if self._fit is None:
+            return None
+        fixed, per_request, per_token = (round(PS * part) for part in self._fit * self._drift(self._fit))
+        return Parts(fixed, per_request, per_token)
+
+    def _counting(self) -> list[_Size]:
+        return [size for size in self._sizes.values() if len(size.samples) >= ENOUGH]
+
+    def _explain(self) -> np.ndarray | None:
+        """Seconds of the three parts, none below 0, by least squares of relative errors."""
+        from scipy.optimize import nnls
+
+        sizes = self._counting()
+        if not sizes:
+            return None
+        typical = np.array([size.typical() for size in sizes])
+        ages = np.array([self._count - size.last for size in sizes])
+        counts = np.array([len(size.samples) for size in sizes])
+        weights = counts * 0.5 ** (ages / HALF_LIFE)
+        columns = np.column_stack([np.ones(len(sizes)), typical[:, 0], typical[:, 1]]) / typical[:, 2:]
+        scale = columns.max(axis=0)
+        scale[scale == 0] = 1.0
+        columns /= scale
+        errors = np.zeros(len(sizes))
+        for _ in range(3):
+            # A size whose median is far off what the others say of it counts less.
+            robust = weights / np.maximum(1.0, np.abs(errors) / max(0.02, 2 * float(np.median(np.abs(errors)))))
+            root = np.sqrt(robust / robust.sum())
+            ridge = np.diag([0.0, RIDGE, RIDGE])
+            found, _ = nnls(np.vstack([columns * root[:, None], ridge]), np.concatenate([root, np.zeros(3)]))
+            errors = columns @ found - 1
+        return found / scale
+
+    def _drift(self, fit: np.ndarray) -> float:
+        """By what the last steps have taken longer than the parts say."""
+        ratios = [
+            seconds / (fit[0] + fit[1] * requests + fit[2] * tokens) for requests, tokens, seconds in self._recent
+        ]
+        return min(MOST_DRIFT, max(1 / MOST_DRIFT, median(ratios)))
+
+
+def _level(number: int) -> int:
+    """Numbers within a factor of about 1.4 have one level."""
+    return round(2 * math.log2(number)) if number > 0 else -1
+
+
+def mean_of(numbers: Iterable[int]) -> int:
+    """The mean, rounded up; 0 of none."""
+    listed = list(numbers)
+    return -(-sum(listed) // len(listed)) if listed else 0

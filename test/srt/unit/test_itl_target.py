@@ -1,0 +1,480 @@
+"""Admission by a target for ITL: what it lets through, that one always runs, that nobody starves, and ranks agree."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from decode_world import World
+from hypothesis import Phase as HypothesisPhase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped_loop import Loop, LoopEnds
+from ranks import assert_same
+from sglang.srt.disaggregation.decode_adder import DecodeAdder
+from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, Load
+from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntimeCheckerMixin
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from speculating_loop import SpeculatingLoop
+from test_followers import asked, queue
+from test_step_in_flight import Play, RankPlay, scripts
+from test_traps import Rank, serve, tokens
+
+MS = 10**9
+NOTHING = Parts(0, 0, 0)
+
+
+def target(ms: float) -> dict[str, float]:
+    return {"disaggregation_decode_itl_target": ms}
+
+
+def estimate(
+    fixed: float = 1.0,
+    per_request: float = 1.0,
+    per_token: float = 0.0,
+    *,
+    milli_tokens: int = 1000,
+    answer: int = 1,
+    requests: int = 1000,
+    known_tokens: int = 10**9,
+    computed: Parts = NOTHING,
+) -> list[int]:
+    """An estimate in milliseconds, as ranks tell it."""
+    parts = Parts(round(fixed * MS), round(per_request * MS), round(per_token * MS))
+    return Estimate(parts, computed, milli_tokens, answer, requests, known_tokens).figures()
+
+
+def known(world: World, figures: list[int]) -> ItlGate:
+    """The gate of ``world``, which takes its steps to be as ``figures`` say."""
+    gate = world.transfer.gate
+    assert gate is not None
+    gate.own = lambda: figures  # type: ignore[method-assign]
+    gate.take(figures)
+    return gate
+
+
+def made(ms: float, figures: list[int] | None = None, shares: bool = False) -> ItlGate:
+    tree: Any = SimpleNamespace(protected_size_=1000)
+    gate = ItlGate(ms, tree, shares)
+    if figures is not None:
+        gate.take(figures)
+    return gate
+
+
+def req(prompt: int, done: int = 0, most: int = 4, protected: int = 0) -> Any:
+    return SimpleNamespace(
+        seqlen=prompt + done,
+        output_ids=[0] * done,
+        origin_input_ids=[0] * prompt,
+        sampling_params=SimpleNamespace(max_new_tokens=most),
+        cache_protected_len=protected,
+        finished_reason=None,
+        last_node=None,
+    )
+
+
+def plan(delta: int, held: int = 0, evictable: int = 0) -> Any:
+    return SimpleNamespace(delta=delta, found=SimpleNamespace(length=held, evictable=evictable))
+
+
+def admitted_by(gate: ItlGate, *more: Any, live: tuple = (), prompt: int = 10) -> int:
+    """How many requests of ``prompt`` tokens are added to those live; at most 99."""
+    load = gate.load(SimpleNamespace(running=live, coming=()))
+    return sum(1 for _ in itertools.takewhile(bool, (gate.add(load, plan(prompt), req(prompt)) for _ in range(99))))
+
+
+# ---- figures ----
+
+
+def test_requests_are_added_as_far_as_a_step_keeps_the_target():
+    # 1 ms and 1 ms for each request.
+    assert admitted_by(made(8.5, estimate())) == 7
+    assert admitted_by(made(8.5, estimate()), live=tuple(req(10) for _ in range(5))) == 2
+    # 1 ms, and 0.1 ms for each of 10 tokens.
+    assert admitted_by(made(8.5, estimate(1, 0, 0.1))) == 7
+
+
+def test_one_request_is_added_whatever_it_takes():
+    for figures in (None, estimate(), estimate(per_token=5.0)):
+        assert admitted_by(made(0.001, figures)) == (SEED if figures is None else 1)
+    assert admitted_by(made(0.001, estimate()), live=(req(1),)) == 0
+
+
+def test_a_step_that_gives_several_tokens_may_take_longer():
+    assert admitted_by(made(4.5, estimate(milli_tokens=2000))) == 8
+    assert admitted_by(made(4.5, estimate(milli_tokens=1000))) == 3
+
+
+def test_no_further_than_twice_what_has_been_seen():
+    assert admitted_by(made(1000, estimate(requests=6))) == 12
+    assert admitted_by(made(1000, estimate(requests=1))) == SEED
+    # Tokens: no more than twice 100, but for the first few.
+    assert admitted_by(made(1000, estimate(known_tokens=100)), prompt=25) == 8
+    assert admitted_by(made(1000, estimate(known_tokens=10)), prompt=25) == SEED
+
+
+def test_what_grows_is_reckoned_with_as_far_as_steps_may_become_a_tenth_longer():
+    """Each token of a step costs 10 us, and the target is 10 ms."""
+    figures = estimate(0, 0, 0.01, answer=100)
+    gate = made(10.0, figures)
+    load = Load()
+    for _ in range(5):
+        load.add(100, 120)
+    # 5 ms now, and 11 when they end. Who ends before that makes no step longer.
+    assert gate._covers(load) and load.longest(Parts(*figures[:3])) == 11 * MS
+    load.add(300, 10)
+    assert gate._covers(load)
+    load.remove_last(0)
+    load.add(1, 120)
+    assert not gate._covers(load)
+
+
+@given(
+    reqs=st.lists(st.tuples(st.integers(1, 500), st.integers(0, 300)), min_size=1, max_size=12),
+    shared=st.integers(0, 1000),
+    parts=st.tuples(st.integers(0, 10**9), st.integers(0, 10**8), st.integers(0, 10**6)),
+)
+def test_the_longest_step_is_that_of_a_simulation(reqs, shared, parts):
+    load = Load(shared)
+    for held, growth in reqs:
+        load.add(held, growth)
+    steps = []
+    for step in range(max(growth for _, growth in reqs) + 1):
+        left = [held + step for held, growth in reqs if growth >= step]
+        steps.append(Parts(*parts).of(len(left), shared + sum(left)))
+    assert load.longest(Parts(*parts)) == max(steps)
+
+
+def test_how_much_a_request_grows():
+    gate = made(10, estimate(answer=100))
+    growths = [gate._growth(req(10, done, most=500)) for done in (0, 40, 99, 300)]
+    assert growths == [100, 60, 25, 25]
+    assert gate._growth(req(10, 0, most=30)) == 30 and gate._growth(req(10, 30, most=30)) == 0
+    assert made(10)._growth(req(10, 0, most=5000)) == UNKNOWN_ANSWER
+
+
+def test_shared_prefixes_count_once_where_they_are_read_once():
+    """The tree has 1000 tokens locked; of each live request 900 are among them."""
+    live = SimpleNamespace(running=(req(950, protected=900), req(930, protected=900)), coming=())
+    once, each = made(10, estimate(), shares=True), made(10, estimate())
+    assert once.load(live).now == (2, 1000 + 50 + 30)
+    assert each.load(live).now == (2, 950 + 930)
+    for gate, tokens_of_it in ((once, 40 + 7), (each, 40 + 900)):
+        load = gate.load(live)
+        before = load.now[1]
+        assert gate.add(load, plan(40, held=900, evictable=7), req(940))
+        assert load.now == (3, before + tokens_of_it)
+        full = made(0.001, estimate(), shares=gate._shares)
+        load = full.load(live)
+        assert not full.add(load, plan(40, held=900, evictable=7), req(940))
+        assert load.now == (2, before), "what is not added leaves nothing behind"
+
+
+def test_a_step_over_prompts_is_bounded_too():
+    # 1 ms and 0.1 ms for each token; decode takes 5 ms of 10.
+    computed = Parts(MS, MS // 10, 0)
+    gate = made(10, estimate(computed=computed))
+    running = [req(10) for _ in range(4)]
+    assert gate.most_computed(64, running) == 40
+    assert gate.most_computed(32, running) == 32
+    assert gate.most_computed(64, []) == 64
+    # No time is left, and prompts go on nevertheless.
+    assert gate.most_computed(64, running * 3) == 16
+    assert made(10).most_computed(64, running) == 64
+
+
+# ---- measured ----
+
+
+def batch(reqs: list[Any], mode: ForwardMode = ForwardMode.DECODE, **more: Any) -> Any:
+    return SimpleNamespace(reqs=reqs, forward_mode=mode, **{"global_num_tokens": None, "prefill_stats": None, **more})
+
+
+def test_a_step_lasts_from_result_to_result_and_idle_time_is_no_step():
+    gate = made(10)
+    result = SimpleNamespace()
+    reqs = [req(10), req(20)]
+    for now in (1.0, 1.010, 1.020, 1.030):
+        gate.note_step(batch(reqs), result, now)
+    assert gate.decode.seconds() == pytest.approx(0.010) and gate.decode.most() == (2, 30)
+    gate.idle()
+    gate.note_step(batch(reqs), result, 99.0)
+    assert max(seconds for *_, seconds in gate.decode._recent) < 0.011
+    # A step over prompts is one of its own, and not part of the one after it.
+    stats = SimpleNamespace(log_input_tokens=64)
+    gate.note_step(batch([req(64)], ForwardMode.EXTEND, prefill_stats=stats), result, 99.5)
+    gate.note_step(batch(reqs), result, 99.51)
+    assert gate.computed.seconds() == pytest.approx(0.5)
+    assert max(seconds for *_, seconds in gate.decode._recent) < 0.011
+
+
+def test_accepted_drafts_and_lengths_of_answers():
+    gate = made(10)
+    for n in range(8):
+        gate.note_step(batch([req(10), req(10)]), SimpleNamespace(accept_length_per_req_cpu=[1, 2]), n / 100)
+    ended, given_up = req(10, done=30), req(10, done=5)
+    ended.finished_reason, given_up.finished_reason = FINISH_LENGTH(30), FINISH_ABORT()
+    gate.note_step(batch([ended, given_up]), SimpleNamespace(), 0.08)
+    told = Estimate.of(gate.own())
+    assert told is not None and told.milli_tokens == 2500 and told.answer == 30
+
+
+def test_dp_ranks_that_step_together_count_the_fullest():
+    gate = made(10)
+    for n in range(5):
+        gate.note_step(batch([req(10)], global_num_tokens=[1, 7]), SimpleNamespace(), n / 100)
+    assert gate.decode.most()[0] == 7
+
+
+def test_an_idle_turn_of_the_loop_ends_the_time_of_steps(monkeypatch):
+    monkeypatch.setattr(SchedulerRuntimeCheckerMixin.__base__, "self_check_during_idle", lambda self: None)
+    gate = made(10)
+    gate.note_step(batch([req(1)]), SimpleNamespace(), 1.0)
+    worker = object.__new__(type("Worker", (SchedulerRuntimeCheckerMixin,), {"itl_gate": lambda self: gate}))
+    worker.self_check_during_idle()
+    assert gate._ended is None
+
+
+# ---- on a worker ----
+
+
+def test_without_the_option_there_is_no_gate_and_nothing_is_measured(monkeypatch):
+    world = World()
+    assert world.transfer.gate is None
+    made_with: list[Any] = []
+    real = DecodeAdder.__init__
+
+    def noted(self, *args, **kwargs):
+        made_with.append(kwargs["gate"])
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(DecodeAdder, "__init__", noted)
+    serve(world, tokens(1, 8))
+    assert made_with and not any(made_with)
+
+
+def test_who_is_held_back_goes_when_another_ends():
+    world = World(size=512, max_reqs=16, options=target(3.5))
+    gate = known(world, estimate())
+    requests = queue(world, *(tokens(n, 8) for n in range(1, 6)))
+    world.step()
+    assert asked(requests) == [True, True, False, False, False]
+    assert gate.state()["held"] == 3 and gate.state()["held_requests"] == 1
+    for _ in range(40):
+        world.step()
+    assert sum(asked(requests)) == 2 and gate.held_requests == 1
+    for decode_req in requests[:2]:
+        world.complete(decode_req)
+    world.step()
+    world.finish(requests[0].req)
+    world.step()
+    assert asked(requests) == [True, True, True, False, False]
+    # The order is kept, and in the end all have been served.
+    for _ in range(20):
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+        for running in list(world.running):
+            world.finish(running)
+    assert all(asked(requests)) and gate.state()["held"] == 0
+    world.check()
+
+
+def test_a_better_estimate_lets_more_in_although_nobody_has_ended():
+    world = World(size=512, max_reqs=16, options=target(3.5))
+    known(world, estimate())
+    requests = queue(world, *(tokens(n, 8) for n in range(1, 5)))
+    world.step()
+    assert sum(asked(requests)) == 2
+    known(world, estimate(per_request=0.5)).take(estimate())
+    for _ in range(17):
+        world.step()
+    assert sum(asked(requests)) == 4
+
+
+def test_a_higher_priority_goes_first_when_there_is_time_again():
+    world = World(size=512, max_reqs=16, options=target(2.5))
+    world.scheduler.enable_priority_scheduling, world.scheduler.schedule_low_priority_values_first = True, True
+    known(world, estimate())
+    (first,) = queue(world, tokens(1, 8), priority=5)
+    world.step()
+    low = queue(world, *(tokens(n, 8) for n in (2, 3)), priority=5)
+    world.step()
+    (high,) = queue(world, tokens(4, 8), priority=1)
+    world.step()
+    assert asked([first, *low, high]) == [True, False, False, False]
+    world.complete(first)
+    world.step()
+    world.finish(first.req)
+    world.step()
+    assert asked([*low, high]) == [False, False, True]
+
+
+def test_a_retracted_request_waits_for_time_and_goes_before_others():
+    world = World(size=512, max_reqs=16, options=target(4.5))
+    gate = known(world, estimate())
+    running = [serve(world, tokens(n, 8), max_new=9).req for n in (1, 2, 3)]
+    world.retract(running[2])
+    known(world, estimate(per_request=1.5))
+    (other,) = queue(world, tokens(9, 8))
+    for _ in range(3):
+        world.step()
+    assert running[2] in world.queue.retracted_queue and not other.wire.asked
+    assert gate.state()["held"] == 1
+    world.finish(running[0])
+    world.step()
+    assert running[2] in world.running
+    for _ in range(3):
+        world.step()
+    assert not other.wire.asked
+    for left in list(world.running):
+        world.finish(left)
+    world.step()
+    assert other.wire.asked
+    world.check()
+
+
+def test_alone_a_retracted_request_comes_back_whatever_it_takes():
+    world = World(size=512, max_reqs=16, options=target(0.001))
+    known(world, estimate())
+    one = serve(world, tokens(1, 8), max_new=9).req
+    world.retract(one)
+    world.step()
+    assert one in world.running
+
+
+def shifting(seed: int) -> Iterator[list[int]]:
+    """Estimates that change from step to step, some of which let nobody in."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.choice(
+            [
+                [0] * WIDTH,
+                estimate(rng.random(), rng.random(), rng.random() / 10, answer=rng.randint(0, 9)),
+                estimate(100, 1),
+                estimate(0.1, 0.1, requests=rng.randint(1, 8)),
+            ]
+        )
+
+
+def shift(loop: Loop, seed: int) -> None:
+    told = shifting(seed)
+    loop.transfer.gate.own = lambda: next(told)
+
+
+class HeldPlay(Play):
+    """Notes whether anybody was admitted beside others although steps were too long."""
+
+    most = 0
+
+    def between(self) -> None:
+        self.most = max(self.most, len(self.loop.running) + len(self.loop.transfer.queue))
+        super().between()
+
+
+@pytest.mark.parametrize("loop_type", [Loop, SpeculatingLoop])
+def test_every_life_ends_under_a_target(loop_type):
+    """The real loop, whatever is estimated: invariants after each step, right answers, and nobody is left."""
+    held = 0
+
+    @given(script=scripts, size=st.sampled_from([40, 64]), seed=st.integers(0, 999))
+    @settings(max_examples=15, deadline=None)
+    def play(script, size, seed):
+        nonlocal held
+        loop = loop_type(options=target(1.5), size=size, page_size=4, reserved=0, max_reqs=4)
+        shift(loop, seed)
+        Play(loop, script).run()
+        held += loop.transfer.gate.held_requests
+
+    play()
+    assert held
+
+
+@given(script=scripts)
+@settings(max_examples=10, deadline=None)
+def test_one_at_a_time_where_the_target_is_out_of_reach(script):
+    loop = Loop(options=target(0.001), size=64, page_size=4, reserved=0, max_reqs=4)
+    known(loop, estimate())
+    play = HeldPlay(loop, script)
+    play.run()
+    assert play.most <= 1
+
+
+@given(script=scripts, size=st.sampled_from([40, 64]))
+@settings(max_examples=10, deadline=None)
+def test_a_target_that_is_never_reached_changes_nothing(script, size):
+    seen = []
+    for options in ({}, target(10**6)):
+        loop = Loop(options=options, size=size, page_size=4, reserved=0, max_reqs=4)
+        if options:
+            known(loop, estimate(0, 0))
+        play = RankPlay(loop, 0, [[*turn] for turn in script], [0])
+        play.run()
+        seen.append(play.turns)
+    assert seen[0] == seen[1]
+
+
+def test_the_real_loop_measures_its_steps():
+    loop = Loop(options=target(10**6), size=256, page_size=4, reserved=0, max_reqs=8)
+    for n in range(3):
+        loop.handshake(loop.arrive(tokens(n, 8), max_new=12))
+
+    def between() -> None:
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if loop.iterations > 4 and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+
+    loop.run(between)
+    gate = loop.transfer.gate
+    told = Estimate.of(gate.own())
+    assert told is not None and told.requests == 3 and 8 < told.tokens <= 3 * 20
+    assert 0 < gate.state()["step_ms"] < 10_000 and gate.state()["predicted_ms"] > 0
+
+
+# ---- ranks ----
+
+
+def on_ranks(rank: int, script: list[list[tuple]], lags: list[int], seed: int) -> list[tuple]:
+    loop = Loop(options=target(1.5), size=64, page_size=4, reserved=0, max_reqs=4, group=dist.group.WORLD)
+    # What the second rank measures is another machine's.
+    shift(loop, seed + 1000 * rank)
+    play = RankPlay(loop, rank, script, lags)
+    play.run()
+    gate = loop.transfer.gate
+    return [*play.turns, ("held", gate.held_requests, loop.queue.ranks.disagreements)]
+
+
+def test_ranks_hold_back_the_same_requests(pair):
+    held = 0
+
+    @given(script=scripts, lags=st.lists(st.integers(-3, 3), min_size=4, max_size=4), seed=st.integers(0, 999))
+    @settings(max_examples=12, deadline=None, phases=[HypothesisPhase.explicit, HypothesisPhase.generate])
+    def play(script, lags, seed):
+        nonlocal held
+        turns = assert_same(pair.run(on_ranks, script, lags, seed))
+        held += turns[-1][1]
+
+    play()
+    assert held
+
+
+def hears_the_first(rank: int) -> list[Any]:
+    me = Rank(rank, 512, options=target(3.5))
+    known(me.world, estimate(per_request=1.0 if rank == 0 else 0.1)).take([0] * WIDTH)
+    requests = queue(me.world, *(tokens(n, 8) for n in range(1, 6)))
+    for _ in range(3):
+        me.step()
+    return [asked(requests), me.world.transfer.gate.estimate, me.world.queue.ranks.disagreements]
+
+
+def test_all_go_by_what_the_first_rank_has_measured(pair):
+    admitted, told, disagreements = assert_same(pair.run(hears_the_first))
+    assert sum(admitted) == 2 and told.decode.per_request == MS and disagreements == 0

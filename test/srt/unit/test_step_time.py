@@ -1,0 +1,162 @@
+"""A step's time as learned from steps: known parts found again under noise, outliers, pauses and drift."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.decode_agreement import TOLD
+from sglang.srt.disaggregation.step_time import (
+    MOST_SIZES,
+    WIDTH,
+    Estimate,
+    Parts,
+    StepTimes,
+)
+
+MS = 1e-3
+
+
+def true_seconds(parts: tuple[float, float, float], requests: int, tokens: int) -> float:
+    fixed, per_request, per_token = parts
+    return fixed + per_request * requests + per_token * tokens
+
+
+def said(times: StepTimes, requests: int, tokens: int) -> float:
+    parts = times.parts()
+    assert parts is not None
+    return parts.of(requests, tokens) / 1e12
+
+
+def batches(rng: random.Random, count: int, most: int = 64) -> list[tuple[int, int]]:
+    """Sizes of steps as a load makes them: batches that last for a while and grow, of prompts of all lengths."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        requests = rng.randint(1, most)
+        tokens = sum(rng.randint(10, 2000) for _ in range(requests))
+        for n in range(rng.randint(3, 40)):
+            found.append((requests, tokens + n * requests))
+    return found[:count]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    fixed=st.floats(0.5, 20),
+    per_request=st.floats(0, 0.5),
+    per_token=st.floats(0, 1e-3),
+    noise=st.floats(0, 0.1),
+    outliers=st.floats(0, 0.2),
+    seed=st.integers(0, 9999),
+)
+def test_known_parts_are_found(fixed, per_request, per_token, noise, outliers, seed):
+    """Times to be foretold are those of sizes as have been seen, in milliseconds; steps that were held up are many."""
+    rng = random.Random(seed)
+    parts = fixed * MS, per_request * MS, per_token * MS
+    times = StepTimes()
+    for requests, tokens in batches(rng, 1500):
+        seconds = true_seconds(parts, requests, tokens) * (1 + rng.uniform(-noise, noise))
+        if rng.random() < outliers:
+            seconds *= rng.uniform(3, 100)
+        times.note(requests, tokens, seconds)
+    for requests, tokens in batches(random.Random(seed + 1), 200):
+        truth = true_seconds(parts, requests, tokens)
+        assert abs(said(times, requests, tokens) / truth - 1) < 0.15 + noise, (requests, tokens)
+
+
+def test_parts_are_told_apart_where_the_load_does():
+    times, rng = StepTimes(), random.Random(1)
+    for requests, tokens in batches(rng, 2000):
+        times.note(requests, tokens, true_seconds((4 * MS, 0.1 * MS, 2e-4 * MS), requests, tokens))
+    parts = times.parts()
+    assert parts is not None
+    assert parts.fixed == pytest.approx(4e9, rel=0.1)
+    assert parts.per_request == pytest.approx(1e8, rel=0.15)
+    assert parts.per_token == pytest.approx(2e5, rel=0.1)
+
+
+def test_a_pause_is_no_step():
+    times = StepTimes()
+    for n in range(200):
+        times.note(8, 8000 + 8 * n, 10 * MS)
+    before = said(times, 8, 9600)
+    times.note(8, 9600, 30.0)
+    assert said(times, 8, 9600) == pytest.approx(before, rel=0.01)
+    assert times.seconds() == pytest.approx(10 * MS)
+
+
+def test_a_machine_that_becomes_slower_is_noticed_at_once_and_a_better_day_too():
+    times, rng = StepTimes(), random.Random(2)
+    parts = 4 * MS, 0.1 * MS, 2e-4 * MS
+    for requests, tokens in batches(rng, 1000):
+        times.note(requests, tokens, true_seconds(parts, requests, tokens))
+    for factor in (1.5, 0.8):
+        for n in range(40):
+            times.note(20, 20000 + 20 * n, factor * true_seconds(parts, 20, 20000 + 20 * n))
+        assert said(times, 20, 20800) == pytest.approx(factor * true_seconds(parts, 20, 20800), rel=0.05)
+        # Also of a size that has not come since.
+        assert said(times, 60, 90000) == pytest.approx(factor * true_seconds(parts, 60, 90000), rel=0.25)
+
+
+def test_a_few_steps_are_enough_to_begin_with_and_one_or_two_are_not():
+    times = StepTimes()
+    assert times.parts() is None and times.seconds() is None and times.most() == (0, 0)
+    times.note(2, 400, 5.0)
+    times.note(2, 402, 5 * MS)
+    assert times.parts() is None, "the first step of a worker may take seconds"
+    times.note(2, 404, 5 * MS)
+    assert said(times, 2, 404) == pytest.approx(5 * MS, rel=0.05)
+    assert times.most() == (2, 404)
+
+
+def test_what_only_one_size_has_been_seen_of_is_charged_to_no_request():
+    """A further request is then tried. Charged with all of it, none would, and nothing ever be learned."""
+    times = StepTimes()
+    for _ in range(50):
+        times.note(4, 4000, 10 * MS)
+    assert said(times, 8, 8000) < 12 * MS
+
+
+def test_what_cannot_be_a_step_is_left_out():
+    times = StepTimes()
+    for requests, tokens, seconds in ((0, 10, 1.0), (1, 10, 0.0), (1, 10, -1.0), (1, 10, math.inf), (1, 10, math.nan)):
+        times.note(requests, tokens, seconds)
+    assert times.seconds() is None
+
+
+def test_sizes_are_bounded_and_the_oldest_go():
+    times = StepTimes()
+    for requests in range(1, 400):
+        for tokens in (10, 10**3, 10**5, 10**7, 10**8):
+            for _ in range(3):
+                times.note(requests, requests * tokens, MS)
+    assert len(times._sizes) <= MOST_SIZES
+    assert times.most()[0] == 399
+
+
+def test_the_cost_of_a_step_is_small():
+    import time
+
+    times, rng = StepTimes(), random.Random(3)
+    loads = batches(rng, 3000, most=256)
+    began = time.process_time()
+    for requests, tokens in loads:
+        times.note(requests, tokens, true_seconds((4 * MS, 0.1 * MS, 2e-4 * MS), requests, tokens))
+        times.parts()
+    # A busy machine takes several times as long as an idle one; see the record for what an idle one takes.
+    assert (time.process_time() - began) / len(loads) < 2 * MS
+
+
+@given(
+    decode=st.tuples(*[st.integers(0, 10**13)] * 3),
+    computed=st.tuples(*[st.integers(0, 10**13)] * 3),
+    rest=st.tuples(st.integers(1, 10**5), *[st.integers(0, 10**9)] * 3),
+)
+def test_an_estimate_survives_the_way_between_ranks(decode, computed, rest):
+    estimate = Estimate(Parts(*decode), Parts(*computed), *rest)
+    figures = estimate.figures()
+    assert len(figures) == WIDTH <= TOLD
+    assert Estimate.of(figures + [0] * (TOLD - WIDTH)) == estimate
+    assert Estimate.of([0] * TOLD) is None
