@@ -25,7 +25,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model
 
-from . import link, parted, published, report
+from . import goodput, link, parted, published, report
 from .chart import check_libraries
 from .deploy import OFF, Deployment, Shape, Side, engine_options
 from .measure import LoadGenerator
@@ -69,6 +69,7 @@ Workloads:
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
   sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
+  pd-radix bench --only a --slo ttft=2000,itl=60
 
 Engine options for all workers follow after --.
 The sides take turns, in every other run the other way round. Answers that are not the same are asked for again.
@@ -115,6 +116,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put prefill and decode into network namespaces joined by a link of this rate, and measure every workload "
         "at each rate given: 100mbit, or auto:N, at which a prompt's KV takes N times as long as its prefill (as root)",
     )
+    parser.add_argument(
+        "--slo",
+        metavar="ttft=MS,itl=MS",
+        help="requests come by a clock; find the rates at which 90%% and 99%% of them keep both, of each side and of "
+        "one with the flag that holds this ITL",
+    )
+    parser.add_argument(
+        "--slo-seconds", type=float, default=30.0, metavar="S", help="of one rate with --slo (default: 30)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
     parser.add_argument(
         "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
@@ -156,9 +166,11 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
         name, colon, text = given.partition(":")
         if not colon or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise PdRadixError(f"--compare {given}: write NAME:OPTIONS, NAME of small letters, digits and -")
-        if name in [side.name for side in sides] or name in ("least", "possible"):
+        if name in [side.name for side in sides] or name in ("least", "possible", "target"):
             raise PdRadixError(f"--compare {given}: {name} is the name of something else, take another")
         sides.append(Side.parse(name, text))
+    if args.slo:
+        sides.append(goodput.Slo.parse(args.slo).side)
     return sides
 
 
@@ -173,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
     runs = args.runs if args.runs is not None else QUICK_RUNS if args.quick else RUNS
     if runs < 1:
         raise PdRadixError(f"--runs {runs}: must be at least 1")
+    if args.slo and (args.link or args.slo_seconds <= 0):
+        raise PdRadixError("--slo goes without --link, and with --slo-seconds above 0")
     if args.sample_every < 0.1:
         raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds")
     sizes, sides = chosen_sizes(args), chosen_sides(args)
@@ -271,6 +285,12 @@ def _all(
                         f"workload {key} has a request of {workload.longest} tokens, and decode's pool holds "
                         f"{shape.pool}: --set {key}.pool="
                     )
+                if args.slo:
+                    slo, seconds = goodput.Slo.parse(args.slo), args.slo_seconds
+                    document["workloads"].append(
+                        goodput.measure(deployment, load, workload, slo, seconds, tokens, page_size, show)
+                    )
+                    continue
                 for place in _places(deployment, workload, tokens, rates, show):
                     exact = document["setting"]["dtype"].endswith("float32")
                     measured = measure_all(
@@ -332,6 +352,8 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
         "python": platform.python_version(),
         "seconds": round(time.monotonic() - started, 1),
     }
+    if args.slo:
+        return goodput.write(document, args.out)
     files = report.write(document, args.out)
     return [*files, published.write(document, args.out)]
 
@@ -373,6 +395,10 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
             table.add_row(*row)
         console.print(table)
 
+    if "goodput" in document["workloads"][0]:
+        for entry in document["workloads"]:
+            show(f"({entry['key']}) {entry['title']}, {goodput.Slo(**entry['slo'])}", *goodput.table(entry))
+        return _print_end(document["workloads"], files, console)
     show(report.describe(document), *report.headline(document))
     for entry in filter(report.in_rounds, document["workloads"]):
         show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
@@ -383,6 +409,13 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     for entry in document["workloads"]:
         for note in entry["differences"]:
             console.print(Text(f"({entry['key']}) {parted.told(note)}"), soft_wrap=True)
+    _print_end(document["workloads"], files, console)
+
+
+def _print_end(entries: Sequence[dict[str, Any]], files: Sequence[Path], console: Any) -> None:
+    from rich.text import Text
+
+    for entry in entries:
         for problem in entry["problems"]:
             console.print(Text(f"FAILED: ({entry['key']}) {problem}", style="bold red"), soft_wrap=True)
     for path in files:

@@ -209,6 +209,8 @@ class Run:
     texts: list[str] = field(repr=False)
     prompts: list[Sequence[int]] = field(repr=False)
     problems: list[str] = field(default_factory=list)
+    # Of each request, as `ttft_s`: mean seconds between its tokens.
+    tpot_s: list[float] = field(default_factory=list)
 
     @property
     def digest(self) -> str:
@@ -282,6 +284,7 @@ def run_once(
         [a.text for a in asked],
         [a.prompt for a in asked],
         [*deployment.problems(variant), *link.problems(figures)],
+        [a.tpot_s for a in asked],
     )
 
 

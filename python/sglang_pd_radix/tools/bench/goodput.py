@@ -1,0 +1,336 @@
+"""Goodput: the requests per second that a side takes with enough of them within a promised TTFT and ITL.
+
+Requests come by a clock and wait for nobody, so what a side cannot take shows as waiting: by chance, evenly spread over
+time (Poisson), or at a trace's own times, drawn out or together to the rate. Of each side the greatest rate is looked
+for at which 90%, and 99%, of requests keep both promises: doubled until they do not, then by bisection. The sides take
+turns from rate to rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .chart import Chart, Line
+from .deploy import Deployment, Side
+from .measure import LoadGenerator, Run, run_once
+from .stats import percentile
+from .workload import Request, Tokens, Workload
+
+if TYPE_CHECKING:
+    from .turns import Show
+
+#: Parts of requests that are to keep both promises.
+SHARES = (0.9, 0.99)
+#: A rate is known when one that is by this part higher is too high. And the first that is tried, the least, the most.
+PRECISION = 1.15
+FIRST_RATE, LEAST_RATE, MOST_RATE = 1.0, 1 / 16, 1024.0
+#: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
+LEAST_REQUESTS = 20
+TARGET_OPTION = "--disaggregation-decode-itl-target"
+COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
+MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What is promised of a request: seconds until its first token, and mean seconds between two of the others."""
+
+    ttft_s: float
+    itl_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Of ``ttft=MS,itl=MS``. Raises PdRadixError."""
+        given: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            try:
+                given[name.strip()] = float(value)
+            except ValueError:
+                raise PdRadixError(f"--slo {text}: {part} is not ttft=MS or itl=MS") from None
+        if given.keys() != {"ttft", "itl"} or not all(0 < ms < math.inf for ms in given.values()):
+            raise PdRadixError(f"--slo {text}: give both, as in ttft=500,itl=30, in milliseconds above 0")
+        return cls(given["ttft"] / 1000, given["itl"] / 1000)
+
+    def kept(self, ttft_s: float, itl_s: float) -> bool:
+        return ttft_s <= self.ttft_s and itl_s <= self.itl_s
+
+    @property
+    def side(self) -> Side:
+        """The side that holds the ITL by itself."""
+        return Side("target", True, (TARGET_OPTION, f"{1000 * self.itl_s:g}"))
+
+    def __str__(self) -> str:
+        return f"TTFT {1000 * self.ttft_s:g} ms, ITL {1000 * self.itl_s:g} ms"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measurement of a side. rate: at which requests came, per second. kept: the part that kept both promises."""
+
+    rate: float
+    requests: int
+    kept: float
+    requests_per_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    itl_mean_s: float
+    itl_p90_s: float
+
+    @property
+    def good_per_s(self) -> float:
+        """Requests within both promises, per second of the measurement."""
+        return self.kept * self.requests_per_s
+
+    @classmethod
+    def of(cls, rate: float, run: Run, slo: Slo) -> Trial:
+        pairs = list(zip(run.ttft_s, run.tpot_s, strict=True))
+        return cls(
+            rate,
+            len(pairs),
+            sum(slo.kept(ttft, itl) for ttft, itl in pairs) / len(pairs),
+            run.figures["requests_per_s"],
+            percentile(run.ttft_s, 50),
+            percentile(run.ttft_s, 90),
+            sum(run.tpot_s) / len(pairs),
+            percentile(run.tpot_s, 90),
+        )
+
+
+class Search:
+    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far."""
+
+    def __init__(self, shares: Sequence[float] = SHARES, precision: float = PRECISION) -> None:
+        self.shares, self.precision = shares, precision
+        self.trials: list[Trial] = []
+
+    def told(self, trial: Trial) -> None:
+        self.trials.append(trial)
+
+    def best(self, share: float) -> tuple[float, float]:
+        """The greatest rate known to be kept below the least that is known not to be, and that; 0 and infinity."""
+        wrong = min((t.rate for t in self.trials if t.kept < share), default=math.inf)
+        right = max((t.rate for t in self.trials if t.kept >= share and t.rate < wrong), default=0.0)
+        return right, wrong
+
+    def next_rate(self) -> float | None:
+        """What to measure next; None when all is known."""
+        for share in self.shares:
+            right, wrong = self.best(share)
+            if not right:
+                rate = FIRST_RATE if wrong == math.inf else wrong / 2
+            elif wrong == math.inf:
+                rate = 2 * right
+            elif wrong / right > self.precision:
+                rate = math.sqrt(right * wrong)
+            else:
+                continue
+            if LEAST_RATE <= rate <= MOST_RATE:
+                return rate
+        return None
+
+    def goodput(self, share: float) -> Trial | None:
+        """The measurement at the greatest rate; None where no rate is low enough."""
+        right, _ = self.best(share)
+        return next((t for t in self.trials if t.rate == right), None)
+
+
+def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -> Workload:
+    """Requests of ``workload`` that come at ``rate`` per second for about ``seconds``, and wait for no answer.
+
+    At the times that they have, drawn out or together; where they have none, by chance, which is the same for all
+    sides and, but for the pace, at all rates. Raises PdRadixError for a chat, whose prompts follow from its answers.
+    """
+    if workload.chat:
+        raise PdRadixError(f"--slo: {workload.key} is a chat, in which a question waits for the answer before it")
+    requests = [request for asked in workload.rounds for request in asked]
+    requests = requests[: max(LEAST_REQUESTS, math.ceil(rate * seconds))]
+    due = [request.arrival_s for request in requests]
+    if any(at is None for at in due):
+        chance, at = tokens.order(f"{workload.key}/arrivals"), 0.0
+        times = []
+        for _ in requests:
+            times.append(at)
+            at += chance.expovariate(1.0)
+    else:
+        times = [float(at or 0.0) for at in due]
+    # At the mean rate, exactly: or it would be another by chance for few requests.
+    pace = (len(times) - 1) / (times[-1] - times[0]) / rate if len(times) > 1 and times[-1] > times[0] else 0.0
+    timed = [
+        dataclasses.replace(request, arrival_s=pace * (at - times[0]))
+        for request, at in zip(requests, times, strict=True)
+    ]
+    warm: list[Request] = [request for asked in workload.warm for request in asked]
+    return dataclasses.replace(workload, rounds=[timed], warm=[warm] if warm else [], concurrency=None, stream=False)
+
+
+def search_all(names: Sequence[str], measure: Callable[[str, float], Trial]) -> dict[str, Search]:
+    """Of each side what `Search` finds; the sides take turns."""
+    searches = {name: Search() for name in names}
+    left = list(names)
+    while left:
+        for name in list(left):
+            rate = searches[name].next_rate()
+            if rate is None:
+                left.remove(name)
+            else:
+                searches[name].told(measure(name, rate))
+    return searches
+
+
+def measure(
+    deployment: Deployment,
+    load: LoadGenerator,
+    workload: Workload,
+    slo: Slo,
+    seconds: float,
+    tokens: Tokens,
+    page_size: int,
+    show: Show,
+    every_s: float = 0.5,
+) -> dict[str, Any]:
+    """What the report has of one workload. seconds: of one measurement."""
+    sides = {variant.name: variant for variant in deployment.variants}
+    problems: set[str] = set()
+    show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
+    for variant in sides.values():
+        # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
+        run_once(deployment, load, open_loop(workload, 4.0, 5.0, tokens), variant, 0, page_size, every_s)
+
+    def one(name: str, rate: float) -> Trial:
+        asked = open_loop(workload, rate, seconds, tokens)
+        show.step(f"({workload.key}) {name}, {rate:.3g} requests/s", 0, "")
+        run = run_once(deployment, load, asked, sides[name], 1, page_size, every_s)
+        problems.update(f"{name}, {rate:.3g} requests/s: {problem}" for problem in run.problems)
+        trial = Trial.of(rate, run, slo)
+        show.done(f"{name}, {rate:.3g} requests/s: {told(trial)}")
+        return trial
+
+    searches = search_all(list(sides), one)
+    show.end()
+    return entry_of(workload, slo, searches, sorted(problems))
+
+
+def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], problems: Sequence[str]) -> dict[str, Any]:
+    """A workload's part of the report."""
+    return {
+        "key": workload.key,
+        "title": workload.title,
+        "sizes": workload.sizes,
+        "slo": dataclasses.asdict(slo),
+        "goodput": {
+            name: {f"{share:g}": trial and trial.rate for share in SHARES for trial in [search.goodput(share)]}
+            for name, search in searches.items()
+        },
+        "trials": {name: [dataclasses.asdict(t) for t in search.trials] for name, search in searches.items()},
+        "problems": list(problems),
+    }
+
+
+def told(trial: Trial) -> str:
+    """A measurement in a line."""
+    return (
+        f"{trial.kept:.0%} within both, {trial.requests_per_s:.2f} requests/s, "
+        f"TTFT p90 {1e3 * trial.ttft_p90_s:.0f} ms, ITL mean {1e3 * trial.itl_mean_s:.1f} ms, "
+        f"p90 {1e3 * trial.itl_p90_s:.1f} ms"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows: of each side its goodput, and what clients saw at that rate."""
+    heading = ["side"]
+    for share in SHARES:
+        heading += [f"requests/s at {share:.0%}", "TTFT p90, ms", "ITL mean, ms"]
+    rows = []
+    for name, rates in entry["goodput"].items():
+        row = [name]
+        for share in SHARES:
+            rate = rates[f"{share:g}"]
+            found = next((t for t in entry["trials"][name] if t["rate"] == rate), None)
+            row += (
+                ["below " + f"{LEAST_RATE:.3g}", "", ""]
+                if found is None
+                else [
+                    f"{rate:.2f}",
+                    f"{1e3 * found['ttft_p90_s']:.0f}",
+                    f"{1e3 * found['itl_mean_s']:.1f}",
+                ]
+            )
+        rows.append(row)
+    return heading, rows
+
+
+def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
+    """By the name of the file: goodput over the rate, and what ITL is paid for requests per second."""
+    trials = {name: [Trial(**t) for t in found] for name, found in entry["trials"].items()}
+    more = iter(MORE_COLORS * len(trials))
+    colors = {name: COLORS.get(name) or next(more) for name in trials}
+
+    def lines(x: Callable[[Trial], float], y: Callable[[Trial], float]) -> list[Line]:
+        return [
+            Line(name, colors[name], [(x(t), y(t)) for t in sorted(found, key=lambda t: t.rate)])
+            for name, found in trials.items()
+        ]
+
+    slo = Slo(**entry["slo"])
+    return {
+        "goodput": Chart(
+            f"({entry['key']}) requests/s within {slo}",
+            "requests that come, per second",
+            "within both, per second",
+            lines(lambda t: t.rate, lambda t: t.good_per_s),
+        ),
+        "itl": Chart(
+            f"({entry['key']}) ITL and requests/s",
+            "requests answered per second",
+            "ITL mean, ms",
+            lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s),
+            mark=(1e3 * slo.itl_s, "promised"),
+        ),
+    }
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The report."""
+    setting = document["setting"]
+    facts = ", ".join(f"{key} {setting[key]}" for key in ("machine", "model", "dtype", "date") if key in setting)
+    lines = ["# Goodput", "", f"    {setting.get('command', '')}", "", facts, ""]
+    for entry in document["workloads"]:
+        heading, rows = table(entry)
+        lines += [f"## ({entry['key']}) {entry['title']}", "", f"Promised: {Slo(**entry['slo'])}.", ""]
+        lines += ["| " + " | ".join(heading) + " |", "|---" * len(heading) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines += ["", f"![goodput]({entry['key']}-goodput.svg)", "", f"![ITL]({entry['key']}-itl.svg)", ""]
+        for name, trials in entry["trials"].items():
+            lines += [f"**{name}**", ""]
+            lines += [f"- {t['rate']:.3g}/s: {told(Trial(**t))}" for t in sorted(trials, key=lambda t: t["rate"])]
+            lines.append("")
+        lines += [f"- FAILED: {problem}" for problem in entry["problems"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write(document: Mapping[str, Any], out: Path) -> list[Path]:
+    """Write the report as JSON, Markdown and pictures. Returns their paths."""
+    files = {
+        "goodput.json": json.dumps(document, indent=1) + "\n",
+        "goodput.md": markdown(document),
+    }
+    for entry in document["workloads"]:
+        files |= {f"{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
+    try:
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PdRadixError(f"cannot write to {out}: {error.strerror or error}") from error
+    return [out / name for name in files]

@@ -1,0 +1,243 @@
+"""`pd-radix bench --slo`: promises, arrivals by a clock, and the search for a rate, on a server that is a formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import bench, cli
+
+command = bench.package("command")
+deploy = bench.package("deploy")
+goodput = bench.package("goodput")
+measure = bench.package("measure")
+workload = bench.package("workload")
+
+TOKENS = workload.Tokens(range(400, 1900), 0)
+SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
+SLO = goodput.Slo(2.0, 0.03)
+
+
+def made(key="e", **sizes):
+    return dataclasses.replace(workload.KINDS[key](), **sizes).make(key, TOKENS)
+
+
+def trial(rate, kept):
+    return goodput.Trial(rate, 100, kept, rate, 0.1, 0.2, 0.01, 0.02)
+
+
+# ---- promises ----
+
+
+def test_a_promise():
+    slo = goodput.Slo.parse("itl=30,ttft=500")
+    assert slo == goodput.Slo(0.5, 0.03) and str(slo) == "TTFT 500 ms, ITL 30 ms"
+    assert slo.kept(0.5, 0.03) and not slo.kept(0.51, 0.03) and not slo.kept(0.5, 0.031)
+    assert slo.side == deploy.Side("target", True, ("--disaggregation-decode-itl-target", "30"))
+
+
+@pytest.mark.parametrize("text", ["", "ttft=5", "ttft=5,itl=x", "ttft=5,itl=0", "ttft=5,itl=nan", "ttft=5,itl=1,p=2"])
+def test_no_promise(text):
+    with pytest.raises(PdRadixError, match="--slo"):
+        goodput.Slo.parse(text)
+
+
+# ---- arrivals ----
+
+
+@given(rate=st.floats(0.1, 500), seconds=st.floats(1, 60))
+def test_requests_come_at_the_rate_and_wait_for_nobody(rate, seconds):
+    asked = goodput.open_loop(made(requests=200, prompt=4), rate, seconds, TOKENS)
+    (requests,) = asked.rounds
+    times = [request.arrival_s for request in requests]
+    assert times[0] == 0 and times == sorted(times) and asked.concurrency is None
+    assert len(times) == min(200, max(goodput.LEAST_REQUESTS, math.ceil(rate * seconds)))
+    assert times[-1] * rate == pytest.approx(len(times) - 1)
+
+
+def test_arrivals_by_chance_are_the_same_for_all_and_not_even():
+    asked = made(requests=200, prompt=4)
+    slow, fast = (goodput.open_loop(asked, rate, 1000, TOKENS).rounds[0] for rate in (1, 10))
+    assert [r.ids for r in slow] == [r.ids for r in fast]
+    assert [r.arrival_s for r in slow] == pytest.approx([10 * r.arrival_s for r in fast])
+    gaps = [b.arrival_s - a.arrival_s for a, b in zip(slow, slow[1:], strict=False)]
+    # Of an exponential distribution as much as 1/e are above the mean, and the deviation is the mean.
+    assert 0.28 < sum(gap > 1 for gap in gaps) / len(gaps) < 0.46
+
+
+def test_a_trace_keeps_its_times_but_for_the_pace():
+    asked = made("f", requests=40, speed=4.0)
+    before = [r.arrival_s for r in asked.rounds[0]]
+    after = [r.arrival_s for r in goodput.open_loop(asked, 7.0, 1000, TOKENS).rounds[0]]
+    factor = after[-1] / before[-1]
+    assert after == pytest.approx([factor * at for at in before]) and after[-1] * 7 == pytest.approx(39)
+
+
+def test_rounds_become_one_and_a_chat_has_no_rate():
+    asked = goodput.open_loop(made("aw", requests=20, prefixes=4, at_once=2), 1000, 10, TOKENS)
+    assert len(asked.rounds) == 1 and asked.requests == 20 and [len(warm) for warm in asked.warm] == [4]
+    with pytest.raises(PdRadixError, match="chat"):
+        goodput.open_loop(made("c"), 1, 1, TOKENS)
+
+
+# ---- the search ----
+
+
+@given(
+    limits=st.tuples(st.floats(0.1, 900), st.floats(0.1, 1.0)),
+)
+def test_the_rates_are_found(limits):
+    """90% are kept up to a rate, and 99% up to a part of it."""
+    most, part = limits
+
+    def server(name, rate):
+        return trial(rate, 1.0 if rate <= part * most else 0.95 if rate <= most else 0.5)
+
+    search = goodput.search_all(["one"], server)["one"]
+    for share, limit in ((0.9, most), (0.99, part * most)):
+        found = search.goodput(share)
+        if limit < goodput.LEAST_RATE:
+            assert found is None
+        else:
+            assert found is not None and found.rate <= limit < found.rate * goodput.PRECISION
+    assert len(search.trials) <= 40
+
+
+def test_no_rate_is_low_enough():
+    search = goodput.search_all(["one"], lambda name, rate: trial(rate, 0.0))["one"]
+    assert search.goodput(0.9) is None and len(search.trials) == 5
+
+
+def test_every_rate_is():
+    search = goodput.search_all(["one"], lambda name, rate: trial(rate, 1.0))["one"]
+    assert search.goodput(0.99).rate == goodput.MOST_RATE
+
+
+def test_a_rate_that_failed_by_chance_bounds_what_is_claimed():
+    """Of measurements that contradict each other the lower one counts."""
+    search = goodput.Search()
+    for rate, kept in ((1, 1.0), (2, 0.5), (4, 1.0)):
+        search.told(trial(rate, kept))
+    assert search.best(0.9) == (1, 2)
+
+
+def test_sides_take_turns():
+    asked = []
+
+    def server(name, rate):
+        asked.append(name)
+        return trial(rate, float(rate < 5))
+
+    goodput.search_all(["off", "on"], server)
+    assert asked[:6] == ["off", "on"] * 3
+
+
+# ---- a server ----
+
+
+def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
+    """Times to the first token and between the others, of a server with ``slots`` places and a step that grows."""
+    waiting, running, times = list(requests), [], {}
+    now, ready = 0.0, 0.0
+    while waiting or running:
+        while waiting and waiting[0].arrival_s <= now and len(running) < slots:
+            request = waiting.pop(0)
+            ready = max(ready, now) + prefill
+            heapq.heappush(running, (ready, id(request), request))
+            times[id(request)] = [ready]
+        decoding = [entry for entry in running if entry[0] <= now]
+        if not decoding:
+            now = min([waiting[0].arrival_s] * bool(waiting and len(running) < slots) + [e[0] for e in running[:1]])
+            continue
+        now += fixed + per_request * len(decoding)
+        for entry in decoding:
+            times[id(entry[2])].append(now)
+            if len(times[id(entry[2])]) >= entry[2].answer:
+                running.remove(entry)
+        heapq.heapify(running)
+    found = [times[id(request)] for request in requests]
+    ttft = [at[0] - request.arrival_s for at, request in zip(found, requests, strict=True)]
+    return ttft, [(at[-1] - at[0]) / (len(at) - 1) for at in found], max(at[-1] for at in found)
+
+
+class Served:
+    """`goodput.measure` over sides of which each has its places; with the target as many as keep 30 ms."""
+
+    slots = {"off": 4, "on": 64, "target": 18}
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(goodput, "run_once", self.run_once)
+        sides = [deploy.OFF, deploy.ON, SLO.side]
+        self.deployment = SimpleNamespace(variants=deploy.variants(deploy.Shape(100, 10), sides))
+        self.problems = []
+
+    def run_once(self, deployment, load, asked, variant, number, page_size, every_s):
+        (requests,) = asked.rounds
+        ttft, itl, ended = serve(requests, self.slots[variant.name])
+        figures = {"requests_per_s": len(requests) / ended}
+        return measure.Run(variant.name, number, figures, [], [], ttft, [], [], [], problems=self.problems, tpot_s=itl)
+
+    def measure(self):
+        asked = made(requests=400, prompt=4, answer=40)
+        return goodput.measure(self.deployment, None, asked, SLO, 20.0, TOKENS, 16, SHOW)
+
+
+def test_the_goodput_of_three_sides(monkeypatch):
+    """4 places of 40 tokens at 14 ms make 7 requests a second; 64 of 74 ms break the promise, 18 of 28 ms do not."""
+    found = Served(monkeypatch).measure()
+    at_90 = {name: rates["0.9"] for name, rates in found["goodput"].items()}
+    assert 4 < at_90["off"] < 7.5
+    assert at_90["target"] > 2 * at_90["off"] and at_90["target"] >= at_90["on"]
+    assert all(rates["0.99"] <= rates["0.9"] for rates in found["goodput"].values())
+    assert found["problems"] == []
+
+
+def test_the_report_says_all_of_it(monkeypatch, tmp_path):
+    served = Served(monkeypatch)
+    served.problems = ["decode-0 holds 3 tokens"]
+    found = served.measure()
+    document = {"setting": {"command": "pd-radix bench --slo", "model": "m"}, "workloads": [found]}
+    files = goodput.write(document, tmp_path)
+    assert {path.name for path in files} == {"goodput.json", "goodput.md", "e-goodput.svg", "e-itl.svg"}
+    assert json.loads((tmp_path / "goodput.json").read_text()) == document
+    text = (tmp_path / "goodput.md").read_text()
+    for name in ("off", "on", "target"):
+        assert f"| {name} | {found['goodput'][name]['0.9']:.2f} |" in text
+    assert "FAILED: off, " in text and "holds 3 tokens" in text
+    for picture in ("e-goodput.svg", "e-itl.svg"):
+        drawn = ElementTree.parse(tmp_path / picture)
+        assert {"off", "on", "target"} <= {element.text for element in drawn.iter() if element.text}
+
+
+def test_a_side_without_goodput_is_told_as_such():
+    search = goodput.search_all(["off"], lambda name, rate: trial(rate, 0.0))
+    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
+    assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
+
+
+# ---- options ----
+
+
+def options(*given):
+    return cli.build_parser("bench").parse_args(["bench", *given])
+
+
+def test_a_promise_adds_the_side_that_holds_it():
+    sides = command.chosen_sides(options("--slo", "ttft=500,itl=30"))
+    assert [side.name for side in sides] == ["off", "on", "target"]
+    assert [side.name for side in command.chosen_sides(options())] == ["off", "on"]
+
+
+def test_what_does_not_go_with_it():
+    for more in (["--slo-seconds", "0"], ["--link", "100mbit"]):
+        with pytest.raises(PdRadixError, match="--slo"):
+            command.run(options("--slo", "ttft=500,itl=30", *more))
