@@ -35,6 +35,12 @@ def trial(rate, kept):
     return goodput.Trial(rate, 100, kept, rate, 0.1, 0.2, 0.01, 0.02)
 
 
+def searched(names, server):
+    searches = {name: goodput.Search() for name in names}
+    goodput.search_all(searches, server)
+    return searches
+
+
 # ---- promises ----
 
 
@@ -102,7 +108,7 @@ def test_the_rates_are_found(limits):
     def server(name, rate):
         return trial(rate, 1.0 if rate <= part * most else 0.95 if rate <= most else 0.5)
 
-    search = goodput.search_all(["one"], server)["one"]
+    search = searched(["one"], server)["one"]
     for share, limit in ((0.9, most), (0.99, part * most)):
         found = search.goodput(share)
         if limit < goodput.LEAST_RATE:
@@ -113,12 +119,12 @@ def test_the_rates_are_found(limits):
 
 
 def test_no_rate_is_low_enough():
-    search = goodput.search_all(["one"], lambda name, rate: trial(rate, 0.0))["one"]
-    assert search.goodput(0.9) is None and len(search.trials) == 5
+    search = searched(["one"], lambda name, rate: trial(rate, 0.0))["one"]
+    assert search.goodput(0.9) is None and [t.rate for t in search.trials] == [8, 4, 2, 1, 0.5, 0.25, 0.125, 0.0625]
 
 
 def test_every_rate_is():
-    search = goodput.search_all(["one"], lambda name, rate: trial(rate, 1.0))["one"]
+    search = searched(["one"], lambda name, rate: trial(rate, 1.0))["one"]
     assert search.goodput(0.99).rate == goodput.MOST_RATE
 
 
@@ -135,9 +141,9 @@ def test_sides_take_turns():
 
     def server(name, rate):
         asked.append(name)
-        return trial(rate, float(rate < 5))
+        return trial(rate, float(rate < 50))
 
-    goodput.search_all(["off", "on"], server)
+    searched(["off", "on"], server)
     assert asked[:6] == ["off", "on"] * 3
 
 
@@ -177,7 +183,8 @@ class Served:
     def __init__(self, monkeypatch):
         monkeypatch.setattr(goodput, "run_once", self.run_once)
         sides = [deploy.OFF, deploy.ON, SLO.side]
-        self.deployment = SimpleNamespace(variants=deploy.variants(deploy.Shape(100, 10), sides))
+        made_of = deploy.variants(deploy.Shape(100, 10), sides)
+        self.deployment = SimpleNamespace(variants=made_of, step_times=self.step_times)
         self.problems = []
 
     def run_once(self, deployment, load, asked, variant, number, page_size, every_s):
@@ -185,6 +192,9 @@ class Served:
         ttft, itl, ended = serve(requests, self.slots[variant.name])
         figures = {"requests_per_s": len(requests) / ended}
         return measure.Run(variant.name, number, figures, [], [], ttft, [], [], [], problems=self.problems, tpot_s=itl)
+
+    def step_times(self, variant):
+        return [{"target_ms": 30.0}] if variant.name == "target" else []
 
     def measure(self):
         asked = made(requests=400, prompt=4, answer=40)
@@ -201,6 +211,20 @@ def test_the_goodput_of_three_sides(monkeypatch):
     assert found["problems"] == []
 
 
+def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
+    served, asked = Served(monkeypatch), []
+
+    def interrupted(*args):
+        asked.append(args)
+        if len(asked) > 9:
+            raise KeyboardInterrupt
+        return served.run_once(*args)
+
+    monkeypatch.setattr(goodput, "run_once", interrupted)
+    found = served.measure()
+    assert [len(trials) for trials in found["trials"].values()] == [2, 2, 2] and "interrupted" in found["problems"][0]
+
+
 def test_the_report_says_all_of_it(monkeypatch, tmp_path):
     served = Served(monkeypatch)
     served.problems = ["decode-0 holds 3 tokens"]
@@ -212,6 +236,7 @@ def test_the_report_says_all_of_it(monkeypatch, tmp_path):
     text = (tmp_path / "goodput.md").read_text()
     for name in ("off", "on", "target"):
         assert f"| {name} | {found['goodput'][name]['0.9']:.2f} |" in text
+    assert 'target has learned: {"target_ms": 30.0}' in text
     assert "FAILED: off, " in text and "holds 3 tokens" in text
     for picture in ("e-goodput.svg", "e-itl.svg"):
         drawn = ElementTree.parse(tmp_path / picture)
@@ -219,7 +244,7 @@ def test_the_report_says_all_of_it(monkeypatch, tmp_path):
 
 
 def test_a_side_without_goodput_is_told_as_such():
-    search = goodput.search_all(["off"], lambda name, rate: trial(rate, 0.0))
+    search = searched(["off"], lambda name, rate: trial(rate, 0.0))
     entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
     assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
 

@@ -29,6 +29,7 @@ from test_traps import Rank, serve, tokens
 
 MS = 10**9
 NOTHING = Parts(0, 0, 0)
+NAMES = itertools.count()
 
 
 def target(ms: float) -> dict[str, float]:
@@ -44,11 +45,12 @@ def estimate(
     answer: int = 1,
     requests: int = 1000,
     known_tokens: int = 10**9,
+    delay: int = 0,
     computed: Parts = NOTHING,
 ) -> list[int]:
     """An estimate in milliseconds, as ranks tell it."""
     parts = Parts(round(fixed * MS), round(per_request * MS), round(per_token * MS))
-    return Estimate(parts, computed, milli_tokens, answer, requests, known_tokens).figures()
+    return Estimate(parts, computed, milli_tokens, answer, requests, known_tokens, delay).figures()
 
 
 def known(world: World, figures: list[int]) -> ItlGate:
@@ -70,6 +72,7 @@ def made(ms: float, figures: list[int] | None = None, shares: bool = False) -> I
 
 def req(prompt: int, done: int = 0, most: int = 4, protected: int = 0) -> Any:
     return SimpleNamespace(
+        rid=f"r{next(NAMES)}",
         seqlen=prompt + done,
         output_ids=[0] * done,
         origin_input_ids=[0] * prompt,
@@ -82,6 +85,11 @@ def req(prompt: int, done: int = 0, most: int = 4, protected: int = 0) -> Any:
 
 def plan(delta: int, held: int = 0, evictable: int = 0) -> Any:
     return SimpleNamespace(delta=delta, found=SimpleNamespace(length=held, evictable=evictable))
+
+
+def now(load: Load) -> tuple[int, int]:
+    """Requests and tokens of a step now."""
+    return len(load.reqs), load.shared + sum(tokens_of_it for tokens_of_it, *_ in load.reqs)
 
 
 def admitted_by(gate: ItlGate, *more: Any, live: tuple = (), prompt: int = 10) -> int:
@@ -128,7 +136,7 @@ def test_what_grows_is_reckoned_with_as_far_as_steps_may_become_a_tenth_longer()
     for _ in range(5):
         load.add(100, 120)
     # 5 ms now, and 11 when they end. Who ends before that makes no step longer.
-    assert gate._covers(load) and load.longest(Parts(*figures[:3])) == 11 * MS
+    assert gate._covers(load) and load.steps()[1].longest(Parts(*figures[:3])) == 11 * MS
     load.add(300, 10)
     assert gate._covers(load)
     load.remove_last(0)
@@ -137,19 +145,52 @@ def test_what_grows_is_reckoned_with_as_far_as_steps_may_become_a_tenth_longer()
 
 
 @given(
-    reqs=st.lists(st.tuples(st.integers(1, 500), st.integers(0, 300)), min_size=1, max_size=12),
+    reqs=st.lists(st.tuples(st.integers(1, 500), st.integers(0, 300), st.integers(0, 50)), min_size=1, max_size=12),
     shared=st.integers(0, 1000),
     parts=st.tuples(st.integers(0, 10**9), st.integers(0, 10**8), st.integers(0, 10**6)),
 )
-def test_the_longest_step_is_that_of_a_simulation(reqs, shared, parts):
+def test_the_longest_steps_are_those_of_a_simulation(reqs, shared, parts):
     load = Load(shared)
-    for held, growth in reqs:
-        load.add(held, growth)
-    steps = []
-    for step in range(max(growth for _, growth in reqs) + 1):
-        left = [held + step for held, growth in reqs if growth >= step]
-        steps.append(Parts(*parts).of(len(left), shared + sum(left)))
-    assert load.longest(Parts(*parts)) == max(steps)
+    for held, growth, start in reqs:
+        load.add(held, growth, start)
+    times = {}
+    for step in range(max(start + growth for _, growth, start in reqs) + 1):
+        left = [held + step - start for held, growth, start in reqs if start <= step <= start + growth]
+        if left:
+            times[step] = Parts(*parts).of(len(left), shared + sum(left))
+    begin, end = load.steps()
+    assert end.longest(Parts(*parts)) == max(times.values())
+    assert begin.longest(Parts(*parts)) == max(times[start] for *_, start in reqs)
+
+
+def test_who_is_on_the_way_counts_from_when_it_will_decode():
+    """1 ms a request, and two of four that run will have ended when the next can decode."""
+    ending, lasting = [req(10, done=9, most=12) for _ in range(2)], [req(10, most=100) for _ in range(2)]
+    for delay, more in ((0, 0), (2, 0), (4, 2)):
+        gate = made(5.0, estimate(answer=12, delay=delay))
+        assert admitted_by(gate, live=(*ending, *lasting)) == more, delay
+    # Those that were admitted a while ago will be there earlier.
+    gate = made(5.0, estimate(answer=12, delay=8))
+    coming = req(10)
+    assert gate.add(Load(), plan(10), coming)
+    gate._steps += 6
+    load = gate.load(SimpleNamespace(running=(), coming=(coming, req(10))))
+    # Of the other nothing is known: it may come at once.
+    assert [start for _, start, _ in load.reqs] == [2, 0]
+
+
+def test_how_long_it_takes_until_a_request_decodes():
+    gate = made(10)
+    quick, slow = req(10), req(10)
+    load = Load()
+    for one in (quick, slow):
+        assert gate.add(load, plan(10), one)
+    others = [req(10)]
+    for step in range(30):
+        joined = [quick] * (step >= 3) + [slow] * (step >= 20)
+        gate.note_step(batch([*others, *joined]), SimpleNamespace(), step / 100)
+    assert list(gate._delays) == [3, 20] and not gate._admitted
+    assert Estimate.of(gate.own()).delay == 3
 
 
 def test_how_much_a_request_grows():
@@ -164,17 +205,17 @@ def test_shared_prefixes_count_once_where_they_are_read_once():
     """The tree has 1000 tokens locked; of each live request 900 are among them."""
     live = SimpleNamespace(running=(req(950, protected=900), req(930, protected=900)), coming=())
     once, each = made(10, estimate(), shares=True), made(10, estimate())
-    assert once.load(live).now == (2, 1000 + 50 + 30)
-    assert each.load(live).now == (2, 950 + 930)
+    assert now(once.load(live)) == (2, 1000 + 50 + 30)
+    assert now(each.load(live)) == (2, 950 + 930)
     for gate, tokens_of_it in ((once, 40 + 7), (each, 40 + 900)):
         load = gate.load(live)
-        before = load.now[1]
+        before = now(load)[1]
         assert gate.add(load, plan(40, held=900, evictable=7), req(940))
-        assert load.now == (3, before + tokens_of_it)
+        assert now(load) == (3, before + tokens_of_it)
         full = made(0.001, estimate(), shares=gate._shares)
         load = full.load(live)
         assert not full.add(load, plan(40, held=900, evictable=7), req(940))
-        assert load.now == (2, before), "what is not added leaves nothing behind"
+        assert now(load) == (2, before), "what is not added leaves nothing behind"
 
 
 def test_a_step_over_prompts_is_bounded_too():

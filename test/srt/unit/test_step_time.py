@@ -152,7 +152,7 @@ def test_the_cost_of_a_step_is_small():
 @given(
     decode=st.tuples(*[st.integers(0, 10**13)] * 3),
     computed=st.tuples(*[st.integers(0, 10**13)] * 3),
-    rest=st.tuples(st.integers(1, 10**5), *[st.integers(0, 10**9)] * 3),
+    rest=st.tuples(st.integers(1, 10**5), *[st.integers(0, 10**9)] * 4),
 )
 def test_an_estimate_survives_the_way_between_ranks(decode, computed, rest):
     estimate = Estimate(Parts(*decode), Parts(*computed), *rest)

@@ -2,8 +2,8 @@
 
 A step's time follows from who is in it (step_time.py), so an admission is refused as one for which there is no memory
 is: it ends the step of admission, and what waits goes by the order of admission. With nobody live the next is admitted
-whatever it takes, so at least one request always runs. Requests that are on their way here count as those that decode:
-they will be in the same steps.
+whatever it takes, so at least one request always runs. Requests that are on their way here count from when they will
+decode, beside those that will not have ended by then.
 
 Nothing here is measured by more than one rank: the first one's estimate is part of what ranks agree on, and decisions
 follow from that, and from live requests, in whole numbers.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ItlGate", "Load"]
 
+Array = np.ndarray[Any, np.dtype[np.int64]]
+
 # Requests that run before steps have been measured, and how many times what has been measured may be tried.
 SEED, STRIDE = 4, 2
 # An answer's tokens before one has ended; the least part of a mean answer that is expected still to come; and the
@@ -37,45 +39,59 @@ SEED, STRIDE = 4, 2
 UNKNOWN_ANSWER, LEAST_PART, ANSWERS = 256, 4, 64
 # What is expected of the longest step that live requests grow into, in tenths of the target.
 PEAK_TENTHS = 11
+# One in so many requests that were admitted decodes sooner than is reckoned with.
+SHORT_PART = 4
 # Steps between two reports to the metrics.
 REPORT = 16
 
 
+class Steps(NamedTuple):
+    """Requests and tokens of some steps, int64."""
+
+    requests: Array
+    tokens: Array
+
+    def longest(self, parts: Parts) -> int:
+        """Picoseconds of the longest of them."""
+        return int((parts.fixed + parts.per_request * self.requests + parts.per_token * self.tokens).max())
+
+
 class Load:
-    """What the requests of a step read. shared: tokens that all of them read once, beside those of each."""
+    """What the requests of the next steps read. shared: tokens that all of them read once, beside those of each."""
 
     def __init__(self, shared: int = 0):
         self.shared = shared
-        self.tokens: list[int] = []
-        self.growth: list[int] = []
+        # Of each request: tokens that it begins with, steps until it begins, and tokens by which it will grow, a step
+        # for each.
+        self.reqs: list[tuple[int, int, int]] = []
 
-    def add(self, tokens: int, growth: int, shared: int = 0) -> None:
-        """A request reads ``tokens`` of its own, and will read up to ``growth`` more."""
-        self.tokens.append(tokens)
-        self.growth.append(growth)
+    def add(self, tokens: int, growth: int, start: int = 0, shared: int = 0) -> None:
+        """A request reads ``tokens`` of its own from the step ``start`` on, and in the end ``growth`` more."""
+        self.reqs.append((tokens, start, growth))
         self.shared += shared
 
     def remove_last(self, shared: int) -> None:
         """Undo the last `add`."""
-        self.tokens.pop()
-        self.growth.pop()
+        self.reqs.pop()
         self.shared -= shared
 
-    @property
-    def now(self) -> tuple[int, int]:
-        """Requests and tokens of a step now."""
-        return len(self.tokens), self.shared + sum(self.tokens)
+    def steps(self) -> tuple[Steps, Steps]:
+        """The steps in which a request begins, and those in which one ends: between two of these all only grow."""
+        tokens, starts, growth = np.array(self.reqs, dtype=np.int64).T
+        ends = starts + growth
+        return self._at(np.unique(starts), tokens, starts, ends), self._at(np.unique(ends), tokens, starts, ends)
 
-    def longest(self, parts: Parts) -> int:
-        """Picoseconds of the longest step until all have ended, if nobody joins them.
-
-        It is one in which somebody ends: until then all grow.
-        """
-        growth = np.array(self.growth, dtype=np.int64)
-        order = np.argsort(-growth, kind="stable")
-        count = np.arange(1, len(order) + 1)
-        tokens = self.shared + np.cumsum(np.array(self.tokens, dtype=np.int64)[order]) + count * growth[order]
-        return int((parts.fixed + parts.per_request * count + parts.per_token * tokens).max())
+    def _at(self, times: Array, tokens: Array, starts: Array, ends: Array) -> Steps:
+        """The steps at ``times``, with all that have begun and not ended before."""
+        by_start, by_end = np.argsort(starts, kind="stable"), np.argsort(ends, kind="stable")
+        begun = np.searchsorted(starts[by_start], times, side="right")
+        gone = np.searchsorted(ends[by_end], times, side="left")
+        # What each would have had at time 0.
+        base = tokens - starts
+        sum_begun = np.concatenate([[0], np.cumsum(base[by_start])])[begun]
+        sum_gone = np.concatenate([[0], np.cumsum(base[by_end])])[gone]
+        count = begun - gone
+        return Steps(count, self.shared + sum_begun - sum_gone + count * times)
 
 
 class ItlGate:
@@ -97,6 +113,9 @@ class ItlGate:
         self._reqs: list[Req] = []
         self._read_once = 0
         self._steps = 0
+        # In which step those were admitted that do not decode yet; and after how many others did.
+        self._admitted: dict[str, int] = {}
+        self._delays: deque[int] = deque(maxlen=ANSWERS)
         # The request that is held back, how many wait with it, and how many have been so far.
         self._held: str | None = None
         self.waiting = self.held_requests = 0
@@ -134,11 +153,19 @@ class ItlGate:
         self._answers.extend(
             [len(req.output_ids) for req in reqs if req.finished_reason is not None and not _aborted(req)]
         )
+        self._note_joined(reqs)
         if began is not None:
             self.decode.note(self._requests(batch), self._tokens(reqs), now - began)
         self._steps += 1
         if self._counters is not None and self._steps % REPORT == 0:
             self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0, self.waiting)
+
+    def _note_joined(self, reqs: Sequence[Req]) -> None:
+        """``reqs`` decode."""
+        for req in reqs if self._admitted else ():
+            step = self._admitted.pop(req.rid, None)
+            if step is not None:
+                self._delays.append(self._steps - step)
 
     @staticmethod
     def _requests(batch: Any) -> int:
@@ -165,7 +192,8 @@ class ItlGate:
         accepted = sum(self._accepted) / len(self._accepted) if self._accepted else 1.0
         computed = self.computed.parts() or Parts(0, 0, 0)
         answer = mean_of(self._answers)
-        return Estimate(parts, computed, round(1000 * accepted), answer, *self.decode.most()).figures()
+        delay = sorted(self._delays)[len(self._delays) // SHORT_PART] if self._delays else 0
+        return Estimate(parts, computed, round(1000 * accepted), answer, *self.decode.most(), delay).figures()
 
     def take(self, figures: list[int]) -> None:
         """These are what all ranks go by from now on."""
@@ -177,30 +205,42 @@ class ItlGate:
         """What steps over the live requests read. Cost: some figures of each."""
         shares = self._shares
         load = Load(self._tree.protected_size_ if shares else 0)
-        for req in (*live.running, *live.coming):
+        for req in live.running:
             load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req))
+        delay, step, admitted = self._delay(), self._steps, self._admitted
+        # Without those that have failed on their way.
+        self._admitted = {req.rid: admitted.get(req.rid, step - delay) for req in live.coming}
+        for req in live.coming:
+            start = max(0, delay - step + self._admitted[req.rid])
+            load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req), start)
         return load
+
+    def _delay(self) -> int:
+        """Steps from an admission until the request decodes; for the shorter ones of them."""
+        return 0 if self.estimate is None else self.estimate.delay
 
     def add(self, load: Load, plan: AdmissionPlan, req: Req) -> bool:
         """Add ``req``, whose admission takes ``plan``, to ``load`` if steps do not become too long with it."""
-        alone = not load.tokens
+        alone = not load.reqs
         shared = plan.found.evictable if self._shares else 0
-        load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), shared)
+        load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), self._delay(), shared)
         if alone or self._covers(load):
+            self._admitted[req.rid] = self._steps
             return True
         load.remove_last(shared)
         return False
 
     def _covers(self, load: Load) -> bool:
-        requests, tokens = load.now
         known = self.estimate
         if known is None:
-            return requests <= SEED
+            return len(load.reqs) <= SEED
+        begin, end = load.steps()
         # No further than twice what has been seen: beyond that, the parts are a guess.
+        requests, tokens = begin.requests.max(), begin.tokens.max()
         if requests > max(SEED, STRIDE * known.requests) or (requests > SEED and tokens > STRIDE * known.tokens):
             return False
         most = self._most(known)
-        return known.decode.of(requests, tokens) <= most and 10 * load.longest(known.decode) <= PEAK_TENTHS * most
+        return begin.longest(known.decode) <= most and 10 * end.longest(known.decode) <= PEAK_TENTHS * most
 
     def _most(self, known: Estimate) -> int:
         """Picoseconds that a step may take."""
@@ -253,6 +293,7 @@ class ItlGate:
                 "per_token_ns": round(parts.per_token / 1e3, 3),
                 "tokens_per_step": known.milli_tokens / 1000,
                 "answer_tokens": known.answer,
+                "steps_until_it_decodes": known.delay,
             }
         return state
 

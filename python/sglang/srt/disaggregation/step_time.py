@@ -49,7 +49,7 @@ class Estimate(NamedTuple):
 
     decode: of a decode step. computed: of a step over remainders of prompts, by tokens instead of requests.
     milli_tokens: a request's tokens in a step, thousandths. answer: mean tokens of the last answers, 0 if none has
-    ended. requests, tokens: the most that steps have had.
+    ended. requests, tokens: the most that steps have had. delay: steps from an admission until the request decodes.
     """
 
     decode: Parts
@@ -58,10 +58,11 @@ class Estimate(NamedTuple):
     answer: int
     requests: int
     tokens: int
+    delay: int = 0
 
     def figures(self) -> list[int]:
         """These as `WIDTH` numbers of 0 or more."""
-        return [*self.decode, *self.computed, self.milli_tokens, self.answer, self.requests, self.tokens]
+        return [*self.decode, *self.computed, self.milli_tokens, *self[3:]]
 
     @classmethod
     def of(cls, figures: list[int]) -> Estimate | None:
@@ -71,7 +72,7 @@ class Estimate(NamedTuple):
         return cls(Parts(*figures[:3]), Parts(*figures[3:6]), *figures[6:WIDTH])
 
 
-WIDTH = 10
+WIDTH = 11
 
 
 class _Size:

@@ -95,7 +95,7 @@ class Scheduler(SchedulerRefusalMixin, PegaFlowScheduler, engine.Scheduler):
     def itl_gate(self):
         """What bounds the time of a decode step; None where nothing does."""
         queue = getattr(self, "disagg_decode_transfer_queue", None)
-        return None if queue is None else queue.gate
+        return getattr(queue, "gate", None)
 
     def note_step(self, batch, result) -> None:
         """Have the gate learn from a step whose result has been processed."""

@@ -193,6 +193,11 @@ class Deployment:
         pools = [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
         return float(sum(pool["used_peak"] for pool in pools))
 
+    def step_times(self, variant: Variant) -> list[dict[str, Any]]:
+        """What decode ranks of this variant that hold an ITL have learned of their steps: ``itl`` in ``kv_pool``."""
+        pools = [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
+        return [pool["itl"] for pool in pools if "itl" in pool]
+
     def counters(self, variant: Variant) -> dict[str, float]:
         """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""
         prefill, decode = self.prefill_urls, self.decode_urls(variant)

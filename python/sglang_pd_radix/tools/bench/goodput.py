@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SHARES = (0.9, 0.99)
 #: A rate is known when one that is by this part higher is too high. And the first that is tried, the least, the most.
 PRECISION = 1.15
-FIRST_RATE, LEAST_RATE, MOST_RATE = 1.0, 1 / 16, 1024.0
+FIRST_RATE, LEAST_RATE, MOST_RATE = 8.0, 1 / 16, 1024.0
 #: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
 LEAST_REQUESTS = 20
 TARGET_OPTION = "--disaggregation-decode-itl-target"
@@ -172,10 +172,9 @@ def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -
     return dataclasses.replace(workload, rounds=[timed], warm=[warm] if warm else [], concurrency=None, stream=False)
 
 
-def search_all(names: Sequence[str], measure: Callable[[str, float], Trial]) -> dict[str, Search]:
-    """Of each side what `Search` finds; the sides take turns."""
-    searches = {name: Search() for name in names}
-    left = list(names)
+def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial]) -> None:
+    """Find the rates of each side; the sides take turns."""
+    left = list(searches)
     while left:
         for name in list(left):
             rate = searches[name].next_rate()
@@ -183,7 +182,6 @@ def search_all(names: Sequence[str], measure: Callable[[str, float], Trial]) -> 
                 left.remove(name)
             else:
                 searches[name].told(measure(name, rate))
-    return searches
 
 
 def measure(
@@ -200,6 +198,7 @@ def measure(
     """What the report has of one workload. seconds: of one measurement."""
     sides = {variant.name: variant for variant in deployment.variants}
     problems: set[str] = set()
+    learned: dict[str, list[dict[str, Any]]] = {}
     show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
     for variant in sides.values():
         # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
@@ -210,13 +209,18 @@ def measure(
         show.step(f"({workload.key}) {name}, {rate:.3g} requests/s", 0, "")
         run = run_once(deployment, load, asked, sides[name], 1, page_size, every_s)
         problems.update(f"{name}, {rate:.3g} requests/s: {problem}" for problem in run.problems)
+        learned[name] = deployment.step_times(sides[name])
         trial = Trial.of(rate, run, slo)
         show.done(f"{name}, {rate:.3g} requests/s: {told(trial)}")
         return trial
 
-    searches = search_all(list(sides), one)
+    searches = {name: Search() for name in sides}
+    try:
+        search_all(searches, one)
+    except KeyboardInterrupt:
+        problems.add("interrupted before all rates were found")
     show.end()
-    return entry_of(workload, slo, searches, sorted(problems))
+    return entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned}
 
 
 def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], problems: Sequence[str]) -> dict[str, Any]:
@@ -316,6 +320,8 @@ def markdown(document: Mapping[str, Any]) -> str:
             lines += [f"**{name}**", ""]
             lines += [f"- {t['rate']:.3g}/s: {told(Trial(**t))}" for t in sorted(trials, key=lambda t: t["rate"])]
             lines.append("")
+        for name, states in entry.get("step_times", {}).items():
+            lines += [f"- {name} has learned: {json.dumps(state)}" for state in states]
         lines += [f"- FAILED: {problem}" for problem in entry["problems"]]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,0 +1,151 @@
+"""Whether a target is held: the gate before a worker whose steps take what a formula says, under loads of any kind."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.disaggregation.itl_gate import ItlGate
+
+MS = 1e-3
+
+
+class Asked:
+    """A request as the gate sees it."""
+
+    def __init__(self, prompt: int, answer: int, most: int):
+        self.prompt, self.answer, self.output_ids = prompt, answer, []
+        self.sampling_params = SimpleNamespace(max_new_tokens=most)
+        self.cache_protected_len, self.joins_at, self.rid = 0, 0, f"r{id(self)}"
+
+    @property
+    def seqlen(self) -> int:
+        return self.prompt + len(self.output_ids)
+
+
+class Worker:
+    """Steps one after the other; admitted requests join after ``transfer`` steps. Clients ask again when answered."""
+
+    def __init__(self, target_ms: float | None, parts: tuple[float, float, float], seed: int = 0, **load: Any):
+        """parts: milliseconds of a step's fixed part, for a request, for a token. load: see `_ask`."""
+        tree: Any = SimpleNamespace(protected_size_=0)
+        self.gate = None if target_ms is None else ItlGate(target_ms, tree)
+        self.parts, self.load, self.rng = parts, load, random.Random(seed)
+        self.waiting: deque[Asked] = deque()
+        self.coming: list[Asked] = []
+        self.running: list[Asked] = []
+        self.steps: list[float] = []
+        self.answered = self.clients = 0
+
+    def _ask(self) -> Asked:
+        prompts, answers = self.load.get("prompts", (800, 1200)), self.load.get("answers", (60, 180))
+        answer = self.rng.randint(*answers)
+        return Asked(self.rng.randint(*prompts), answer, answer if self.load.get("told") else 4096)
+
+    def run(self, clients: int, steps: int) -> list[float]:
+        """Milliseconds of that many steps with so many clients."""
+        for _ in range(max(0, clients - self.clients)):
+            self.waiting.append(self._ask())
+        self.clients = clients
+        first = len(self.steps)
+        while len(self.steps) < first + steps:
+            self._admit()
+            self._step()
+        return self.steps[first:]
+
+    def _admit(self) -> None:
+        now, gate, load = len(self.steps), self.gate, None
+        if gate is not None and self.waiting:
+            gate.take(gate.own())
+            load = gate.load(SimpleNamespace(running=self.running, coming=self.coming))  # type: ignore[arg-type]
+        while self.waiting:
+            one = self.waiting[0]
+            plan: Any = SimpleNamespace(delta=one.prompt, found=SimpleNamespace(length=0, evictable=0))
+            if gate is not None and not gate.add(load, plan, one):  # type: ignore[arg-type]
+                break
+            one.joins_at = now + self.load.get("transfer", 3)
+            self.coming.append(self.waiting.popleft())
+        self.running += [one for one in self.coming if one.joins_at <= now or not self.running]
+        self.coming = [one for one in self.coming if one not in self.running]
+
+    def _step(self) -> None:
+        requests, tokens = len(self.running), sum(one.seqlen for one in self.running)
+        ms = self.parts[0] + self.parts[1] * requests + self.parts[2] * tokens
+        ms *= self.rng.uniform(0.95, 1.05)
+        seen = ms * (self.rng.uniform(2, 20) if self.rng.random() < 0.01 else 1.0)
+        self.steps.append(ms)
+        if self.gate is not None:
+            self.gate._note_joined(self.running)  # type: ignore[arg-type]
+            self.gate._steps += 1
+            self.gate.decode.note(requests, tokens, seen * MS)
+        for one in list(self.running):
+            one.output_ids.append(0)
+            if len(one.output_ids) >= one.answer:
+                self.running.remove(one)
+                self.answered += 1
+                if self.gate is not None:
+                    self.gate._answers.append(one.answer)
+                if len(self.running) + len(self.coming) + len(self.waiting) < self.clients:
+                    self.waiting.append(self._ask())
+
+
+def mean(steps: list[float]) -> float:
+    return sum(steps) / len(steps)
+
+
+LOADS = {
+    "mixed": {"parts": (4, 0.05, 3e-5)},
+    "short prompts, long answers": {"parts": (4, 0.05, 3e-5), "prompts": (20, 100), "answers": (300, 900)},
+    "tokens are all": {"parts": (1, 0.0, 8e-5), "prompts": (100, 4000)},
+    "requests are all": {"parts": (1, 0.12, 0.0)},
+    "answers as long as asked": {"parts": (4, 0.05, 3e-5), "told": True},
+    "slow transfers": {"parts": (4, 0.05, 3e-5), "transfer": 30},
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_jump_from_8_to_128_clients(load):
+    """At most 2% of steps are beyond 1.2 times the target, and where there is enough to do they take that long."""
+    free = Worker(None, **LOADS[load])
+    free.run(128, 1500)
+    before = mean(free.run(128, 500))
+    target = 0.6 * before
+    worker = Worker(target, **LOADS[load])
+    worker.run(8, 400)
+    steps = worker.run(128, 2500)
+    assert sum(ms > 1.2 * target for ms in steps) <= 0.02 * len(steps), max(steps) / target
+    held = mean(steps[1000:]) / target
+    assert 0.9 < held < 1.05, held
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_at_the_time_of_no_target_as_much_is_answered(load):
+    """The target is what steps take with 32 clients: with 128 as much is answered in the same time."""
+    few = Worker(None, **LOADS[load])
+    few.run(32, 1000)
+    answered = few.answered
+    usual = few.run(32, 3000)
+    rate = (few.answered - answered) / sum(usual)
+    worker = Worker(mean(usual), **LOADS[load])
+    worker.run(128, 1000)
+    answered = worker.answered
+    steps = worker.run(128, 3000)
+    assert (worker.answered - answered) / sum(steps) > 0.9 * rate
+    assert 0.9 < mean(steps) / mean(usual) < 1.05
+
+
+def test_a_target_out_of_reach_has_one_request_run():
+    worker = Worker(0.5, (4, 0.05, 3e-5))
+    worker.run(16, 500)
+    assert worker.answered >= 2 and len(worker.running) + len(worker.coming) == 1
+
+
+def test_a_worker_that_has_measured_nothing_learns_while_it_serves():
+    """Everybody comes at the first moment."""
+    worker = Worker(9.0, (4, 0.05, 3e-5))
+    steps = worker.run(128, 2500)
+    assert sum(ms > 1.2 * 9 for ms in steps) <= 0.02 * len(steps)
+    assert mean(steps[500:]) > 0.9 * 9
