@@ -14,13 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import bench, cli
-
-command = bench.package("command")
-deploy = bench.package("deploy")
-goodput = bench.package("goodput")
-measure = bench.package("measure")
-workload = bench.package("workload")
+from sglang_pd_radix.tools import cli
+from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, workload
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.disaggregation.decode_agreement import TOLD
+from sglang.srt.disaggregation.decode_agreement import MEASURED
 from sglang.srt.disaggregation.step_time import (
     MOST_SIZES,
     WIDTH,
@@ -157,6 +157,6 @@ def test_the_cost_of_a_step_is_small():
 def test_an_estimate_survives_the_way_between_ranks(decode, computed, rest):
     estimate = Estimate(Parts(*decode), Parts(*computed), *rest)
     figures = estimate.figures()
-    assert len(figures) == WIDTH <= TOLD
-    assert Estimate.of(figures + [0] * (TOLD - WIDTH)) == estimate
-    assert Estimate.of([0] * TOLD) is None
+    assert len(figures) == WIDTH <= MEASURED
+    assert Estimate.of(figures + [0] * (MEASURED - WIDTH)) == estimate
+    assert Estimate.of([0] * MEASURED) is None

@@ -35,7 +35,7 @@ _STATE = SHARED_FIGURES + 2 * CANDIDATES
 _BITS = 32
 _WORDS = WINDOW // _BITS
 # Figures that the first rank has measured and the others go by.
-TOLD = 16
+MEASURED = 16
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
 
@@ -47,7 +47,7 @@ class Agreement:
     low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
     2: and drops what decode computes): of each request of the window, by MIN. same: for each candidate, whether all
     ranks' trees hold the same of it. expired: the requests of the window, by index, that by the first rank's clock have
-    waited long enough for what they wait for. told: figures of 0 or more of the first rank.
+    waited long enough for what they wait for. measured: figures of 0 or more of the first rank.
     """
 
     low: list[int]
@@ -56,7 +56,7 @@ class Agreement:
     capable: list[int]
     same: list[bool]
     expired: list[int]
-    told: list[int] = dataclasses.field(default_factory=list)
+    measured: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def in_step(self) -> bool:
@@ -71,28 +71,28 @@ def agree(
     polls: Sequence[int],
     capable: Sequence[int],
     expired: Sequence[int] = (),
-    told: Sequence[int] = (),
+    measured: Sequence[int] = (),
 ) -> Agreement:
     """Reduce over ``group``.
 
     shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
     `CANDIDATES`. polls, capable: for each request of the window, at most `WINDOW`. expired: by this rank's clock, see
-    `Agreement`. told: what the first rank has measured, at most `TOLD` figures of 0 or more. Raises ValueError
-    for other numbers: the ranks would take one figure for another, or reduce tensors of different sizes.
+    `Agreement`. measured: by the first rank, at most `MEASURED` figures of 0 or more. Raises ValueError for other
+    numbers: the ranks would take one figure for another, or reduce tensors of different sizes.
     """
-    if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW or len(told) > TOLD:
+    if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW or len(measured) > MEASURED:
         raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
     state = [*shared, *(figure for two in held for figure in two)]
     state += [0] * (_STATE - len(state))
     pad = [0] * (WINDOW - len(polls))
     words = [0] * _WORDS
-    first_says = [0] * TOLD
+    from_first = [0] * MEASURED
     if dist.get_rank(group) == 0:
         # Below what the others say.
         for i in expired:
             words[i // _BITS] -= 1 << i % _BITS
-        first_says[: len(told)] = [-figure for figure in told]
-    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *words, *first_says]
+        from_first[: len(measured)] = [-figure for figure in measured]
+    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *words, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     agreed = reduced.tolist()
@@ -105,7 +105,7 @@ def agree(
         capable=agreed[first + WINDOW : first + WINDOW + len(polls)],
         same=[low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)],
         expired=_bits(agreed[first + 2 * WINDOW : first + 2 * WINDOW + _WORDS]),
-        told=[-figure for figure in agreed[first + 2 * WINDOW + _WORDS :]],
+        measured=[-figure for figure in agreed[first + 2 * WINDOW + _WORDS :]],
     )
 
 
@@ -184,14 +184,14 @@ class Ranks:
         polls: Sequence[int],
         capable: Sequence[int],
         expired: Sequence[int],
-        told: Sequence[int] = (),
+        measured: Sequence[int] = (),
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        agreed = agree(self.group, shared, held, polls, capable, expired, told)
-        if agreed.in_step:
+        told = agree(self.group, shared, held, polls, capable, expired, measured)
+        if told.in_step:
             self.disagreements = 0
-            return agreed
-        self._note_disagreement(agreed)
+            return told
+        self._note_disagreement(told)
         return None
 
     def _note_disagreement(self, told: Agreement) -> None:

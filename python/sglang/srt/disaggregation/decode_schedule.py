@@ -187,7 +187,7 @@ class Schedule:
         if told is None:
             return None
         if self._gate is not None:
-            self._gate.take(told.told)
+            self._gate.take(told.measured)
         take_polls(told.polls)
         if policy.may_follow:
             for entry, capable in zip(entries, told.capable, strict=True):
