@@ -96,6 +96,7 @@ class StepTimes:
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT)
         self._count = self._fitted_at = 0
         self._fit: np.ndarray | None = None
+        self._most = 0, 0
 
     def note(self, requests: int, tokens: int, seconds: float) -> None:
         """A step over ``requests`` that read ``tokens`` of KV took ``seconds``. Cost: the same for any number."""
@@ -125,32 +126,36 @@ class StepTimes:
 
     def most(self) -> tuple[int, int]:
         """The most requests and tokens of a step, where as many steps of its size have been seen as count."""
-        sizes = [size.samples for size in self._counting()]
-        requests = max((sample[0] for samples in sizes for sample in samples), default=0)
-        tokens = max((sample[1] for samples in sizes for sample in samples), default=0)
-        return requests, tokens
+        self._update()
+        return self._most
 
     def parts(self) -> Parts | None:
         """The parts of a step's time; None while too little is known."""
-        new = self._count - self._fitted_at
-        if new >= REFIT or (new and (self._fit is None or self._count < 4 * REFIT)):
-            self._fit = self._explain()
-            self._fitted_at = self._count
+        self._update()
         if self._fit is None:
             return None
         fixed, per_request, per_token = (round(PS * part) for part in self._fit * self._drift(self._fit))
         return Parts(fixed, per_request, per_token)
 
+    def _update(self) -> None:
+        """Take in the samples that have come, if these are many or those before them few."""
+        new = self._count - self._fitted_at
+        if not (new >= REFIT or (new and (self._fit is None or self._count < 4 * REFIT))):
+            return
+        self._fitted_at = self._count
+        sizes = self._counting()
+        if sizes:
+            samples = [sample for size in sizes for sample in size.samples]
+            self._most = max(requests for requests, *_ in samples), max(tokens for _, tokens, _ in samples)
+            self._fit = self._explain(sizes)
+
     def _counting(self) -> list[_Size]:
         return [size for size in self._sizes.values() if len(size.samples) >= ENOUGH]
 
-    def _explain(self) -> np.ndarray | None:
+    def _explain(self, sizes: list[_Size]) -> np.ndarray:
         """Seconds of the three parts, none below 0, by least squares of relative errors."""
         from scipy.optimize import nnls
 
-        sizes = self._counting()
-        if not sizes:
-            return None
         typical = np.array([size.typical() for size in sizes])
         ages = np.array([self._count - size.last for size in sizes])
         counts = np.array([len(size.samples) for size in sizes])
