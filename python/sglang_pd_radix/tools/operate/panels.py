@@ -120,17 +120,24 @@ HURTS = (
     ),
     Panel(
         "Time between tokens",
-        "It rises with the number of requests that run.",
+        "It rises with the number of requests that run. With --disaggregation-decode-itl-target also a decode step as "
+        "measured and as its parts explain it, and the target.",
         (
             Query(_quantile(0.5, "inter_token_latency_seconds"), "p50 {{instance}}"),
             Query(_quantile(0.95, "inter_token_latency_seconds"), "p95 {{instance}}"),
+            Query(_gauge("decode_step_seconds"), f"step {_WHO}"),
+            Query(_gauge("decode_step_predicted_seconds"), f"step, explained {_WHO}"),
+            Query(_gauge("decode_itl_target_seconds"), f"target {_WHO}"),
         ),
         "s",
     ),
     Panel(
         "Queues",
         "Requests before they run, by state.",
-        (Query(_gauge("pd_requests", ',state!="running"', "instance, dp_rank, state"), f"{{{{state}}}} {_WHO}"),),
+        (
+            Query(_gauge("pd_requests", ',state!="running"', "instance, dp_rank, state"), f"{{{{state}}}} {_WHO}"),
+            Query(_gauge("decode_itl_waiting_requests"), f"for the ITL target {_WHO}"),
+        ),
     ),
     Panel(
         "Oldest request of each state",
@@ -145,10 +152,11 @@ HURTS = (
     ),
     Panel(
         "Why requests wait",
-        "For memory (blocked), for the transfer of another that brings their prefix (held back), and overtaken by "
-        "others whose prompt the tree holds.",
+        "For memory (blocked), for the ITL target, for the transfer of another that brings their prefix (held back), "
+        "and overtaken by others whose prompt the tree holds.",
         (
             _counted("decode_admissions_blocked_total", "blocked"),
+            _counted("decode_itl_held_requests_total", "for the ITL target"),
             _counted("decode_followed_requests_total", "held back"),
             _counted("decode_overtaken_requests_total", "overtaken"),
         ),
