@@ -121,6 +121,24 @@ def test_logprobs_and_single_tokens(local, cluster, page):
     assert len(local(prompt, 1)["output_ids"]) == 1
 
 
+def test_samples_of_a_prompt(local, cluster, page):
+    """Each has a room of its own, and prefill's one answer has as many choices."""
+    remote = Pair(cluster, decode=1)
+    prompt = [*base_prompt(page), *words(random.Random(6), 40)]
+    said = []
+    for pair in (local, remote):
+        pair(base_prompt(page))
+        body = pair.body(prompt, 8)
+        body["sampling_params"]["n"] = 3
+        before, first = counter(pair.decode_url, REQUESTS), pair.ask_prefill(body)
+        answers = pair.ask_decode(body).result()
+        assert answers.status_code == first.result().status_code == 200, (answers.text, first.result().text)
+        said.append([answer["output_ids"] for answer in answers.json()])
+        assert len(said[-1]) == len(first.result().json()) == 3
+        assert counter(pair.decode_url, REQUESTS) - before == (3 if pair is local else 0)
+    assert said[0] == said[1]
+
+
 @pytest.mark.thorough
 def test_leavers(local, page):
     """Clients go away before, while and after their prompts are computed."""
