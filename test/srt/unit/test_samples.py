@@ -335,7 +335,7 @@ def test_prefill_that_is_told_first_sends_the_samples_only():
         for message in sent[::-1]:
             prefill.answer(message)
         assert [out["meta_info"]["id"] for out in await task] == [message.rid for message in sent]
-        assert not prefill.samples._words and not prefill.samples._told and not prefill.rid_to_state
+        assert not prefill.samples._announcements and not prefill.samples._told and not prefill.rid_to_state
 
     run(test())
 
