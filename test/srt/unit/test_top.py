@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,6 +224,31 @@ def test_the_keys():
     asyncio.run(use())
 
 
+def test_it_ends_while_it_looks():
+    pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
+    from sglang_pd_radix.tools.operate.screen import Top
+
+    over, looking = Event(), Event()
+
+    def look() -> Look:
+        looking.set()
+        over.wait(10)
+        return Look(0.0, ranks_of(a=1), [])
+
+    async def use() -> None:
+        app = Top(SimpleNamespace(look=look), 5.0, "worker")
+        async with app.run_test() as pilot:
+            while not looking.is_set():
+                await pilot.pause(0.01)
+            Timer(0.5, over.set).start()
+            await pilot.press("q")
+
+    began = time.monotonic()
+    asyncio.run(use())
+    assert time.monotonic() - began < 8
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux: apt-get install tmux")
 def test_in_a_terminal(tmp_path):
     pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
@@ -246,6 +271,7 @@ def test_in_a_terminal(tmp_path):
         decode.says("decode", POOL | {"requests": {"running": 4}, "oldest": [oldest("slow-one", 70.0)]})
         settings = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH",) if name in os.environ]
         command = ["env", *settings, sys.executable, "-m", "sglang_pd_radix.tools.cli", "top", "--interval", "0.3"]
+        # On a busy machine its end was once waited for in vain: thorough, until that is understood.
         run("new-session", "-d", "-x", "180", "-y", "30", *command, prefill.address, decode.address)
         try:
             run("set-option", "remain-on-exit", "on")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
+from textual.message import Message
 from textual.widgets import DataTable, Footer, Static
 
 from .columns import COLUMNS, ordered, summary
@@ -32,6 +32,13 @@ class Top(App[None]):
         ("b", "sort('sent')", "Bytes"),
         ("f", "sort('failures')", "Failures"),
     ]
+
+    class Looked(Message):
+        """All workers have been looked at."""
+
+        def __init__(self, look: Look):
+            super().__init__()
+            self.look = look
 
     def __init__(self, reader: Reader, interval: float, sort: str):
         """interval: seconds between looks. sort: one of `COLUMNS`."""
@@ -58,10 +65,12 @@ class Top(App[None]):
             self.run_worker(self._take_look, thread=True, group="look", exit_on_error=False)
 
     def _take_look(self) -> None:
-        look = self._reader.look()
-        # It may have ended meanwhile.
-        with contextlib.suppress(RuntimeError):
-            self.call_from_thread(self._show, look)
+        # Without waiting for its being shown: who has asked for the end meanwhile would wait for that for ever.
+        self.post_message(self.Looked(self._reader.look()))
+
+    def on_top_looked(self, message: Looked) -> None:
+        """Show what has been seen."""
+        self._show(message.look)
 
     def action_column(self, step: int) -> None:
         """Sort by the next column to the right, or the left."""
