@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
@@ -414,6 +415,8 @@ def test_pools_of_both_kinds_are_reported(monkeypatch):
     scheduler = object.__new__(Scheduler)
     scheduler.tree_cache, scheduler.token_to_kv_pool_allocator = world.tree, world.allocator
     scheduler.req_to_token_pool, scheduler.max_total_num_tokens = world.pool, 256
+    # It has no queues whose requests could be counted.
+    scheduler.disaggregation_mode = DisaggregationMode.NULL
     monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: True)
     monkeypatch.setattr(Scheduler, "kv_manager", lambda self: None)
     req = serve(world, tokens(1, 60)).req
