@@ -130,7 +130,7 @@ class LocalPrefills:
         self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
         self.policy, self._tells = policy, tells
         # What one step computes while others wait for it.
-        self.slice_now: Callable[[], int] = lambda: policy.slice
+        self.slice_now: Callable[[], int] = lambda: self.policy.slice
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []

@@ -49,7 +49,7 @@ def make_local_prefills(
     counters = KvTransferCounters.get(scheduler.server_args)
     local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
     if gate is not None:
-        local.slice_now = lambda: gate.most_computed(policy.slice, scheduler.running_batch.reqs)
+        local.slice_now = lambda: gate.most_computed(local.policy.slice, scheduler.running_batch.reqs)
     return local
 
 
