@@ -19,8 +19,8 @@ BACKENDS = ["nixl", "mooncake"]
 # `make test` has to end within 30 minutes on two cores, installation included. What it leaves out for that, `make
 # test-all` runs: over Mooncake, what differs only in what is decided before a backend takes part, and is shown over
 # NIXL; MLA with several ranks, which has fewer cases than MHA; page sizes between which and 16 nothing but arithmetic
-# differs, which unit tests walk; staging buffers, whose messages have unit tests with real managers; and workers that are killed
-# and restarted, which takes minutes of waiting.
+# differs, which unit tests walk; staging buffers, whose messages have unit tests with real managers; and workers that
+# are killed and restarted, which takes minutes of waiting.
 THOROUGH = [
     ("test_oracle.py", {"page": 1}),
     ("test_oracle.py", {"page": 64}),
