@@ -37,11 +37,11 @@ import requests
 from faults.traffic import WORDS
 
 from sglang_pd_radix.tools.bench.stats import percentile
+from sglang_pd_radix.tools.chat_local import LOCAL_FLAG
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, empty_caches, parse_counters
 
-LOCAL = "--disaggregation-decode-local-prefill"
 SIDES = ("off", "on", "local")
 # Tokens: of a first message, of a question, of a long one, of an answer.
 DOCUMENT, QUESTION, LONG, ANSWER = 400, (40, 60), 600, 32
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="idle,busy,beside,alternating", help="cases, comma-separated")
     parser.add_argument("--runs", type=int, default=3, help="runs of each side (default: 3)")
-    parser.add_argument("--local", default="auto", help=f"value of {LOCAL} (default: auto)")
+    parser.add_argument("--local", default="auto", help=f"value of {LOCAL_FLAG} (default: auto)")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--backend", default="nixl")
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
     common = ["--enable-metrics", "--max-total-tokens", "65536", "--page-size", "16", "--chunked-prefill-size", "2048"]
-    decode_args = [[], [RADIX_FLAG], [RADIX_FLAG, LOCAL, args.local]]
+    decode_args = [[], [RADIX_FLAG], [RADIX_FLAG, LOCAL_FLAG, args.local]]
     found: dict[str, Any] = {}
     same = True
     with Cluster(model, decode=3, decode_args=decode_args, common_args=common, backend=args.backend) as cluster:

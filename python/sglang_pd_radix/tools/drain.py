@@ -13,7 +13,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import local_session
-from .operate.reading import TIMEOUT_S, Rank, Reader, addresses, gateway_workers
+from .operate.reading import TIMEOUT_S, Rank, Reader, addresses, base_url, gateway_workers
 from .progress import Display
 
 # Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
@@ -64,7 +64,7 @@ def leave(gateway: str, url: str) -> None:
     if len(others) - _serves(worker) < 1:
         raise PdRadixError(f"{url} is the last {kind} worker of {gateway}: start another one first")
     with local_session() as session:
-        reply = session.delete(f"{_base(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
+        reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
     if not reply.ok:
         raise PdRadixError(f"{gateway} does not let go of {url}: HTTP {reply.status_code} {reply.text[:200]}")
     until = time.monotonic() + 30
@@ -77,10 +77,6 @@ def leave(gateway: str, url: str) -> None:
 def _serves(worker: dict[str, Any]) -> bool:
     """Whether the gateway may choose a worker."""
     return bool(worker.get("is_healthy", True)) and worker.get("status", "ready") != "draining"
-
-
-def _base(gateway: str) -> str:
-    return (gateway if "//" in gateway else f"http://{gateway}").rstrip("/")
 
 
 def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:

@@ -137,10 +137,13 @@ class WorkerGauges:
     def write_requests(self, found: Iterable[InHand]) -> None:
         """Write what the worker has in hand."""
         found, now = [*found], time.perf_counter()
-        for state, count in counts(found, self._decodes).items():
+        counted = counts(found, self._decodes)
+        since = dict.fromkeys(counted, now)
+        for each in found:
+            since[each.state] = min(since[each.state], each.since or now)
+        for state, count in counted.items():
             self._requests.labels(**self._labels, state=state).set(count)
-            since = min((each.since for each in found if each.state == state and each.since), default=now)
-            self._oldest.labels(**self._labels, state=state).set(round(now - since, 3))
+            self._oldest.labels(**self._labels, state=state).set(round(now - since[state], 3))
 
     def write_pools(self, pools: Mapping[str, tuple[int, int]]) -> None:
         """Write size and free places of each of ``pools``, by name."""

@@ -92,12 +92,17 @@ def totals(ranks: Iterable[Rank]) -> dict[str, Any]:
     return sums
 
 
+def base_url(address: str) -> str:
+    """``HOST:PORT``, or a URL, as a URL that paths are appended to."""
+    return (address if "//" in address else f"http://{address}").rstrip("/")
+
+
 def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) -> list[str]:
     """The workers to look at: named, known to a gateway, or of a file of ``pd-radix up --json``.
 
     Raises PdRadixError if there are none.
     """
-    found = [url if "//" in url else f"http://{url}" for url in urls]
+    found = [base_url(address) for address in urls]
     if gateway is not None:
         found += [worker["url"] for worker in gateway_workers(gateway)]
     if deployment is not None:
@@ -113,7 +118,7 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
 
 def gateway_workers(gateway: str) -> list[dict[str, Any]]:
     """What a gateway says of each of its workers. Raises PdRadixError if it does not."""
-    url = (gateway if "//" in gateway else f"http://{gateway}").rstrip("/") + "/workers"
+    url = base_url(gateway) + "/workers"
     status, content = http(url, timeout=TIMEOUT_S)
     try:
         return [worker | {"url": str(worker["url"])} for worker in json.loads(content)["workers"]]
