@@ -209,7 +209,8 @@ class ServerArgs(engine.ServerArgs):
         cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
-        """Checks pages, shared decode attention, the secret, Mooncake and PegaFlow when all defaults are settled.
+        """Checks pages, shared decode attention, the secret, the time to drain, Mooncake and PegaFlow, with all
+        defaults settled.
 
         Checks that the cache is still on.
         """
@@ -219,8 +220,10 @@ class ServerArgs(engine.ServerArgs):
         shared_attention.check(self)
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
+            from sglang.srt.managers.drain import drain_seconds
 
             secret()
+            drain_seconds(self)
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
         if self.enable_pegaflow:

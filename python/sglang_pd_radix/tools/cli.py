@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "check the decode prefix cache on this machine, with your model, and print a verdict",
     "top": "show workers and requests of a deployment as they are now",
     "drain": "take a worker out of service without losing a request",
+    "join": "have a gateway take a worker in once it is ready",
     "dashboard": "print the Grafana dashboard, or for Prometheus its configuration and alerting rules",
     "patches": "print everything the patch set changes in the engine",
     "reference": "print every option, environment variable, metric, route and field",

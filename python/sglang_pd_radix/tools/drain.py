@@ -13,7 +13,16 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import local_session
-from .operate.reading import TIMEOUT_S, Rank, Reader, addresses, base_url, gateway_workers
+from .operate.reading import (
+    TIMEOUT_S,
+    UNTOLD,
+    Rank,
+    Reader,
+    addresses,
+    base_url,
+    engine_requests,
+    gateway_workers,
+)
 from .progress import Display
 
 # Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
@@ -86,7 +95,7 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
         ranks = reader.look().ranks
         if all(rank.error == "does not answer" for rank in ranks):
             raise PdRadixError(f"{url} does not answer")
-        left = _left(ranks)
+        left = _left(ranks, url)
         now = time.monotonic()
         if left:
             quiet_since = None
@@ -100,18 +109,25 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
         time.sleep(LOOK_S)
 
 
-def _left(ranks: list[Rank]) -> str:
+def _left(ranks: list[Rank], url: str) -> str:
     """What a worker still has, in words."""
     states: dict[str, int] = {}
+    idle = True
     for rank in ranks:
-        if rank.error:
+        if rank.error == UNTOLD and not rank.pool:
+            # The engine's figure, which leaves some out. What it leaves out, the engine waits for after SIGTERM.
+            count = engine_requests(url)
+            if count is None:
+                return "an unknown number of requests"
+            states["requests"] = count
+            continue
+        if rank.error and rank.error != UNTOLD:
             return rank.error
+        idle &= rank.idle
         for state, count in rank.requests.items():
-            if count:
-                states[state] = states.get(state, 0) + count
-    if not states and not all(rank.idle for rank in ranks):
-        return "something that no queue has"
-    return ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+            states[state] = states.get(state, 0) + count
+    said = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if count)
+    return said or ("" if idle else "something that no queue has")
 
 
 def end(pid: int, deadline: float) -> None:

@@ -63,6 +63,13 @@ VARIABLES = (
         "([why](decisions/long-runs-of-pages.md))",
     ),
     Variable(
+        "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT",
+        "300 on decode with the flag",
+        "prefill, decode",
+        "seconds that a worker has after SIGTERM for the requests that it has; 0, and without the variable on all "
+        "other workers: SIGTERM is the engine's ([deploy](deploy.md#sigterm))",
+    ),
+    Variable(
         "SGLANG_TRITON_SHARED_PREFIX_ATTENTION",
         "0",
         "decode, aggregated; GPU, `triton` for decode",
@@ -213,6 +220,12 @@ STATUSES = (
         "502",
         "router",
         "`prefill_server_error` or `decode_server_error`: a worker closed the connection or is gone",
+    ),
+    (
+        "503",
+        "worker",
+        "it has had SIGTERM and takes nothing new ([deploy](deploy.md#sigterm)); of `/health` also: it starts, or its "
+        "scheduler does not answer",
     ),
     (
         "503",

@@ -84,6 +84,32 @@ def test_what_does_not_end_is_told(found, capsys, running):
     assert ("still has 1 running" if running else "still has something") in said
 
 
+def test_a_worker_that_has_fewer_figures(found, capsys):
+    """One of an earlier version says whether it is idle; the engine alone, how many requests it has."""
+    gateway, _, earlier, engine = found
+    gateway.answers["/workers"]["workers"].append(
+        {"id": "more", "url": "http://127.0.0.1:9", "worker_type": "decode", "is_healthy": True, "status": "ready"}
+    )
+    earlier.says("decode", {"size": 100, "available": 50, "idle": False})
+    Timer(0.5, earlier.says, ("decode", {"size": 100, "available": 100, "idle": True})).start()
+    began = time.monotonic()
+    assert drained(gateway, earlier) == 0
+    assert time.monotonic() - began >= 0.7
+    assert "has something that no queue has" in capsys.readouterr().err
+    engine.says("decode", {}, {})
+    assert drained(gateway, engine, "--timeout", "0.3") == 1
+    assert "still has an unknown number of requests" in capsys.readouterr().err
+    engine.answers["/get_load"] = [{"num_reqs": 2, "num_waiting_reqs": 1}, {"num_reqs": 1}]
+    engine_has_none = [{"num_reqs": 0}, {"num_reqs": 0}]
+    Timer(0.5, engine.answers.__setitem__, ("/get_load", engine_has_none)).start()
+    engine_id = gateway.answers["/workers"]["workers"][2]
+    engine_id |= {"status": "ready", "is_healthy": True}
+    began = time.monotonic()
+    assert drained(gateway, engine) == 0
+    assert time.monotonic() - began >= 0.7
+    assert "has 3 requests" in capsys.readouterr().err
+
+
 def test_then_its_process_ends(found):
     gateway, _, worker, _ = found
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -38,6 +38,7 @@ class Worker:
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
         self.on_delete: Callable[[str], int] = lambda path: 404
+        self.on_post: Callable[[str, Any], int] = lambda path, body: 404
         worker = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,6 +50,11 @@ class Worker:
 
             def do_DELETE(self):
                 self.send_response(worker.on_delete(self.path))
+                self.end_headers()
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(worker.on_post(self.path, json.loads(body)))
                 self.end_headers()
 
             def log_message(self, *args):

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.checked_requests import CheckedRequests, reason_of
+from sglang.srt.managers.drain import Drain
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 
 __all__ = ["ReqState", "TokenizerManager"]
@@ -30,7 +31,10 @@ class ReqState(engine.ReqState):
 
 
 class TokenizerManager(CheckedRequests, engine.TokenizerManager):
-    """Gives the samples of a prompt rooms of their own, where both workers of a pair can."""
+    """Gives the samples of a prompt rooms of their own, where both workers of a pair can; drains on SIGTERM."""
+
+    # What SIGTERM does; None where that is the engine's.
+    drain: Drain | None = None
 
     def init_disaggregation(self) -> None:
         """Notifies a prefill of samples that have rooms."""
@@ -42,6 +46,16 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         self.rids_of_samples: dict[str, list[str]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             samples.listen(self.samples)
+
+    def auto_create_handle_loop(self) -> None:
+        """Looks first at who heeds SIGTERM, before the engine does."""
+        if self.event_loop is None:
+            self.drain = Drain.of(self.server_args)
+        super().auto_create_handle_loop()
+
+    async def sigterm_watchdog(self) -> None:
+        """A worker that drains takes nothing new, and ends by itself; any other as in the engine."""
+        await (super().sigterm_watchdog() if self.drain is None else self.drain.run(self))
 
     async def generate_request(self, obj, request=None):
         """With PD each sample of a prompt has a room of its own; the rest is in `checked_requests.py`."""

@@ -16,6 +16,8 @@ from ..cluster.local_http import http
 
 # Seconds for which a worker may take to answer.
 TIMEOUT_S = 5.0
+# The error of a worker of a pair that answers, and has no figures for its requests.
+UNTOLD = "does not tell its requests: without this package, or with an older one"
 # Counters of a rank: prefill's, decode's and those of both. Ours to theirs.
 _COUNTERS = {
     "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
@@ -188,10 +190,22 @@ def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
             counted.get(str(number) if len(states) > 1 else "", {}),
         )
         if "requests" not in pool and role != "engine":
-            rank.error = "does not tell its requests: without this package, or with an older one"
+            rank.error = UNTOLD
         ranks.append(rank)
         oldest += [request | {"worker": rank.name} for request in pool.get("oldest", ())]
     return ranks, oldest
+
+
+def engine_requests(url: str) -> int | None:
+    """How many requests the engine says that a worker has in its queues and its running batch; None if it does not.
+
+    Those that a prefill computes or sends are in neither.
+    """
+    status, content = http(url + "/get_load", timeout=TIMEOUT_S)
+    try:
+        return sum(int(rank["num_reqs"]) for rank in json.loads(content)) if status == 200 else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _counters(url: str) -> dict[str, dict[str, float]]:

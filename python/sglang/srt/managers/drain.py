@@ -1,0 +1,250 @@
+"""SIGTERM drains a worker of a pair: it takes nothing new, ends what it has, and exits with status 0.
+
+The engine goes on taking requests after SIGTERM, and kills itself in a moment at which it has none. Here the HTTP
+server answers each new request with 503 at once, by which a gateway asks another pair, and the other worker is told of
+the half that it has been given. `/health` answers 503 as in the engine.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from sglang.srt.disaggregation.refusal import MOST_PROMPTS
+from sglang.srt.disaggregation.room_notes import is_room
+from sglang.srt.managers.request_checks import MAX_SAMPLES
+from sglang.srt.managers.samples import sample_room
+from sglang.srt.utils import get_bool_env_var, kill_process_tree
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["CLOSE_S", "Door", "Drain", "VARIABLE", "brings_work", "drain_seconds", "rooms_of"]
+
+VARIABLE = "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT"
+# Seconds for what a decode worker with the flag has, where the variable is not set.
+DEFAULT_S = 300.0
+# Seconds between two looks; for how long there must have been nothing, since what a peer is to be told of the last
+# request may still be on its way; between two lines of the log.
+LOOK_S, QUIET_S, SAY_S = 0.1, 1.0, 5.0
+# Seconds for what is aborted in the end to be told so, and for connections to take what has been written to them.
+ABORT_S, CLOSE_S = 5.0, 10.0
+# Seconds after which a client may ask here again: a new process, if any.
+RETRY_AFTER_S = 1
+REASON = "this worker is shutting down and takes no new request"
+
+# Paths under which work comes, and what others begin with.
+WORK = frozenset({"/generate", "/encode", "/classify", "/invocations", "/vertex_generate"})
+WORK_BELOW = ("/v1/", "/api/")
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def drain_seconds(args: Any) -> float | None:
+    """Seconds that this worker has for its requests after SIGTERM; None where SIGTERM is the engine's.
+
+    Raises ValueError for a value of the variable that is none.
+    """
+    given = os.environ.get(VARIABLE, "").strip()
+    try:
+        seconds = float(given) if given else None
+    except ValueError:
+        seconds = -1.0
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise ValueError(f"{VARIABLE} is {given!r}: give seconds, or 0 for the engine's own way to end.")
+    if args.disaggregation_mode == "null" or args.tokenizer_worker_num > 1:
+        return None
+    if seconds is None and args.disaggregation_decode_enable_radix_cache:
+        return DEFAULT_S
+    return seconds or None
+
+
+def brings_work(scope: Message) -> bool:
+    """Whether an HTTP request asks for tokens, rather than about the worker or what it has."""
+    path = scope["path"].rstrip("/")
+    if scope["method"] not in ("POST", "PUT") or path.endswith("/cancel"):
+        return False
+    return path in WORK or path.startswith(WORK_BELOW)
+
+
+def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
+    """The rooms of a request, with their hosts and ports, in parts of `MOST_PROMPTS`; nothing of what is none.
+
+    samples: also the rooms of its samples, for which decode would ask prefill.
+    """
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return
+    if not isinstance(said, dict) or said.get("bootstrap_room") is None:
+        return
+    rooms = said["bootstrap_room"]
+    rooms = rooms if isinstance(rooms, list) else [rooms]
+    params = said.get("sampling_params", said)
+    first = params[0] if isinstance(params, list) and params else params
+    n = first.get("n", 1) if isinstance(first, dict) else 1
+    if samples and isinstance(n, int) and 1 < n <= MAX_SAMPLES:
+        # Prefill tells its scheduler, which needs no addresses.
+        rooms = rooms + [sample_room(room, i) for room in rooms if is_room(room) for i in range(n)]
+    for first_of_part in range(0, len(rooms), MOST_PROMPTS):
+        part = slice(first_of_part, first_of_part + MOST_PROMPTS)
+        host, port = (
+            value[part] if isinstance(value, list) else value
+            for value in (said.get("bootstrap_host"), said.get("bootstrap_port"))
+        )
+        yield SimpleNamespace(bootstrap_room=rooms[part], bootstrap_host=host, bootstrap_port=port, samples=0)
+
+
+class Door:
+    """An ASGI application in front of the HTTP server's, which answers 503 to what would bring work.
+
+    refused: called with the body of each of these.
+    """
+
+    def __init__(self, app: App, refused: Callable[[bytes], None]) -> None:
+        self.app, self.refused = app, refused
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer, or let through."""
+        if scope["type"] != "http" or not brings_work(scope):
+            await self.app(scope, receive, send)
+            return
+        parts, more = [], True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        try:
+            self.refused(b"".join(parts))
+        except Exception:
+            logger.exception("The other worker cannot be told of a request that is refused")
+        error = {"message": REASON, "type": "ServiceUnavailable", "code": 503}
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"retry-after", str(RETRY_AFTER_S).encode()),
+            # What comes next on this connection might meet its end.
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+
+
+class Drain:
+    """Ends the process of a worker's HTTP server after SIGTERM.
+
+    server: uvicorn's. app: what it serves. timeout_s: for what it has. Exit status 1 says that some of it was cut off.
+    """
+
+    def __init__(self, server: uvicorn.Server, app: Any, timeout_s: float) -> None:
+        self.server, self.app, self.timeout_s = server, app, timeout_s
+
+    @staticmethod
+    def of(args: Any) -> Drain | None:
+        """The drain of this process; None where SIGTERM is the engine's. Before the engine takes the signal."""
+        seconds = drain_seconds(args)
+        server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if seconds is None or not isinstance(server, uvicorn.Server):
+            return None
+        from sglang.srt.entrypoints.http_server import app
+
+        return Drain(server, app, seconds)
+
+    async def run(self, manager: Any) -> None:
+        """Wait for SIGTERM, then for what ``manager`` has, and end the process. manager: the tokenizer manager."""
+        while not manager.gracefully_exit:
+            await asyncio.sleep(LOOK_S)
+        self.close_door(manager)
+        left = await self.wait_empty(manager)
+        if left:
+            logger.error("Shutting down: %s, and the time is up (%s): aborted", left, VARIABLE)
+            manager.dump_requests_before_crash()
+            manager.abort_request(abort_all=True)
+            await self._wait(lambda: not manager.rid_to_state, ABORT_S)
+        await self.end(manager, status=1 if left else 0)
+
+    def close_door(self, manager: Any) -> None:
+        """Refuse what comes from now on."""
+        prefill = manager.server_args.disaggregation_mode == "prefill"
+
+        def refused(body: bytes) -> None:
+            for part in rooms_of(body, samples=prefill):
+                manager._tell_peer(part, REASON)
+
+        self.app.middleware_stack = Door(self.app.middleware_stack, refused)
+        here = len(manager.rid_to_state)
+        logger.info("Shutting down: no new request is taken; %d are here and have %g s", here, self.timeout_s)
+
+    async def wait_empty(self, manager: Any) -> str:
+        """Wait until there has been nothing for `QUIET_S` seconds. Returns what is left when the time is up, or ""."""
+        began = said = time.monotonic()
+        quiet_since: float | None = None
+        while True:
+            left = await self._left(manager, began + self.timeout_s)
+            now = time.monotonic()
+            if left:
+                quiet_since = None
+            elif now - (quiet_since := quiet_since or now) >= QUIET_S:
+                logger.info("Shutting down: everything has ended, after %.1f s", quiet_since - began)
+                return ""
+            if now - began >= self.timeout_s or self._hopeless(manager):
+                return left or "something that ended a moment ago"
+            if left and now - said >= SAY_S:
+                said = now
+                logger.info("Shutting down: %s", left)
+            await asyncio.sleep(LOOK_S)
+
+    async def _left(self, manager: Any, until: float) -> str:
+        """What the worker still has, in words; "" for nothing."""
+        if manager.rid_to_state:
+            return f"{len(manager.rid_to_state)} requests are left"
+        # Pages that a prefill may still write to, or that are being written, have no request any more.
+        asked = asyncio.ensure_future(manager.get_internal_state())
+        # Not cancelled: the answer would be taken for that of the next question.
+        done, _ = await asyncio.wait({asked}, timeout=max(LOOK_S, until - time.monotonic()))
+        if not done:
+            return "the scheduler does not answer"
+        rests = all(state["kv_pool"]["idle"] for state in asked.result() if "kv_pool" in state)
+        return "" if rests else "the scheduler is not idle"
+
+    @staticmethod
+    def _hopeless(manager: Any) -> bool:
+        """Whether the engine would not wait either: its health check has failed, or it was told not to."""
+        return manager.server_status.name == "UnHealthy" or get_bool_env_var("SGL_FORCE_SHUTDOWN")
+
+    async def end(self, manager: Any, status: int) -> None:
+        """Have the server send what it has to send, and end this process and its children."""
+        if manager._subprocess_watchdog is not None:
+            # It would take the end of a child for a crash.
+            await asyncio.to_thread(manager._subprocess_watchdog.stop)
+        self.server.should_exit = True
+        try:
+            await self._wait(lambda: not self.server.server_state.connections, CLOSE_S)
+        finally:
+            # Also when the server is faster, and cancels this.
+            logger.info("Shutting down: exit status %d", status)
+            kill_process_tree(os.getpid(), include_parent=False)
+            logging.shutdown()
+            with suppress(OSError, ValueError):
+                print(end="", flush=True)
+            os._exit(status)
+
+    @staticmethod
+    async def _wait(over: Callable[[], bool], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not over() and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)

@@ -1,0 +1,104 @@
+"""``pd-radix join``: have a gateway take a worker in, once it is ready."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .cluster.local_http import http
+from .operate.reading import TIMEOUT_S, addresses, base_url, gateway_workers
+from .progress import Display
+
+# Seconds between two looks, and for which a worker may take to answer its health check: it makes a token for it.
+LOOK_S, HEALTH_S = 0.5, 25.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix join``."""
+    parser.description = "Wait until a worker is ready, and have the gateway send it requests from then on."
+    parser.add_argument("worker", metavar="HOST:PORT", help="a prefill or decode worker, as the gateway reaches it")
+    parser.add_argument("--gateway", required=True, metavar="URL", help="the gateway (smg)")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="longest wait, seconds (default: 1800)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Have it taken in. Returns the exit code."""
+    if args.timeout <= 0:
+        raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
+    (url,) = addresses([args.worker], None, None)
+    deadline = time.monotonic() + args.timeout
+    with Display() as steps:
+        steps.now(f"waiting until {url} is ready")
+        wait_ready(url, deadline)
+        worker = describe(url)
+        steps.done(f"{url} is ready, a {worker['worker_type']} worker")
+        steps.now(f"asking {args.gateway} to take it in")
+        # It may be started together with its workers.
+        _until(
+            lambda: http(base_url(args.gateway) + "/health", timeout=TIMEOUT_S)[0] == 200,
+            deadline,
+            f"{args.gateway} does not answer: is this the gateway's address, and does it run?",
+        )
+        enter(args.gateway, worker, deadline)
+        steps.done(f"{args.gateway} sends {url} requests")
+    return 0
+
+
+def wait_ready(url: str, deadline: float) -> None:
+    """Wait until a worker passes its health check. Raises PdRadixError after ``deadline``."""
+    _until(
+        lambda: http(url + "/health", timeout=HEALTH_S)[0] == 200,
+        deadline,
+        f"{url} is not ready: its log says how far it is; give more time with --timeout if that shows progress",
+    )
+
+
+def describe(url: str) -> dict[str, Any]:
+    """What a gateway has to know of a worker, from that itself. Raises PdRadixError if it is none of a pair."""
+    status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
+    try:
+        info = json.loads(content) if status == 200 else {}
+    except ValueError:
+        info = {}
+    mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
+    if mode not in ("prefill", "decode"):
+        said = f"HTTP {status}" if mode is None else f"its --disaggregation-mode is {mode}"
+        raise PdRadixError(f"{url} is no prefill or decode worker: {said}")
+    worker = {"url": url, "worker_type": mode}
+    if mode == "prefill":
+        worker["bootstrap_port"] = info["disaggregation_bootstrap_port"]
+    return worker
+
+
+def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
+    """Have ``gateway`` take a worker in, and wait until it may choose it. Raises PdRadixError if it does not."""
+    url = worker["url"]
+    if not _serves(gateway, url):
+        status, content = http(base_url(gateway) + "/workers", worker, TIMEOUT_S)
+        # One that it knows already it refuses with 409, and looks at again by itself.
+        if status not in (200, 201, 202, 409):
+            raise PdRadixError(f"{gateway} does not take {url}: HTTP {status} {content.decode(errors='replace')[:200]}")
+    _until(
+        lambda: _serves(gateway, url),
+        deadline,
+        f"{gateway} has been asked to take {url}, and does not use it: does it reach this address?",
+    )
+
+
+def _serves(gateway: str, url: str) -> bool:
+    found = [worker for worker in gateway_workers(gateway) if worker["url"].rstrip("/") == url]
+    return any(worker.get("is_healthy") and worker.get("status", "ready") == "ready" for worker in found)
+
+
+def _until(over: Callable[[], bool], deadline: float, otherwise: str) -> None:
+    while not over():
+        if time.monotonic() > deadline:
+            raise PdRadixError(otherwise)
+        time.sleep(LOOK_S)

@@ -1,0 +1,94 @@
+"""`pd-radix join`: a worker that is ready is told to the gateway, which then uses it."""
+
+from __future__ import annotations
+
+from threading import Timer
+
+import pytest
+from test_top import Worker, workers
+
+from sglang_pd_radix.tools import cli, join
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """A gateway that records in ``asked`` what it is to take in, and does, and a worker."""
+    monkeypatch.setattr(join, "LOOK_S", 0.02)
+    with workers(2) as (gateway, worker):
+        listed: list[dict] = []
+        gateway.answers["/workers"], gateway.asked = {"workers": listed}, []
+
+        def take_in(path: str, body: dict) -> int:
+            gateway.asked.append((path, body))
+            listed.append({"id": "x", "is_healthy": False, "status": "pending", **body})
+            Timer(0.1, listed[0].update, [{"is_healthy": True, "status": "ready"}]).start()
+            return 202
+
+        gateway.on_post = take_in
+        worker.answers["/health"] = gateway.answers["/health"] = "ok"
+        yield gateway, worker
+
+
+def says(worker: Worker, mode: str, **more) -> None:
+    worker.answers["/get_server_info"] = {"disaggregation_mode": mode, **more}
+
+
+def joined(gateway: Worker, worker: Worker, *more: str) -> int:
+    return cli.main(["join", worker.address, "--gateway", gateway.address, "--timeout", "5", *more])
+
+
+@pytest.mark.parametrize("mode, more", [("decode", {}), ("prefill", {"bootstrap_port": 9000})])
+def test_a_gateway_is_told_what_it_has_to_know(found, mode, more):
+    gateway, worker = found
+    # A decode worker has the engine's default of the option, which is nobody's port.
+    says(worker, mode, disaggregation_bootstrap_port=9000)
+    assert joined(gateway, worker) == 0
+    told = {"url": f"http://{worker.address}", "worker_type": mode, **more}
+    assert gateway.asked == [("/workers", told)]
+    # What it uses already it is not told again.
+    assert joined(gateway, worker) == 0
+    assert len(gateway.asked) == 1
+
+
+def test_a_worker_that_starts_is_waited_for(found, capsys):
+    gateway, worker = found
+    del worker.answers["/health"]
+    says(worker, "decode")
+    assert joined(gateway, worker, "--timeout", "0.2") == 1
+    assert "is not ready" in capsys.readouterr().err and not gateway.asked
+    Timer(0.3, worker.answers.__setitem__, ("/health", "ok")).start()
+    assert joined(gateway, worker) == 0
+
+
+def test_one_that_the_gateway_knows_and_does_not_use_yet(found):
+    gateway, worker = found
+    says(worker, "decode")
+    known = {"id": "x", "url": f"http://{worker.address}", "worker_type": "decode", "is_healthy": False}
+    gateway.answers["/workers"]["workers"].append(known)
+    gateway.on_post = lambda path, body: 409
+    Timer(0.2, known.update, [{"is_healthy": True}]).start()
+    assert joined(gateway, worker) == 0
+
+
+@pytest.mark.parametrize("mode", ["null", None])
+def test_what_is_no_worker_of_a_pair(found, capsys, mode):
+    gateway, worker = found
+    says(worker, mode) if mode else worker.answers.pop("/get_server_info", None)
+    assert joined(gateway, worker) == 1
+    assert "is no prefill or decode worker" in capsys.readouterr().err and not gateway.asked
+
+
+def test_a_gateway_that_does_not(found, capsys):
+    gateway, worker = found
+    says(worker, "decode")
+    del gateway.answers["/health"]
+    assert joined(gateway, worker, "--timeout", "0.2") == 1
+    assert "does not answer" in capsys.readouterr().err
+    gateway.answers["/health"] = "ok"
+    gateway.on_post = lambda path, body: 500
+    assert joined(gateway, worker) == 1
+    assert "does not take" in capsys.readouterr().err
+    gateway.on_post = lambda path, body: 202
+    assert joined(gateway, worker, "--timeout", "0.2") == 1
+    assert "does it reach this address" in capsys.readouterr().err
+    assert cli.main(["join", worker.address, "--gateway", gateway.address, "--timeout", "0"]) == 1

@@ -1,0 +1,325 @@
+"""SIGTERM on a worker of a pair: it refuses what is new, ends what it has, and exits with status 0."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import requests
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers import drain
+from sglang.srt.managers.samples import sample_room
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+WORKER = Path(__file__).with_name("draining_worker.py")
+
+# ---- whom SIGTERM drains ----
+
+
+def args(mode: str = "decode", flag: bool = True, tokenizers: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        disaggregation_mode=mode, disaggregation_decode_enable_radix_cache=flag, tokenizer_worker_num=tokenizers
+    )
+
+
+@pytest.mark.parametrize(
+    "of, given, seconds",
+    [
+        (args(), None, drain.DEFAULT_S),
+        (args(), "20", 20),
+        (args(), "0", None),
+        (args(flag=False), None, None),
+        (args(flag=False), "20", 20),
+        (args("prefill", flag=False), None, None),
+        (args("prefill", flag=False), " 7.5 ", 7.5),
+        (args("null", flag=False), "20", None),
+        (args(tokenizers=2), "20", None),
+    ],
+)
+def test_who_drains(monkeypatch, of, given, seconds):
+    monkeypatch.delenv(drain.VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(drain.VARIABLE, given)
+    assert drain.drain_seconds(of) == seconds
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "inf", "nan"])
+def test_what_is_no_time_is_refused(monkeypatch, given):
+    monkeypatch.setenv(drain.VARIABLE, given)
+    with pytest.raises(ValueError, match=f"{drain.VARIABLE} is '{given}': give seconds"):
+        drain.drain_seconds(args())
+
+
+def test_without_a_server_of_its_own_sigterm_is_the_engines(monkeypatch):
+    """As in a front end that has the engine in its own process."""
+    monkeypatch.delenv(drain.VARIABLE, raising=False)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert drain.Drain.of(args()) is None
+    manager, engines = object.__new__(TokenizerManager), []
+    manager.drain = None
+
+    async def engines_own(self) -> None:
+        engines.append(self)
+
+    monkeypatch.setattr(TokenizerManager.__mro__[2], "sigterm_watchdog", engines_own)
+    asyncio.run(manager.sigterm_watchdog())
+    assert engines == [manager]
+
+
+# ---- what is refused ----
+
+# Routes of the engine that bring no work for a scheduler's queues.
+CONTROL = {
+    "set_internal_state",
+    "flush_cache",
+    "clear_hicache_storage_backend",
+    "hicache",
+    "start_profile",
+    "stop_profile",
+    "set_trace_level",
+    "freeze_gc",
+    "start_expert_distribution_record",
+    "stop_expert_distribution_record",
+    "dump_expert_distribution_record",
+    "update_weights_from_disk",
+    "init_weights_send_group_for_remote_instance",
+    "send_weights_to_remote_instance",
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "update_weights_from_tensor",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "update_weight_version",
+    "get_weights_by_name",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+    "weights_checker",
+    "slow_down",
+    "load_lora_adapter",
+    "load_lora_adapter_from_tensors",
+    "unload_lora_adapter",
+    "open_session",
+    "close_session",
+    "configure_logging",
+    "abort_request",
+    "parse_function_call",
+    "separate_reasoning",
+    "pause_generation",
+    "continue_generation",
+    "tokenize",
+    "detokenize",
+}
+
+
+def test_every_route_of_the_engine_is_work_or_not():
+    routes = [(path, method) for path, method in engines_routes() if method in ("POST", "PUT")]
+    assert ("/generate", "POST") in routes and ("/v1/chat/completions", "POST") in routes
+    for path, method in routes:
+        works = drain.brings_work({"path": path, "method": method})
+        named = path.split("/")[1] in CONTROL or path.endswith("/cancel")
+        assert works != named, f"{method} {path}"
+
+
+def engines_routes():
+    for route in http_server.app.routes:
+        for method in getattr(route, "methods", None) or ():
+            yield route.path, method
+
+
+def test_engines_routes_are_all_there():
+    """None is added by a function that has not run here."""
+    source = Path(http_server.__file__).read_text(encoding="utf-8")
+    decorated = sum(
+        isinstance(call, ast.Call) and ast.unparse(call.func).startswith("app.") and bool(call.args)
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for call in function.decorator_list
+    )
+    assert decorated <= len({path for path, _ in engines_routes()})
+
+
+def test_questions_are_no_work():
+    assert not drain.brings_work({"path": "/v1/models", "method": "GET"})
+    assert not drain.brings_work({"path": "/v1/responses/x/cancel", "method": "POST"})
+    assert drain.brings_work({"path": "/generate/", "method": "POST"})
+
+
+def through(door: drain.Door, scope: dict, *bodies: bytes) -> list[dict]:
+    """What a door sends for a request whose body comes in these parts."""
+    parts = [{"type": "http.request", "body": b, "more_body": i + 1 < len(bodies)} for i, b in enumerate(bodies)]
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return parts.pop(0) if parts else {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(door(scope, receive, send))
+    return sent
+
+
+async def inside(scope, receive, send) -> None:
+    await send({"type": "inside"})
+
+
+POST = {"type": "http", "method": "POST", "path": "/generate"}
+
+
+def test_a_refused_request_gets_a_status_at_once():
+    heard: list[bytes] = []
+    start, body = through(drain.Door(inside, heard.append), POST, b'{"a"', b": 1}")
+    assert start["status"] == 503 and (b"connection", b"close") in start["headers"]
+    assert json.loads(body["body"])["error"]["message"] == drain.REASON
+    assert heard == [b'{"a": 1}']
+
+
+def test_an_error_while_the_peer_is_told_is_not_the_clients():
+    def fails(body: bytes) -> None:
+        raise RuntimeError("no way there")
+
+    assert through(drain.Door(inside, fails), POST, b"{}")[0]["status"] == 503
+
+
+def test_what_brings_no_work_goes_in():
+    for scope in (POST | {"path": "/abort_request"}, POST | {"method": "GET"}, {"type": "lifespan"}):
+        assert through(drain.Door(inside, pytest.fail), scope, b"") == [{"type": "inside"}]
+
+
+def test_a_client_that_goes_is_told_nothing():
+    assert through(drain.Door(inside, pytest.fail), POST) == []
+
+
+# ---- the other worker's half ----
+
+
+def rooms(body: object, samples: bool = False) -> list[tuple]:
+    said = body if isinstance(body, bytes) else json.dumps(body).encode()
+    parts = drain.rooms_of(said, samples)
+    return [(part.bootstrap_room, part.bootstrap_host, part.bootstrap_port) for part in parts]
+
+
+def test_rooms_of_a_refused_request():
+    one = {"bootstrap_room": 7, "bootstrap_host": "p", "bootstrap_port": 9}
+    assert rooms(one) == [([7], "p", 9)]
+    batch = {"bootstrap_room": [7, 8], "bootstrap_host": ["p", "q"], "bootstrap_port": [9, None]}
+    assert rooms(batch) == [([7, 8], ["p", "q"], [9, None])]
+    many = rooms({"bootstrap_room": list(range(300)), "bootstrap_host": "p", "bootstrap_port": [9] * 300})
+    assert [len(part[0]) for part in many] == [256, 44] and [len(part[2]) for part in many] == [256, 44]
+
+
+@pytest.mark.parametrize("params", [{"sampling_params": {"n": 3}}, {"sampling_params": [{"n": 3}]}, {"n": 3}])
+def test_prefill_refuses_what_decode_would_ask_for_of_samples(params):
+    ((told, _, _),) = rooms({"bootstrap_room": 7} | params, samples=True)
+    assert told == [7, *(sample_room(7, i) for i in range(3))]
+    # Prefill knows nothing of these before decode has spoken.
+    assert rooms({"bootstrap_room": 7} | params, samples=False) == [([7], None, None)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"bootstrap_room": null}',
+        b'{"bootstrap_room": []}',
+    ],
+)
+def test_what_names_no_room_is_nobodys(body):
+    assert rooms(body, samples=True) == []
+
+
+@pytest.mark.parametrize("n", [1, True, 0, -1, 10**9, "3", None])
+def test_what_is_no_number_of_samples_has_no_rooms(n):
+    assert rooms({"bootstrap_room": 7, "n": n}, samples=True) == [([7], None, None)]
+    assert rooms({"bootstrap_room": "x", "n": 2}, samples=True) == [(["x"], None, None)]
+
+
+# ---- a process ----
+
+
+class Worker:
+    """A process of draining_worker.py."""
+
+    def __init__(self, timeout_s: float) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        command = [sys.executable, str(WORKER), str(port), str(timeout_s)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.url = f"http://127.0.0.1:{port}"
+        self.child = int(self.process.stdout.readline().split()[1])
+        until = time.monotonic() + 60
+        while self.ask({"seconds": 0}) != (200, '"done"'):
+            assert time.monotonic() < until and self.process.poll() is None
+            time.sleep(0.1)
+
+    def ask(self, body: dict, path: str = "/generate") -> tuple[int, str]:
+        """Status and answer; 0 and the error where there is none."""
+        try:
+            reply = requests.post(self.url + path, json=body, timeout=30)
+        except requests.RequestException as e:
+            return 0, str(e)
+        return reply.status_code, reply.text
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit status, output and log, within 30 s."""
+        out, log = self.process.communicate(timeout=30)
+        # Its child has been ended with it.
+        assert not os.path.exists(f"/proc/{self.child}") or "(Z)" in Path(f"/proc/{self.child}/stat").read_text()
+        return self.process.returncode, out, log
+
+
+@pytest.fixture
+def worker(request):
+    worker = Worker(getattr(request, "param", 20))
+    yield worker
+    worker.process.kill()
+    worker.process.communicate()
+
+
+def test_what_it_has_ends_and_then_the_process(worker):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(worker.ask, {"seconds": 2, "busy": 1})
+        stream = pool.submit(worker.ask, {"seconds": 2}, "/v1/completions")
+        time.sleep(0.5)
+        began = time.monotonic()
+        worker.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        # What comes in the meantime.
+        status, said = worker.ask({"seconds": 0, "bootstrap_room": 7})
+        assert status == 503 and drain.REASON in said
+        assert worker.ask({}, "/abort_request") == (200, '"heard"')
+        assert running.result() == (200, '"done"')
+        assert stream.result() == (200, "begun\ndone\nover\n")
+        status, out, log = worker.end()
+    assert status == 0, log
+    # 1.5 s for the request, 1 s for what it leaves, and quiet.
+    assert 3 <= time.monotonic() - began < 10
+    assert "told [7]" in out and "everything has ended" in log
+
+
+@pytest.mark.parametrize("worker", [1], indirect=True)
+def test_what_does_not_end_in_time_is_cut_off(worker):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(worker.ask, {"seconds": 60})
+        time.sleep(0.5)
+        began = time.monotonic()
+        worker.process.send_signal(signal.SIGTERM)
+        assert running.result() == (200, '"aborted"')
+        status, out, log = worker.end()
+    assert status == 1 and "aborted 1" in out and "1 requests are left" in log
+    assert 1 <= time.monotonic() - began < 1 + drain.ABORT_S
