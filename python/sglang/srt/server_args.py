@@ -209,7 +209,7 @@ class ServerArgs(engine.ServerArgs):
         cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
-        """Checks pages, shared decode attention, the secret, the time to drain, Mooncake and PegaFlow, with all
+        """Checks pages, shared decode attention, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all
         defaults settled.
 
         Checks that the cache is still on.
@@ -220,10 +220,11 @@ class ServerArgs(engine.ServerArgs):
         shared_attention.check(self)
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
-            from sglang.srt.managers.drain import drain_seconds
+            from sglang.srt.managers import drain, gateway_notice
 
             secret()
-            drain_seconds(self)
+            drain.drain_seconds(self)
+            gateway_notice.gateways()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
         if self.enable_pegaflow:

@@ -70,6 +70,13 @@ VARIABLES = (
         "other workers: SIGTERM is the engine's ([deploy](deploy.md#sigterm))",
     ),
     Variable(
+        "SGLANG_DISAGGREGATION_GATEWAYS",
+        "none",
+        "prefill, decode; those that drain",
+        "URLs of gateways (smg), with commas between, that let go of the worker at SIGTERM before it refuses anything "
+        "([deploy](deploy.md#sigterm))",
+    ),
+    Variable(
         "SGLANG_TRITON_SHARED_PREFIX_ATTENTION",
         "0",
         "decode, aggregated; GPU, `triton` for decode",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import requests
 from pd import counter, generate_body, words
 
+from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.cluster import Cluster
 from sglang_pd_radix.tools.cluster.process import Process
 
@@ -99,12 +100,8 @@ def known(cluster: Cluster) -> dict[str, dict]:
 
 
 def join(cluster: Cluster, process: Process) -> None:
-    """Have the gateway take a worker in, as deploy.md says, and wait until it is used."""
-    worker = {"url": process.url, "worker_type": process.role}
-    if process.bootstrap_port is not None:
-        worker["bootstrap_port"] = process.bootstrap_port
-    reply = requests.post(cluster.router_url + "/workers", json=worker, timeout=30)
-    assert reply.ok, reply.text
+    """Have the gateway take a worker in, with the command, and wait until it is used."""
+    assert cli.main(["join", process.url, "--gateway", cluster.router_url, "--timeout", "60"]) == 0
     wait_used(process)
 
 

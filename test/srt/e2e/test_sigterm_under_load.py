@@ -1,4 +1,4 @@
-"""SIGTERM alone, of which the gateway is not told: a worker ends what it has, refuses what comes, and exits with 0."""
+"""SIGTERM alone: a worker has its gateway let go of it, ends what it has, and exits with 0; no request is lost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import time
 
 import pytest
 from pd import FLAG, check_idle
-from rolling import Load, named, wait, wait_used
-from sglang.srt.managers.drain import VARIABLE
+from rolling import Load, join, named, wait
+from sglang.srt.managers import drain, gateway_notice
+
+from sglang_pd_radix.tools.cluster.ports import free_ports
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 
@@ -18,6 +20,7 @@ TIMEOUT_S, MORE_S = 60, 20
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model):
+    (port,) = free_ports(1)
     yield clusters.get(
         model,
         prefill=2,
@@ -25,7 +28,8 @@ def cluster(clusters, model):
         decode_args=[FLAG],
         common_args=["--page-size", "16"],
         backend="nixl",
-        env={VARIABLE: str(TIMEOUT_S)},
+        port=port,
+        env={drain.VARIABLE: str(TIMEOUT_S), gateway_notice.VARIABLE: f"http://127.0.0.1:{port}"},
     )
     clusters.stop()
 
@@ -43,8 +47,7 @@ def test_sigterm_loses_no_request(cluster, name):
         load.wait_answers(20)
         cluster.restart(name)
         began = time.monotonic()
-        # The gateway still has it, and looks again when it likes.
-        wait_used(process)
+        join(cluster, process)
         print(f"{name}: used {time.monotonic() - began:.1f} s after it was ready; {load.answered} answers")
         load.wait_answers(20)
     assert not load.failed, load.failed[:5]

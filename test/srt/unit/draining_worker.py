@@ -24,11 +24,11 @@ from sglang.srt.managers import drain
 class Manager:
     """What the drain asks of a tokenizer manager; says on stdout what it is asked for."""
 
-    def __init__(self, timeout_s: float, server: uvicorn.Server, app: FastAPI) -> None:
+    def __init__(self, timeout_s: float, server: uvicorn.Server, app: FastAPI, port: int) -> None:
         self.rid_to_state: dict[int, object] = {}
         self.gracefully_exit, self._subprocess_watchdog = False, None
         self.server_status = SimpleNamespace(name="Up")
-        self.server_args = SimpleNamespace(disaggregation_mode="prefill")
+        self.server_args = SimpleNamespace(disaggregation_mode="prefill", host="127.0.0.1", port=port)
         self.drain = drain.Drain(server, app, timeout_s)
         self.busy_until, self.aborted, self.task = 0.0, asyncio.Event(), None
 
@@ -54,7 +54,7 @@ class Manager:
 def main(port: int, timeout_s: float) -> None:
     app = FastAPI()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", loop="uvloop"))
-    manager = Manager(timeout_s, server, app)
+    manager = Manager(timeout_s, server, app, port)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     print("child", child.pid, flush=True)
 

@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers import drain
 from sglang.srt.managers.samples import sample_room
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from test_top import workers
 
 WORKER = Path(__file__).with_name("draining_worker.py")
 
@@ -254,13 +256,15 @@ def test_what_is_no_number_of_samples_has_no_rooms(n):
 class Worker:
     """A process of draining_worker.py."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, **variables: str) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        command = [sys.executable, str(WORKER), str(port), str(timeout_s)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.url = f"http://127.0.0.1:{port}"
+        command, variables = [sys.executable, str(WORKER), str(port), str(timeout_s)], {**os.environ, **variables}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+        )
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.child = int(self.process.stdout.readline().split()[1])
         until = time.monotonic() + 60
         while self.ask({"seconds": 0}) != (200, '"done"'):
@@ -323,3 +327,28 @@ def test_what_does_not_end_in_time_is_cut_off(worker):
         status, out, log = worker.end()
     assert status == 1 and "aborted 1" in out and "1 requests are left" in log
     assert 1 <= time.monotonic() - began < 1 + drain.ABORT_S
+
+
+def test_a_gateway_lets_go_before_anything_is_refused():
+    with workers(1) as (gateway,):
+        worker = Worker(20, SGLANG_DISAGGREGATION_GATEWAYS=f"http://{gateway.address}")
+        try:
+            listed = {"id": "x", "url": worker.url, "worker_type": "prefill", "is_healthy": True}
+            gateway.answers["/workers"], begun = {"workers": [listed]}, []
+
+            def let_go(path: str) -> int:
+                begun.append(worker.ask({"seconds": 0}))
+                Timer(1, listed.update, [{"status": "draining"}]).start()
+                return 202
+
+            gateway.on_delete = let_go
+            worker.process.send_signal(signal.SIGTERM)
+            time.sleep(1)
+            # It has not let go yet.
+            assert worker.ask({"seconds": 0}) == (200, '"done"')
+            status, _, log = worker.end()
+        finally:
+            worker.process.kill()
+            worker.process.communicate()
+        assert begun == [(200, '"done"')] and status == 0
+        assert log.index("sends nothing any more") < log.index("no new request is taken")

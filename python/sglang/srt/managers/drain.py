@@ -1,8 +1,9 @@
 """SIGTERM drains a worker of a pair: it takes nothing new, ends what it has, and exits with status 0.
 
-The engine goes on taking requests after SIGTERM, and kills itself in a moment at which it has none. Here the HTTP
-server answers each new request with 503 at once, by which a gateway asks another pair, and the other worker is told of
-the half that it has been given. `/health` answers 503 as in the engine.
+The engine goes on taking requests after SIGTERM, and kills itself in a moment at which it has none. Here the gateways
+that are named let go of the worker first. Then its HTTP server answers each new request with 503 at once, by which a
+gateway that was not told may ask another pair, and the other worker is told of the half that it has been given.
+`/health` answers 503 as in the engine.
 
 Upstream: none is known.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import uvicorn
 from sglang.srt.disaggregation.refusal import MOST_PROMPTS
 from sglang.srt.disaggregation.room_notes import is_room
+from sglang.srt.managers import gateway_notice
 from sglang.srt.managers.request_checks import MAX_SAMPLES
 from sglang.srt.managers.samples import sample_room
 from sglang.srt.utils import get_bool_env_var, kill_process_tree
@@ -168,8 +170,14 @@ class Drain:
         """Wait for SIGTERM, then for what ``manager`` has, and end the process. manager: the tokenizer manager."""
         while not manager.gracefully_exit:
             await asyncio.sleep(LOOK_S)
+        until = time.monotonic() + self.timeout_s
+        args = manager.server_args
+        told = gateway_notice.gateways()
+        if told:
+            # Until they have let go, what they send is served.
+            await asyncio.to_thread(gateway_notice.leave_all, told, args.disaggregation_mode, args.host, args.port)
         self.close_door(manager)
-        left = await self.wait_empty(manager)
+        left = await self.wait_empty(manager, until)
         if left:
             logger.error("Shutting down: %s, and the time is up (%s): aborted", left, VARIABLE)
             manager.dump_requests_before_crash()
@@ -186,22 +194,21 @@ class Drain:
                 manager._tell_peer(part, REASON)
 
         self.app.middleware_stack = Door(self.app.middleware_stack, refused)
-        here = len(manager.rid_to_state)
-        logger.info("Shutting down: no new request is taken; %d are here and have %g s", here, self.timeout_s)
+        logger.info("Shutting down: no new request is taken; %d are here", len(manager.rid_to_state))
 
-    async def wait_empty(self, manager: Any) -> str:
-        """Wait until there has been nothing for `QUIET_S` seconds. Returns what is left when the time is up, or ""."""
+    async def wait_empty(self, manager: Any, until: float) -> str:
+        """Wait until there has been nothing for `QUIET_S` seconds. Returns what is left at ``until``, or ""."""
         began = said = time.monotonic()
         quiet_since: float | None = None
         while True:
-            left = await self._left(manager, began + self.timeout_s)
+            left = await self._left(manager, until)
             now = time.monotonic()
             if left:
                 quiet_since = None
             elif now - (quiet_since := quiet_since or now) >= QUIET_S:
                 logger.info("Shutting down: everything has ended, after %.1f s", quiet_since - began)
                 return ""
-            if now - began >= self.timeout_s or self._hopeless(manager):
+            if now >= until or self._hopeless(manager):
                 return left or "something that ended a moment ago"
             if left and now - said >= SAY_S:
                 said = now

@@ -1,0 +1,94 @@
+"""A worker that shuts down has its gateways let go of it, so that they send it nothing that it would refuse.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from sglang.srt.utils.network import get_local_ip_auto
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["VARIABLE", "gateways", "leave", "leave_all", "own_addresses"]
+
+VARIABLE = "SGLANG_DISAGGREGATION_GATEWAYS"
+# Seconds that a gateway has to answer, and to let go; between two looks whether it has.
+ANSWER_S, LEAVE_S, LOOK_S = 3.0, 10.0, 0.1
+
+
+def gateways() -> list[str]:
+    """The gateways that are told, by their addresses. Raises ValueError for what is none."""
+    given = [one.strip().rstrip("/") for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
+    for one in given:
+        if urlsplit(one).scheme not in ("http", "https") or not urlsplit(one).hostname:
+            raise ValueError(f"{VARIABLE} has {one!r}: give URLs such as http://10.0.0.3:30002, with commas between.")
+    return given
+
+
+def own_addresses(host: str) -> set[str]:
+    """Addresses under which a gateway may know this worker. host: where its HTTP server listens."""
+    names = {host, socket.gethostname()}
+    try:
+        # SGLANG_HOST_IP, where it is set.
+        names.add(get_local_ip_auto())
+    except Exception as e:
+        logger.debug("No address of the default route: %s", e)
+    return {address for name in names for address in _addresses(name)}
+
+
+def _addresses(name: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(name.strip("[]"), None)}
+    except OSError:
+        return set()
+
+
+def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
+    """Have each of these gateways let go of this worker; one that does not is told of in the log."""
+    addresses = own_addresses(host)
+    for url in urls:
+        try:
+            leave(url, role, port, addresses)
+            logger.info("Shutting down: %s sends nothing any more", url)
+        except Exception as e:
+            logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
+
+
+def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> None:
+    """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
+
+    Raises RuntimeError if it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
+    """
+    with requests.Session() as session:
+        # A proxy has no business between the two.
+        session.trust_env = False
+
+        def known() -> list[dict[str, Any]]:
+            found = session.get(f"{gateway}/workers", timeout=ANSWER_S).json()["workers"]
+            return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, addresses)]
+
+        workers = known()
+        if not workers:
+            raise RuntimeError(f"it knows no {role} worker at port {port} of {', '.join(sorted(addresses))}")
+        for worker in workers:
+            session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S).raise_for_status()
+        until = time.monotonic() + LEAVE_S
+        while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in known()):
+            if time.monotonic() > until:
+                raise RuntimeError(f"it still uses it after {LEAVE_S:g} s")
+            time.sleep(LOOK_S)
+
+
+def _is_at(url: str, port: int, addresses: Collection[str]) -> bool:
+    parts = urlsplit(url)
+    default = 443 if parts.scheme == "https" else 80
+    return (parts.port or default) == port and not _addresses(parts.hostname or "").isdisjoint(addresses)

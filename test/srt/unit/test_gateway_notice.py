@@ -1,0 +1,91 @@
+"""A worker that shuts down has its gateways let go of it, and of nobody else."""
+
+from __future__ import annotations
+
+import logging
+from threading import Timer
+
+import pytest
+from sglang.srt.managers import gateway_notice
+from test_top import workers
+
+PORT = 30001
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    """One that knows a decode worker here and some others; ``let_go`` are those that it was told to let go of."""
+    monkeypatch.setattr(gateway_notice, "LEAVE_S", 0.5)
+    with workers(1) as (gateway,):
+        listed = [
+            {"id": "here", "url": f"http://127.0.0.1:{PORT}", "worker_type": "decode", "is_healthy": True},
+            {"id": "prefill", "url": f"http://127.0.0.1:{PORT}", "worker_type": "prefill", "is_healthy": True},
+            {"id": "port", "url": f"http://127.0.0.1:{PORT + 1}", "worker_type": "decode", "is_healthy": True},
+            {"id": "host", "url": f"http://192.0.2.7:{PORT}", "worker_type": "decode", "is_healthy": True},
+        ]
+        gateway.answers["/workers"], gateway.let_go = {"workers": listed}, []
+
+        def let_go(path: str) -> int:
+            gateway.let_go.append(path)
+            Timer(0.2, listed[0].update, [{"status": "draining"}]).start()
+            return 202
+
+        gateway.on_delete = let_go
+        gateway.url = f"http://{gateway.address}"
+        yield gateway
+
+
+def test_it_is_let_go_of_and_nobody_else(gateway, caplog):
+    with caplog.at_level(logging.INFO):
+        gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)
+    assert gateway.let_go == ["/workers/here"] and "sends nothing any more" in caplog.text
+    assert gateway.answers["/workers"]["workers"][0]["status"] == "draining"
+
+
+def test_a_name_is_as_good_as_an_address(gateway):
+    gateway.answers["/workers"]["workers"][0]["url"] = f"http://localhost:{PORT}"
+    gateway_notice.leave(gateway.url, "decode", PORT, {"127.0.0.1"})
+    assert gateway.let_go == ["/workers/here"]
+
+
+@pytest.mark.parametrize(
+    "role, port, said",
+    [("decode", 9, "it knows no decode worker at port 9"), ("encode", PORT, "it knows no encode worker")],
+)
+def test_one_that_nobody_knows(gateway, caplog, role, port, said):
+    gateway_notice.leave_all([gateway.url], role, "127.0.0.1", port)
+    assert said in caplog.text and not gateway.let_go
+
+
+def test_a_gateway_that_does_not(gateway, caplog):
+    """Whatever it does, the others are told."""
+    silent = "http://127.0.0.1:9"
+    gateway.on_delete = lambda path: 202
+    gateway_notice.leave_all([silent, gateway.url], "decode", "127.0.0.1", PORT)
+    assert f"Gateway {silent} does not let go of this worker: ConnectionError" in caplog.text
+    assert "it still uses it after 0.5 s" in caplog.text
+    gateway.on_delete = lambda path: 500
+    gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)
+    assert "HTTPError" in caplog.text
+
+
+def test_its_own_addresses(monkeypatch):
+    monkeypatch.setenv("SGLANG_HOST_IP", "192.0.2.9")
+    assert {"192.0.2.9", "127.0.0.1"} <= gateway_notice.own_addresses("127.0.0.1")
+    monkeypatch.setattr(gateway_notice, "get_local_ip_auto", lambda: "::1")
+    monkeypatch.setattr(gateway_notice.socket, "gethostname", lambda: "no-such-host.invalid")
+    assert gateway_notice.own_addresses("[::1]") == {"::1"}
+
+
+@pytest.mark.parametrize("given", ["10.0.0.3:30002", "ftp://x", "http://", "http://a:1, b"])
+def test_what_is_no_address_is_refused(monkeypatch, given):
+    monkeypatch.setenv(gateway_notice.VARIABLE, given)
+    with pytest.raises(ValueError, match="give URLs such as"):
+        gateway_notice.gateways()
+
+
+def test_several(monkeypatch):
+    monkeypatch.setenv(gateway_notice.VARIABLE, " http://a:1/, https://b ,")
+    assert gateway_notice.gateways() == ["http://a:1", "https://b"]
+    monkeypatch.delenv(gateway_notice.VARIABLE)
+    assert gateway_notice.gateways() == []
