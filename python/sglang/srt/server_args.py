@@ -221,10 +221,12 @@ class ServerArgs(engine.ServerArgs):
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
             from sglang.srt.managers import drain, gateway_notice
+            from sglang.srt.observability import request_life
 
             secret()
             drain.drain_seconds(self)
             gateway_notice.gateways()
+            request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
         if self.enable_pegaflow:

@@ -28,6 +28,7 @@ COMMANDS = {
     "top": "show workers and requests of a deployment as they are now",
     "drain": "take a worker out of service without losing a request",
     "join": "have a gateway take a worker in once it is ready",
+    "trace": "print when what happened to a request",
     "dashboard": "print the Grafana dashboard, or for Prometheus its configuration and alerting rules",
     "patches": "print everything the patch set changes in the engine",
     "reference": "print every option, environment variable, metric, route and field",

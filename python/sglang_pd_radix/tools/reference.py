@@ -77,6 +77,12 @@ VARIABLES = (
         "([deploy](deploy.md#sigterm))",
     ),
     Variable(
+        "SGLANG_DISAGGREGATION_ENDED_REQUESTS",
+        "0",
+        "prefill, decode",
+        "how many ended requests a worker remembers, with when what happened to them ([deploy](deploy.md#watch))",
+    ),
+    Variable(
         "SGLANG_TRITON_SHARED_PREFIX_ATTENTION",
         "0",
         "decode, aggregated; GPU, `triton` for decode",

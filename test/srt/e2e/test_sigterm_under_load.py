@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import random
 import signal
 import time
 
 import pytest
-from pd import FLAG, check_idle
+from pd import FLAG, ask, check_idle, words
 from rolling import Load, join, named, wait
 from sglang.srt.managers import drain, gateway_notice
+from sglang.srt.observability import request_life
 
+from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.cluster.ports import free_ports
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 
+# What each of the two workers has to tell.
+LIFE = {
+    "prefill": ["received", "tokenized", "handshake_begun", "waiting", "running", "prefilled", "sent", "answered"],
+    "decode": [
+        "received",
+        "tokenized",
+        "handshake_begun",
+        "admitted",
+        "waiting",
+        "running",
+        "first_output",
+        "answered",
+    ],
+}
 # Seconds that a worker has for what it has; and what it may take beside them, as deploy.md says.
 TIMEOUT_S, MORE_S = 60, 20
 
@@ -29,9 +47,35 @@ def cluster(clusters, model):
         common_args=["--page-size", "16"],
         backend="nixl",
         port=port,
-        env={drain.VARIABLE: str(TIMEOUT_S), gateway_notice.VARIABLE: f"http://127.0.0.1:{port}"},
+        env={
+            drain.VARIABLE: str(TIMEOUT_S),
+            gateway_notice.VARIABLE: f"http://127.0.0.1:{port}",
+            request_life.VARIABLE: "100",
+        },
     )
     clusters.stop()
+
+
+def test_the_life_of_a_request(cluster, capsys):
+    """Both of its workers tell it, in the order in which it happens."""
+    send, prompt = ask(cluster.router_url), words(random.Random(3), 100)
+    send(prompt, 4)
+    rid = send(prompt, 4)["meta_info"]["id"]
+    workers = [*cluster.prefill_urls, *cluster.decode_urls]
+    assert cli.main(["trace", rid, *workers]) == 0
+    print(capsys.readouterr().out)
+    assert cli.main(["trace", rid, *workers, "--json"]) == 0
+    records = {record["role"]: record for record in json.loads(capsys.readouterr().out)}
+    assert set(records) == {"prefill", "decode"}
+    times = {(role, stage): at for role, record in records.items() for stage, at in record["times"].items()}
+    for role, stages in LIFE.items():
+        assert [stage for stage in stages if (role, stage) not in times] == []
+        assert sorted(stages, key=lambda stage: times[role, stage]) == stages
+    # Of two processes on one machine; clocks of the engine are calibrated when a request begins.
+    assert times["decode", "admitted"] <= times["prefill", "sent"] + 0.05
+    assert times["prefill", "sent"] <= times["decode", "waiting"] + 0.05
+    assert records["decode"]["cached_tokens_details"]["decode_prefix"] == 96
+    assert records["decode"]["room"] == records["prefill"]["room"]
 
 
 @pytest.mark.parametrize("name", ["decode-1", "prefill-1"])

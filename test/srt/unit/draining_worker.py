@@ -1,4 +1,4 @@
-"""A worker's HTTP server without an engine, in a process of its own: `python draining_worker.py PORT SECONDS`.
+"""A worker's HTTP server without an engine, for a process of its own.
 
 The server, its app and what ends them are real; the tokenizer manager is what `Drain` asks of one, and a request takes
 as many seconds as its body says. SIGTERM is taken as the engine takes it: by the loop, at the first request.
@@ -21,6 +21,11 @@ from fastapi.responses import StreamingResponse
 from sglang.srt.managers import drain
 
 
+def tell(*words: object) -> None:
+    """Say so on the process's own stdout, whatever a test has made of Python's."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 class Manager:
     """What the drain asks of a tokenizer manager; says on stdout what it is asked for."""
 
@@ -38,13 +43,13 @@ class Manager:
             self.task = asyncio.create_task(self.drain.run(self))
 
     def _tell_peer(self, part: SimpleNamespace, reason: str) -> None:
-        print("told", part.bootstrap_room, flush=True)
+        tell("told", part.bootstrap_room)
 
     def dump_requests_before_crash(self) -> None:
         pass
 
     def abort_request(self, abort_all: bool) -> None:
-        print("aborted", len(self.rid_to_state), flush=True)
+        tell("aborted", len(self.rid_to_state))
         self.aborted.set()
 
     async def get_internal_state(self) -> list[dict]:
@@ -52,11 +57,12 @@ class Manager:
 
 
 def main(port: int, timeout_s: float) -> None:
+    logging.basicConfig(level=logging.INFO, stream=open(2, "w", closefd=False), force=True)
     app = FastAPI()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", loop="uvloop"))
     manager = Manager(timeout_s, server, app, port)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    print("child", child.pid, flush=True)
+    tell("child", child.pid)
 
     async def work(body: dict) -> str:
         manager.start()
@@ -93,8 +99,3 @@ def main(port: int, timeout_s: float) -> None:
     server.run()
     # Only a drain ends it with status 0.
     os._exit(99)
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    main(int(sys.argv[1]), float(sys.argv[2]))

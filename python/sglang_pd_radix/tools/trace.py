@@ -1,0 +1,130 @@
+"""``pd-radix trace``: what happened to a request, and when, from what its workers remember."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlencode
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .cluster.local_http import http
+from .operate.reading import TIMEOUT_S, addresses
+
+VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
+
+#: What a stage is, by the role of the worker; "" for both.
+STAGES = {
+    "received": {"": "its HTTP server has it"},
+    "tokenized": {"": "its prompt is tokenized"},
+    "scheduled": {"": "its scheduler has it"},
+    "handshake_begun": {"": "it waits for the handshake"},
+    "handshake_done": {"": "the handshake is done"},
+    "admitted": {"decode": "it is matched and admitted, and what is missing is asked for"},
+    "waiting": {"decode": "all of its KV has arrived", "prefill": "decode has asked for its KV: it waits for its turn"},
+    "running": {"decode": "it is in a batch", "prefill": "its prompt is being computed"},
+    "prefilled": {"": "its prompt is computed"},
+    "sending": {"": "the last of its KV is being sent"},
+    "sent": {"": "all of its KV has been sent"},
+    "first_token_taken": {"": "prefill's token is taken"},
+    "first_output": {"": "the first token goes to the client"},
+    "completed": {"": "its scheduler has ended it"},
+    "answered": {"": "the answer goes to the client"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``pd-radix trace``."""
+    parser.description = (
+        f"Print when what happened to a request that has ended. Its workers must remember it: set {VARIABLE} to the "
+        "number of requests that each is to remember. Times of different hosts are by their own clocks."
+    )
+    parser.add_argument("rid", metavar="RID", help="the request's id, as in meta_info.id of its answer")
+    parser.add_argument("worker", nargs="*", metavar="HOST:PORT", help="prefill and decode workers")
+    parser.add_argument("--gateway", metavar="URL", help="ask this gateway for the workers (smg, sglang-router)")
+    parser.add_argument("--deployment", metavar="FILE", help="the workers of pd-radix up --json FILE")
+    parser.add_argument("--json", action="store_true", help="print the workers' records as they are")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it. Returns the exit code."""
+    urls = addresses(args.worker, args.gateway, args.deployment)
+    records = find(urls, args.rid)
+    if args.json:
+        print(json.dumps(records, indent=2))
+    else:
+        print("\n".join(as_text(records)))
+    return 0
+
+
+def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
+    """What the workers remember of a request, each record with its ``worker``. Raises PdRadixError if none does.
+
+    The two workers of a pair share a request's room. Where the client gave no rid, each has made one of its own.
+    """
+    known = _ask(urls, {"rid": rid})
+    rooms = {record["room"] for record in known if record["room"]}
+    for room in sorted(rooms):
+        known += [record for record in _ask(urls, {"room": room}) if record not in known]
+    if not known:
+        raise PdRadixError(
+            f"no worker remembers {rid}: it still runs, or others have ended since, or it went to another worker"
+        )
+    return sorted(known, key=lambda record: min(record["times"].values(), default=0.0))
+
+
+def _ask(urls: Sequence[str], question: dict[str, Any]) -> list[dict[str, Any]]:
+    def ask(url: str) -> tuple[int, list[dict[str, Any]]]:
+        status, content = http(f"{url}/ended_requests?{urlencode(question)}", timeout=TIMEOUT_S)
+        found = json.loads(content)["requests"] if status == 200 else []
+        return status, [record | {"worker": url.partition("//")[2]} for record in found]
+
+    with ThreadPoolExecutor(len(urls)) as pool:
+        answers = list(pool.map(ask, urls))
+    if all(status != 200 for status, _ in answers):
+        said = ", ".join(f"{url}: {_why(status)}" for url, (status, _) in zip(urls, answers, strict=True))
+        raise PdRadixError(f"no worker remembers requests ({said})")
+    return [record for _, found in answers for record in found]
+
+
+def _why(status: int) -> str:
+    return {0: "does not answer", 404: f"{VARIABLE} is not set there"}.get(status, f"HTTP {status}")
+
+
+def as_text(records: Iterable[dict[str, Any]]) -> list[str]:
+    """The lines: the records, and then all that happened, in the order of time."""
+    lines, events = [], []
+    for record in records:
+        lines.append(_summary(record))
+        for stage, at in record["times"].items():
+            words = STAGES.get(stage, {"": stage})
+            events.append((at, record, words.get(record["role"], words.get("", stage))))
+    if not events:
+        return lines
+    events.sort(key=lambda event: event[0])
+    began = last = events[0][0]
+    day = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began))
+    lines += ["", f"from {day}.{began % 1 * 1000:03.0f} UTC", f"{'ms':>10} {'after':>9}  worker"]
+    for at, record, words in events:
+        lines.append(
+            f"{(at - began) * 1e3:10.1f} {(at - last) * 1e3:+9.1f}  {record['role']:7} {record['worker']}: {words}"
+        )
+        last = at
+    return lines
+
+
+def _summary(record: dict[str, Any]) -> str:
+    finish = record["finish_reason"] or {}
+    parts = [f"{record['prompt_tokens']} prompt tokens", f"{record['completion_tokens']} of output"]
+    details = record["cached_tokens_details"] or {}
+    if details.get("decode_prefix") is not None:
+        parts.append(f"decode held {details['decode_prefix']}")
+        parts.append(f"{details.get('transferred', 0)} transferred")
+    if record["retractions"]:
+        parts.append(f"retracted {record['retractions']} times")
+    ended = finish.get("type", "?") + (f" ({finish['message']})" if finish.get("message") else "")
+    return f"{record['rid']} on {record['role']} {record['worker']}, room {record['room']}: {', '.join(parts)}; {ended}"
