@@ -29,9 +29,11 @@ def prompts() -> list[list[int]]:
 
 
 class Load:
-    """Clients that ask the gateway one of the prompts after the other, half of them as streams; with ``with``.
+    """Clients that ask the gateway one prompt after the other, half of them as streams; with ``with``.
 
-    failed: what went wrong, with the seconds since the beginning: no answer, or not that of the first time.
+    Every second prompt is a new one: those that a decode worker has had go there again, and a worker that has just
+    come would get none. failed: what went wrong, with the seconds since the beginning: no answer, or not that of the
+    first time.
     """
 
     def __init__(self, url: str, clients: int = 4):
@@ -55,10 +57,12 @@ class Load:
     def talk(self, n: int) -> None:
         rnd = random.Random(n)
         while not self.over.is_set():
-            which = rnd.randrange(len(self.prompts))
+            which = rnd.randrange(2 * len(self.prompts))
+            new = which >= len(self.prompts)
             try:
-                answer = self.ask(self.prompts[which], stream=bool(n % 2))
-                wrong = None if answer == self.truth[which] else f"prompt {which}: {answer} is not {self.truth[which]}"
+                answer = self.ask(words(rnd, 100) if new else self.prompts[which], stream=bool(n % 2))
+                right = new or answer == self.truth[which]
+                wrong = None if right else f"prompt {which}: {answer} is not {self.truth[which]}"
             except Exception as e:
                 wrong = repr(e)
             if wrong is None:

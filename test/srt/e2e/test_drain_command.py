@@ -12,7 +12,7 @@ import pytest
 from pd import FLAG, check_idle
 from rolling import Load, join, known, named, wait
 
-pytestmark = [pytest.mark.timeout(1000), pytest.mark.thorough]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pd import FLAG, check_idle, counter
 from rolling import Load, join, named
 from test_drain_command import drain
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.thorough]
+pytestmark = [pytest.mark.timeout(3000), pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[3]
 EARLIER = "fea6761"

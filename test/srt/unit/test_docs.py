@@ -127,7 +127,7 @@ def known_options() -> frozenset[str]:
     return frozenset(found | {text for text in texts(gateways) if text.startswith("--")})
 
 
-#: Options of programs that are neither ours nor the engine's: Docker, PegaFlow's server, ss, pip, openssl.
+#: Options of programs that are neither ours nor the engine's: Docker, kubectl, PegaFlow's server, ss, pip, openssl.
 FOREIGN = {
     "--device",
     "--ulimit",
@@ -141,6 +141,8 @@ FOREIGN = {
     "--pd-disaggregation",
     "--request-timeout-secs",
     "--help",
+    "--target",
+    "--from-file",
 }
 
 
