@@ -255,7 +255,8 @@ POOL_FIELDS = {
 
 #: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
 DETAIL_FIELDS = {
-    "decode_prefix": "tokens of the prompt that decode's tree held",
+    "decode_prefix": "tokens of the prompt that decode held",
+    "decode_host": "of these, those that came from host memory (with `--enable-hierarchical-cache` on decode)",
     "transferred": "tokens that prefill sent; together the prompt",
     "decode_computed": "tokens that decode computes itself; only where it does",
     "transferred_bytes": "bytes sent, over all TP ranks",

@@ -263,7 +263,7 @@ class SpeculatingLoop(Loop):
         for req in self.waiting + self.running:
             self._check_draft_kv(req, req.kv_committed_len)
         if self.flag:
-            for pairs, slots in super()._tree_paths():
+            for pairs, slots in super()._tree_paths(self.tree):
                 tokens = [*(first for first, _ in pairs), pairs[-1][1]]
                 assert all(a[1] == b[0] for a, b in zip(pairs, pairs[1:], strict=False))
                 got = self.draft_kv.k_buffer[0][slots].flatten().int().tolist()
@@ -275,6 +275,6 @@ class SpeculatingLoop(Loop):
         got = self.draft_kv.k_buffer[0][slots].flatten().int().tolist()
         assert got == draft_kv_of(tokens, self.weights_of[req.rid]), f"stale draft KV of {req.rid}"
 
-    def _tree_paths(self):
-        for pairs, slots in super()._tree_paths():
+    def _tree_paths(self, tree):
+        for pairs, slots in super()._tree_paths(tree):
             yield [first for first, _ in pairs], slots

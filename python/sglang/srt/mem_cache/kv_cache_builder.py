@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, CacheKind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.tier import add_host_tier
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 
@@ -49,11 +51,13 @@ def build(
     runner: Any,
     window_size: Callable[[], int],
     draft: Callable[[], ModelConfig | None],
+    forward_stream: Callable[[], Any] = lambda: None,
 ) -> DecodeRadixCache:
     """The decode tree for the pools of the tree that the engine has built.
 
-    window_size: tokens, of a model with sliding windows. draft: of the draft model, if there is one. Raises ValueError
-    for a model, or a draft, that is not verified.
+    window_size: tokens, of a model with sliding windows. draft: of the draft model, if there is one.
+    forward_stream: of the steps of the model, None on a CPU host. Raises ValueError for a model, or a draft, that is
+    not verified.
     """
     if type(engines) is not RadixCache:
         raise ValueError(
@@ -71,4 +75,8 @@ def build(
     drafts = draft()
     if drafts is not None:
         cache_support.check_draft(args, runner.model_config, drafts)
-    return DecodeRadixCache.take_over(engines)
+    if not args.enable_hierarchical_cache:
+        return DecodeRadixCache.take_over(engines)
+    tree = HostTierRadixCache.take_over(engines)
+    add_host_tier(tree, args, forward_stream)
+    return tree

@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,14 @@ class KvTransferCounters:
             self._held = counter(
                 "decode_itl_held_requests", "Requests that had to wait for the ITL target at least once."
             )
+            self._host = {
+                "loaded": counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory."),
+                "saved": counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory."),
+                "dropped": counter(
+                    "decode_host_dropped_tokens", "Tokens whose KV was not saved: host memory was held by others."
+                ),
+            }
+            self._host_totals = dict.fromkeys(self._host, 0)
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -170,6 +179,12 @@ class KvTransferCounters:
     def overtaken(self, num_requests: int) -> None:
         if self.enabled:
             self._overtaken.inc(num_requests)
+
+    def host(self, totals: Mapping[str, int]) -> None:
+        """What a host tier has copied since the start, in tokens."""
+        for name, made in self._host.items() if self.enabled else ():
+            made.inc(totals[name] - self._host_totals[name])
+            self._host_totals[name] = totals[name]
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

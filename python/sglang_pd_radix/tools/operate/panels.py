@@ -188,6 +188,15 @@ HURTS = (
         "percentunit",
     ),
     Panel(
+        "Host memory",
+        "Tokens a second that decode has copied to host memory and back, and that found no room there.",
+        (
+            _counted("decode_host_saved_tokens_total", "saved"),
+            _counted("decode_host_loaded_tokens_total", "loaded"),
+            _counted("decode_host_dropped_tokens_total", "no room"),
+        ),
+    ),
+    Panel(
         "Retracted",
         "Requests that were taken out of the batch for want of memory: those that wait to come back, and how many a "
         "second.",

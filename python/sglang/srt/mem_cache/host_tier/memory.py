@@ -1,0 +1,124 @@
+"""The bytes of a host tier, and copies between them and the pool of KV on the device.
+
+The pools in host memory are the engine's own. Copies run on a stream of their own, after what the device has been given
+to do before: a step that still writes to a page comes before its copy, in either direction.
+
+Upstream: none is known that copies what has left a decode tree back beside a transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["Copy", "HostMemory", "host_pool"]
+
+# The engine's pools on the device, and what it has for each in host memory. A subclass may keep more than KV.
+_HOST_POOLS: dict[type, type] = {MHATokenToKVPool: MHATokenToKVPoolHost, MLATokenToKVPool: MLATokenToKVPoolHost}
+
+
+def kv_pool_of(kvcache: Any) -> Any:
+    """The pool of the layers that keep KV of each token; of a model with linear attention, a part of ``kvcache``."""
+    return kvcache.full_kv_pool if isinstance(kvcache, HybridLinearKVPool) else kvcache
+
+
+def host_pool(kvcache: Any, args: ServerArgs, page_size: int) -> Any:
+    """The engine's pool in host memory for ``kvcache``, as large as its options say. Raises ValueError."""
+    pool = kv_pool_of(kvcache)
+    made = _HOST_POOLS.get(type(pool))
+    if made is None:
+        raise ValueError(
+            f"--enable-hierarchical-cache is not verified on decode for {type(pool).__name__}. Start this decode "
+            "worker without it."
+        )
+    return made(pool, args.hicache_ratio, args.hicache_size, page_size, args.hicache_mem_layout)
+
+
+class Copy:
+    """A copy that has been begun. It holds what it reads and writes its places from until it has ended."""
+
+    def __init__(self, event: Any = None, places: tuple[torch.Tensor, ...] = ()):
+        """event: of its end, on the device; None where it has ended."""
+        self._event, self._places = event, places
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        if self._event is not None and self._event.query():
+            self._event, self._places = None, ()
+        return self._event is None
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event, self._places = None, ()
+
+
+class HostMemory:
+    """KV of one rank in host memory, by slot."""
+
+    def __init__(self, device_pool: Any, pool: Any, io_backend: str, forward_stream: Callable[[], Any]):
+        """pool: the engine's, for ``device_pool``. forward_stream: of the steps of the model; None on a CPU host."""
+        self.pool, self._device_pool, self._io_backend = pool, device_pool, io_backend
+        self._forward_stream = forward_stream
+        self._module = None if device_pool.device == "cpu" else torch.get_device_module(device_pool.device)
+        self._stream = None if self._module is None else self._module.Stream()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token, of this rank, in all layers."""
+        return self.pool.size_per_token
+
+    def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
+        """Copy KV to host memory. Slots: int64, whole pages, as many on the host as on the device."""
+        host_slots, device_slots = self._places(host_slots, device_slots)
+        with self._copying():
+            self.pool.backup_from_device_all_layer(self._device_pool, host_slots, device_slots, self._io_backend)
+        return self._begun(host_slots, device_slots)
+
+    def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
+        """Copy KV back to the device. Slots: as for `save`."""
+        host_slots, device_slots = self._places(host_slots, device_slots)
+        with self._copying():
+            for layer in range(self.pool.layer_num):
+                self.pool.load_to_device_per_layer(self._device_pool, host_slots, device_slots, layer, self._io_backend)
+        return self._begun(host_slots, device_slots)
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _places(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots where the engine's copies want them: with kernels on the device, else in host memory and in order."""
+        if self._io_backend == "kernel":
+            return host_slots.to(device_slots.device, non_blocking=True), device_slots
+        host_slots, order = host_slots.sort()
+        return host_slots, device_slots.cpu().index_select(0, order)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        if self._module is None:
+            yield
+            return
+        before = [self._module.current_stream(), self._forward_stream()]
+        with self._module.stream(self._stream):
+            for stream in before:
+                if stream is not None:
+                    self._stream.wait_stream(stream)
+            yield
+
+    def _begun(self, *places: torch.Tensor) -> Copy:
+        if self._module is None:
+            return Copy()
+        event = self._module.Event()
+        event.record(self._stream)
+        return Copy(event, places)
