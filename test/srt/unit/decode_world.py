@@ -127,7 +127,7 @@ class LateCopies:
     """Copies of a device that has other things to do: they read and write when a test has them end, in order."""
 
     def __init__(self, memory: HostMemory):
-        self._memory, self.pool = memory, memory.pool
+        self._memory, self.pools = memory, memory.pools
         self.begun: list[LateCopy] = []
 
     def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> LateCopy:
@@ -215,11 +215,16 @@ class World(DecodeWorker):
         """A tree with a tier in host memory, of which the copies are over when they are begun, or late."""
         tree = HostTierRadixCache(params)
         pool = MHATokenToKVPoolHost(self.kv, 2 + sizes.tokens / self.kv.size, 0, params.page_size, "layer_first")
-        memory = HostMemory(self.kv, pool, "direct", lambda: None)
+        pools = [(self.kv, pool), *self.draft_pools(sizes, params.page_size)]
+        memory = HostMemory(pools, "direct", lambda: None)
         memory = LateCopies(memory) if sizes.late else memory
         self.tier = HostTier(tree, host_tree(tree, sizes.tokens), memory, sizes.hits)
         tree.attach(self.tier)
         return tree
+
+    def draft_pools(self, sizes: HostSizes, page_size: int) -> list:
+        """More pools of KV at the same slots, each with one in host memory."""
+        return []
 
     # ---- what happens to requests ----
 
@@ -490,7 +495,7 @@ class World(DecodeWorker):
         assert host.pool.available_size() + in_tree + tier.saves.tokens == host.pool_size
         watched = [dr.entry.host_watch for dr in self.queue.queue if dr.entry is not None]
         assert {watch for watch in watched if watch is not None} == set(host.watches)
-        stored = tier.memory.pool.k_buffer[0]
+        stored = tier.memory.pools[0][1].k_buffer[0]
         for tokens, slots in self._tree_paths(host):
             got = stored[slots].flatten().int().tolist()
             assert got == [kv_of(tokens[: i + 1], self.weights) for i in range(len(tokens))]

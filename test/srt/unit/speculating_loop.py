@@ -17,6 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -77,15 +78,22 @@ class SpeculatingLoop(Loop):
 
     def __init__(self, flag: bool = True, overlap: bool = True, **sizes: Any):
         self.overlap = overlap
-        super().__init__(flag, **sizes)
-        self.draft_kv = MHATokenToKVPool(self.size, self.page_size, torch.float32, 1, 1, 1, "cpu", False)
+        size, page_size = sizes["size"], sizes["page_size"]
+        self.draft_kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.draft_kv.cpu_offloading_chunk_size = 8
+        super().__init__(flag, **sizes)
         self.queue.draft_token_to_kv_pool = self.allocator.draft_kv_pool = self.draft_kv
         self.transfer.spec_algorithm = self.scheduler.spec_algorithm
         self.tree.is_eagle = True
+        if self.tier is not None:
+            self.tier.host.is_eagle = True
         # The tokens that the device has of each request; and how often a draft's state was looked at.
         self.sequences: dict[str, list[int]] = {}
         self.states_seen = 0
+
+    def draft_pools(self, sizes: Any, page_size: int) -> list:
+        pool = MHATokenToKVPoolHost(self.draft_kv, 2 + sizes.tokens / self.draft_kv.size, 0, page_size, "layer_first")
+        return [(self.draft_kv, pool)]
 
     def _make_scheduler(self) -> SpeculatingScheduler:
         return SpeculatingScheduler(self, self.overlap)

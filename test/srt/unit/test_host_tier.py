@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from decode_world import HostSizes, World, aborted
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.checks import check_free, free_bytes
+from speculating_loop import SpeculatingLoop
 from test_life_of_a_request import Life
+from test_step_in_flight import Play, scripts
 from test_traps import serve, serve_to_end, tokens
 
 PAGE = 4
@@ -378,8 +383,6 @@ def test_tp_ranks_save_and_load_the_same(pair, broken_rank, prefix, saved):
 
 
 def test_what_comes_from_host_memory_needs_no_prefill():
-    from sglang.srt.disaggregation.local_prefill import Policy
-
     loop = Loop(
         options={"disaggregation_decode_local_prefill": "40"},
         size=128,
@@ -409,12 +412,29 @@ def test_what_comes_from_host_memory_needs_no_prefill():
     assert loop.tier.audit() == []
 
 
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1)])
+def test_drafts_find_their_kv_in_host_memory_too(overlap, page_size):
+    """Every life of the speculating loop: no draft starts from another's KV, wherever it comes from."""
+    loaded = 0
+
+    @given(script=scripts, size=st.sampled_from([48, 64]))
+    @settings(max_examples=8, deadline=None)
+    def play(script, size):
+        nonlocal loaded
+        sizes = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4, "host": HostSizes(128)}
+        loop = SpeculatingLoop(True, overlap, **sizes)
+        Play(loop, script).run()
+        loaded += loop.tier.loaded_tokens
+        assert loop.tier.audit() == []
+
+    play()
+    assert loaded
+
+
 # ---- options ----
 
 
 def options(**given: Any) -> Any:
-    from types import SimpleNamespace
-
     args = SimpleNamespace(
         **dict.fromkeys(
             (
@@ -458,3 +478,36 @@ def test_without_it_a_tree_has_none():
     assert type(one.tree) is DecodeRadixCache and one.tree.tier is None
     serve_to_end(one, tokens(1, 24))
     assert len(one.queue.memory.figures()) == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": "inactive_file 0"}, None),
+        ({"memory.max": "9000", "memory.current": "5000", "memory.stat": "anon 1\ninactive_file 1000"}, 5000),
+        ({"memory.max": "9000", "memory.current": "9500", "memory.stat": "inactive_file 0"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "7000",
+                "memory/memory.usage_in_bytes": "5000",
+                "memory/memory.stat": "total_inactive_file 500",
+            },
+            2500,
+        ),
+        ({}, None),
+    ],
+)
+def test_memory_that_a_container_leaves(files, free, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found, whose = free_bytes(tmp_path)
+    assert (found, whose) == (free, "this container") if free is not None else whose == "this machine" and found > 0
+
+
+def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path):
+    args = SimpleNamespace(hicache_size=0, tp_size=4, nnodes=2)
+    check_free(args, tmp_path)
+    args.hicache_size = 10**6
+    with pytest.raises(ValueError, match=r"--hicache-size 1000000 takes 2000000.0 GB of host memory for 2 ranks"):
+        check_free(args, tmp_path)

@@ -59,16 +59,15 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
             args,
             runner,
             lambda: self.sliding_window_size,
-            self._draft_config,
+            self._draft_runner,
             lambda: getattr(self, "forward_stream", None),
         )
 
-    def _draft_config(self):
+    def _draft_runner(self):
         worker = self.draft_worker
         if worker is None:
             return None
-        runner = worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
-        return runner.model_config
+        return worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
 
     def get_internal_state(self, recv_req):
         """Adds the pool figures of invariant I1 under ``kv_pool``, all in tokens."""

@@ -9,7 +9,7 @@ Upstream: none is known that copies what has left a decode tree back beside a tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,15 +30,19 @@ def kv_pool_of(kvcache: Any) -> Any:
     return kvcache.full_kv_pool if isinstance(kvcache, HybridLinearKVPool) else kvcache
 
 
-def host_pool(kvcache: Any, args: ServerArgs, page_size: int) -> Any:
-    """The engine's pool in host memory for ``kvcache``, as large as its options say. Raises ValueError."""
-    pool = kv_pool_of(kvcache)
+def host_pool(pool: Any, args: ServerArgs, page_size: int, size: int = 0) -> Any:
+    """The engine's pool in host memory for ``pool``, as large as its options say, or of ``size`` tokens at least.
+
+    Raises ValueError for a pool that is not known.
+    """
     made = _HOST_POOLS.get(type(pool))
     if made is None:
         raise ValueError(
             f"--enable-hierarchical-cache is not verified on decode for {type(pool).__name__}. Start this decode "
             "worker without it."
         )
+    if size:
+        return made(pool, size / pool.size, 0, page_size, args.hicache_mem_layout)
     return made(pool, args.hicache_ratio, args.hicache_size, page_size, args.hicache_mem_layout)
 
 
@@ -65,31 +69,31 @@ class Copy:
 class HostMemory:
     """KV of one rank in host memory, by slot."""
 
-    def __init__(self, device_pool: Any, pool: Any, io_backend: str, forward_stream: Callable[[], Any]):
-        """pool: the engine's, for ``device_pool``. forward_stream: of the steps of the model; None on a CPU host."""
-        self.pool, self._device_pool, self._io_backend = pool, device_pool, io_backend
-        self._forward_stream = forward_stream
-        self._module = None if device_pool.device == "cpu" else torch.get_device_module(device_pool.device)
-        self._stream = None if self._module is None else self._module.Stream()
+    def __init__(self, pools: Sequence[tuple[Any, Any]], io_backend: str, forward_stream: Callable[[], Any]):
+        """pools: the engine's on the device, each with the one in host memory; of the model, and of its draft.
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token, of this rank, in all layers."""
-        return self.pool.size_per_token
+        forward_stream: of the steps of the model; None on a CPU host.
+        """
+        self.pools, self._io_backend, self._forward_stream = pools, io_backend, forward_stream
+        device = pools[0][0].device
+        self._module = None if device == "cpu" else torch.get_device_module(device)
+        self._stream = None if self._module is None else self._module.Stream()
 
     def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
         """Copy KV to host memory. Slots: int64, whole pages, as many on the host as on the device."""
         host_slots, device_slots = self._places(host_slots, device_slots)
         with self._copying():
-            self.pool.backup_from_device_all_layer(self._device_pool, host_slots, device_slots, self._io_backend)
+            for device_pool, pool in self.pools:
+                pool.backup_from_device_all_layer(device_pool, host_slots, device_slots, self._io_backend)
         return self._begun(host_slots, device_slots)
 
     def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
         """Copy KV back to the device. Slots: as for `save`."""
         host_slots, device_slots = self._places(host_slots, device_slots)
         with self._copying():
-            for layer in range(self.pool.layer_num):
-                self.pool.load_to_device_per_layer(self._device_pool, host_slots, device_slots, layer, self._io_backend)
+            for device_pool, pool in self.pools:
+                for layer in range(pool.layer_num):
+                    pool.load_to_device_per_layer(device_pool, host_slots, device_slots, layer, self._io_backend)
         return self._begun(host_slots, device_slots)
 
     def wait(self) -> None:

@@ -158,22 +158,29 @@ class HostTier:
         self.host.pool.clear()
 
 
-def add_host_tier(tree: HostTierRadixCache, args: ServerArgs, forward_stream: Callable[[], Any]) -> None:
+def add_host_tier(
+    tree: HostTierRadixCache, args: ServerArgs, forward_stream: Callable[[], Any], draft_pool: Any = None
+) -> None:
     """Put host memory, as the engine's options say, below an empty ``tree``. Raises ValueError.
 
-    forward_stream: of the steps of the model; None on a CPU host.
+    forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
     """
-    kvcache = tree.token_to_kv_pool_allocator.get_kvcache()
-    check_size(args, kv_pool_of(kvcache))
+    kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
+    check_size(args, kvcache)
     pool = host_pool(kvcache, args, tree.page_size)
-    memory = HostMemory(kv_pool_of(kvcache), pool, args.hicache_io_backend, forward_stream)
+    pools = [(kvcache, pool)]
+    if draft_pool is not None:
+        # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
+        drafts = kv_pool_of(draft_pool)
+        pools.append((drafts, host_pool(drafts, args, tree.page_size, pool.size)))
+    memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
     # The engine's allocators never give the first page away.
     host = host_tree(tree, pool.size - tree.page_size)
     tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy]))
     logger.info(
         "Decode keeps %d tokens in host memory, %.2f GB of this rank, below the %d of its pool.",
         host.pool_size,
-        pool.size * pool.size_per_token / 1e9,
+        sum(one.size * one.size_per_token for _, one in pools) / 1e9,
         tree.pool_size,
     )
 
