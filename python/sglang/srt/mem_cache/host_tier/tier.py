@@ -34,8 +34,9 @@ __all__ = ["HostTier", "Load", "add_host_tier"]
 
 logger = logging.getLogger(__name__)
 
-# By the engine's write policy: after how many uses what is in the tree is saved.
-HITS = {"write_through": 1, "write_through_selective": 2}
+# By the engine's write policy: after how many uses what is in the tree is saved. A request uses its prompt twice, when
+# that is committed and when it ends, so this is what another request has used too.
+HITS = {"write_through": 1, "write_through_selective": 3}
 
 
 class Load:
