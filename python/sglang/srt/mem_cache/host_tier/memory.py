@@ -77,7 +77,7 @@ class HostMemory:
         self.pools, self._io_backend, self._forward_stream = pools, io_backend, forward_stream
         device = pools[0][0].device
         self._module = None if device == "cpu" else torch.get_device_module(device)
-        self._stream = None if self._module is None else self._module.Stream()
+        self._stream: Any = None if self._module is None else self._module.Stream()
 
     def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
         """Copy KV to host memory. Slots: int64, whole pages, as many on the host as on the device."""
