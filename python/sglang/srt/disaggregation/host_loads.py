@@ -1,7 +1,6 @@
 """What requests that are admitted get out of host memory, beside what their prefill sends or decode computes.
 
-Upstream: a later release allows its hierarchical cache on decode; a request whose prefix is not loaded in time fails
-there.
+Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
 
 from __future__ import annotations
@@ -53,17 +52,15 @@ class HostLoads:
         """
         if not decode_req.entry.stored.length:
             return held
-        req, load, error = decode_req.req, decode_req.load, None
+        req, load, error, begun = decode_req.req, decode_req.load, None, False
         try:
-            if load is None or decode_req.error is not None:
-                raise RuntimeError("it has not been given its memory")
-            self._tier.load(load, self._rows.req_to_token[req.req_pool_idx, load.start : load.end].long())
+            if load is not None and decode_req.error is None:
+                self._tier.load(load, self._rows.req_to_token[req.req_pool_idx, load.start : load.end].long())
+                begun = True
         except Exception as e:
             error = e
-        if self._ranks is None or self._ranks.size == 1:
-            begun = error is None
-        else:
-            begun = self._ranks.are_alike([error is None]) and error is None
+        if self._ranks is not None:
+            begun = self._ranks.are_alike([begun]) and begun
         if begun and load is not None:
             req.load_start, req.host_prefix_len = load.start, load.end
             return load.end

@@ -97,14 +97,10 @@ class KvTransferCounters:
             self._held = counter(
                 "decode_itl_held_requests", "Requests that had to wait for the ITL target at least once."
             )
-            self._host = {
-                "loaded": counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory."),
-                "saved": counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory."),
-                "dropped": counter(
-                    "decode_host_dropped_tokens", "Tokens whose KV was not saved: host memory was held by others."
-                ),
-            }
-            self._host_totals = dict.fromkeys(self._host, 0)
+            self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
+            self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
+            self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
+            self._host_totals: dict[str, int] = {}
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -182,9 +178,10 @@ class KvTransferCounters:
 
     def host(self, totals: Mapping[str, int]) -> None:
         """What a host tier has copied since the start, in tokens."""
-        for name, made in self._host.items() if self.enabled else ():
-            made.inc(totals[name] - self._host_totals[name])
-            self._host_totals[name] = totals[name]
+        if self.enabled:
+            for name, made in ("loaded", self._loaded), ("saved", self._host_saved), ("dropped", self._dropped):
+                made.inc(totals[name] - self._host_totals.get(name, 0))
+                self._host_totals[name] = totals[name]
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

@@ -5,8 +5,7 @@ allocated for it as ever; what host memory has of that is copied there while pre
 computes and sends it. Its commit waits for both. What is counted on is locked from before anything is allocated until
 the request is committed, or has given its pages back, so a promise to a prefill is always kept.
 
-Upstream: a later release allows its hierarchical cache on decode; a request whose prefix is not loaded in time fails
-there.
+Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 They are of one class, so that host memory too knows what queued requests match, evicts that last, and splits a leaf
 where only a part of it has to go. What the device's tree evicts stays in the other one.
 
-Upstream: a later release allows its hierarchical cache on decode, in which one tree moves nodes between two pools.
+Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
 
 from __future__ import annotations
