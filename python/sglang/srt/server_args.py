@@ -203,6 +203,11 @@ class ServerArgs(engine.ServerArgs):
         if target_ms is not None and not 0 < target_ms < float("inf"):
             raise ValueError(f"--disaggregation-decode-itl-target is {target_ms:g}: give milliseconds above 0.")
         watermark_part()
+        if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
+            raise ValueError(
+                f"--hicache-ratio is {self.hicache_ratio:g}: host memory has to hold more than the KV pool. "
+                "Give more than 1, or --hicache-size."
+            )
         from sglang.srt.disaggregation.local_prefill import Policy
 
         Policy.of(self.disaggregation_decode_local_prefill)
@@ -234,6 +239,10 @@ class ServerArgs(engine.ServerArgs):
             from sglang.srt.mem_cache.pegaflow import checks
 
             checks.check(self)
+        if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
+            from sglang.srt.mem_cache.host_tier import checks as host_tier
+
+            host_tier.check_free(self)
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

@@ -273,6 +273,8 @@ POOL_FIELDS = {
     "locks_taken": "locks of the tree taken; with the flag",
     "locks_released": "released: when idle, as many",
     "audit": "when idle, with the flag: every contradiction found in the tree and the pools; empty: none",
+    "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory (size, available, evictable, "
+    "protected), on their way there (saving), and since the start saved, loaded, dropped and failed",
     "window_size": "tokens of the pool of sliding windows",
     "window_available": "free ones; when idle all",
     "state_slots": "slots for states (linear attention)",
@@ -281,7 +283,8 @@ POOL_FIELDS = {
 
 #: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
 DETAIL_FIELDS = {
-    "decode_prefix": "tokens of the prompt that decode's tree held",
+    "decode_prefix": "tokens of the prompt that decode held",
+    "decode_host": "of these, those that came from host memory (with `--enable-hierarchical-cache` on decode)",
     "transferred": "tokens that prefill sent; together the prompt",
     "decode_computed": "tokens that decode computes itself; only where it does",
     "transferred_bytes": "bytes sent, over all TP ranks",

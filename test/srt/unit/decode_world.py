@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from decode_worker import DecodeWorker, make_window_pool
@@ -18,9 +20,14 @@ from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.memory import HostMemory
+from sglang.srt.mem_cache.host_tier.tier import HostTier
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, host_tree
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -108,6 +115,52 @@ class Receiver:
         pass
 
 
+class HostSizes(NamedTuple):
+    """A host tier: its tokens, after how many uses something is saved, and whether copies end when a test says so."""
+
+    tokens: int
+    hits: int = 1
+    late: bool = False
+
+
+class LateCopies:
+    """Copies of a device that has other things to do: they read and write when a test has them end, in order."""
+
+    def __init__(self, memory: HostMemory):
+        self._memory, self.pools = memory, memory.pools
+        self.begun: list[LateCopy] = []
+
+    def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> LateCopy:
+        return self._begin(partial(self._memory.save, host_slots, device_slots))
+
+    def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> LateCopy:
+        return self._begin(partial(self._memory.load, host_slots, device_slots))
+
+    def _begin(self, run) -> LateCopy:
+        self.begun.append(LateCopy(self, run))
+        return self.begun[-1]
+
+    def end(self, count: int) -> None:
+        for copy in self.begun[:count]:
+            copy.run()
+        del self.begun[:count]
+
+    def wait(self) -> None:
+        self.end(len(self.begun))
+
+
+class LateCopy:
+    def __init__(self, copies: LateCopies, run):
+        self._copies, self.run = copies, run
+
+    def done(self) -> bool:
+        return self not in self._copies.begun
+
+    def wait(self) -> None:
+        if not self.done():
+            self._copies.end(self._copies.begun.index(self) + 1)
+
+
 class World(DecodeWorker):
     """One decode rank. ``size`` and ``watermark`` (None: the default part of the pool) in tokens."""
 
@@ -123,8 +176,11 @@ class World(DecodeWorker):
         tree_type: type[BasePrefixCache] = DecodeRadixCache,
         states: int | None = None,
         windows: tuple[int, int] | None = None,
+        host: HostSizes | None = None,
     ):
-        self.states, self.windows = states, windows
+        self.states, self.windows, self.tier = states, windows, None
+        if host is not None:
+            tree_type = partial(self._hosted, host)
         pool: MHATokenToKVPool | HybridLinearKVPool | SWAKVPool
         if windows is not None:
             pool = make_window_pool(size, windows[1], page_size)
@@ -154,6 +210,21 @@ class World(DecodeWorker):
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
         self.weights = 1
         self.weights_of: dict[str, int] = {}
+
+    def _hosted(self, sizes: HostSizes, params: CacheInitParams) -> DecodeRadixCache:
+        """A tree with a tier in host memory, of which the copies are over when they are begun, or late."""
+        tree = HostTierRadixCache(params)
+        pool = MHATokenToKVPoolHost(self.kv, 2 + sizes.tokens / self.kv.size, 0, params.page_size, "layer_first")
+        pools = [(self.kv, pool), *self.draft_pools(sizes, params.page_size)]
+        memory = HostMemory(pools, "direct", lambda: None)
+        memory = LateCopies(memory) if sizes.late else memory
+        self.tier = HostTier(tree, host_tree(tree, sizes.tokens), memory, sizes.hits)
+        tree.attach(self.tier)
+        return tree
+
+    def draft_pools(self, sizes: HostSizes, page_size: int) -> list:
+        """More pools of KV at the same slots, each with one in host memory."""
+        return []
 
     # ---- what happens to requests ----
 
@@ -330,7 +401,8 @@ class World(DecodeWorker):
     def idle(self) -> bool:
         moving = self.queue.queue or self.transfer.queue or self.transfer.quarantine
         local = self.transfer.local is not None and self.transfer.local.busy
-        return not (moving or local or self.waiting or self.running)
+        saving = self.tier is not None and self.tier.saves.busy
+        return not (moving or local or saving or self.waiting or self.running)
 
     def flush(self) -> bool:
         """As the scheduler flushes after a weight update: only when no request holds KV in the pool."""
@@ -354,7 +426,8 @@ class World(DecodeWorker):
         holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
         holders += [req for req in local if all(req is not other for other in holders) and not req.finished()]
         # I1: every token is somewhere, once; every lock has its holder.
-        nodes = [r.last_node for r in holders]
+        saving = [] if self.tier is None else self.tier.saves.locked()
+        nodes = [r.last_node for r in holders] + saving
         if self.windows is None:
             wrong = self.tree.audit(nodes)
         else:
@@ -366,7 +439,7 @@ class World(DecodeWorker):
         tree = self.tree.evictable_size() + self.tree.protected_size()
         pool = self.tree.pool
         assert pool.available_size() + tree + private == self.size
-        assert self.tree.locks_taken - self.tree.locks_released == len(holders)
+        assert self.tree.locks_taken - self.tree.locks_released == len(holders) + len(saving)
         assert len(self.pool.free_slots) == self.pool.size + self.pool.pre_alloc_size - len(holders)
         # I2: a page that may be written from outside is nobody else's.
         free = set(torch.cat([pool.free_pages, pool.release_pages]).tolist())
@@ -407,8 +480,25 @@ class World(DecodeWorker):
             self._check_kv(slots, tokens, self.weights_of[req.rid])
             self.check_state(req, tokens)
             self.check_window(req, tokens)
-        for tokens, slots in self._tree_paths():
+        for tokens, slots in self._tree_paths(self.tree):
             self._check_kv(slots, tokens, self.weights)
+        if self.tier is not None:
+            self._check_host([*moving, *computed])
+
+    def _check_host(self, decode_reqs: list[DecodeRequest]) -> None:
+        """The same of host memory: every token is somewhere, every lock has its holder, and KV is what it was."""
+        tier, host = self.tier, self.tier.host
+        loads = [dr.load for dr in decode_reqs if dr.load is not None and dr.load.generation == host.generation]
+        saves = tier.saves.under_way
+        assert not host.audit([load.node for load in loads] + [saving.above for saving in saves])
+        in_tree = host.evictable_size() + host.protected_size()
+        assert host.pool.available_size() + in_tree + tier.saves.tokens == host.pool_size
+        watched = [dr.entry.host_watch for dr in self.queue.queue if dr.entry is not None]
+        assert {watch for watch in watched if watch is not None} == set(host.watches)
+        stored = tier.memory.pools[0][1].k_buffer[0]
+        for tokens, slots in self._tree_paths(host):
+            got = stored[slots].flatten().int().tolist()
+            assert got == [kv_of(tokens[: i + 1], self.weights) for i in range(len(tokens))]
 
     def _check_kv(self, slots: list[int], tokens: list[int], weights: int) -> None:
         got = self.kv.k_buffer[0][slots].flatten().int().tolist()
@@ -424,8 +514,8 @@ class World(DecodeWorker):
             stack.extend(node.children.values())
             yield node
 
-    def _tree_paths(self):
-        stack = [(node, [], []) for node in self.tree.root_node.children.values()]
+    def _tree_paths(self, tree):
+        stack = [(node, [], []) for node in tree.root_node.children.values()]
         while stack:
             node, tokens, slots = stack.pop()
             tokens, slots = tokens + list(node.key.token_ids), slots + node.value.tolist()

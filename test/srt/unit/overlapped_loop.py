@@ -180,6 +180,9 @@ class Loop(World):
             states = self.pool.mamba_pool
             states.load_cpu_copy = self._when_over(states.load_cpu_copy)
             states.get_cpu_copy = self._when_over(states.get_cpu_copy)
+        if self.tier is not None:
+            memory = self.tier.memory
+            memory.save, memory.load = self._when_over(memory.save), self._when_over(memory.load)
         self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> LoopScheduler:

@@ -17,6 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -77,15 +78,22 @@ class SpeculatingLoop(Loop):
 
     def __init__(self, flag: bool = True, overlap: bool = True, **sizes: Any):
         self.overlap = overlap
-        super().__init__(flag, **sizes)
-        self.draft_kv = MHATokenToKVPool(self.size, self.page_size, torch.float32, 1, 1, 1, "cpu", False)
+        size, page_size = sizes["size"], sizes["page_size"]
+        self.draft_kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.draft_kv.cpu_offloading_chunk_size = 8
+        super().__init__(flag, **sizes)
         self.queue.draft_token_to_kv_pool = self.allocator.draft_kv_pool = self.draft_kv
         self.transfer.spec_algorithm = self.scheduler.spec_algorithm
         self.tree.is_eagle = True
+        if self.tier is not None:
+            self.tier.host.is_eagle = True
         # The tokens that the device has of each request; and how often a draft's state was looked at.
         self.sequences: dict[str, list[int]] = {}
         self.states_seen = 0
+
+    def draft_pools(self, sizes: Any, page_size: int) -> list:
+        pool = MHATokenToKVPoolHost(self.draft_kv, 2 + sizes.tokens / self.draft_kv.size, 0, page_size, "layer_first")
+        return [(self.draft_kv, pool)]
 
     def _make_scheduler(self) -> SpeculatingScheduler:
         return SpeculatingScheduler(self, self.overlap)
@@ -263,7 +271,7 @@ class SpeculatingLoop(Loop):
         for req in self.waiting + self.running:
             self._check_draft_kv(req, req.kv_committed_len)
         if self.flag:
-            for pairs, slots in super()._tree_paths():
+            for pairs, slots in super()._tree_paths(self.tree):
                 tokens = [*(first for first, _ in pairs), pairs[-1][1]]
                 assert all(a[1] == b[0] for a, b in zip(pairs, pairs[1:], strict=False))
                 got = self.draft_kv.k_buffer[0][slots].flatten().int().tolist()
@@ -275,6 +283,6 @@ class SpeculatingLoop(Loop):
         got = self.draft_kv.k_buffer[0][slots].flatten().int().tolist()
         assert got == draft_kv_of(tokens, self.weights_of[req.rid]), f"stale draft KV of {req.rid}"
 
-    def _tree_paths(self):
-        for pairs, slots in super()._tree_paths():
+    def _tree_paths(self, tree):
+        for pairs, slots in super()._tree_paths(tree):
             yield [first for first, _ in pairs], slots

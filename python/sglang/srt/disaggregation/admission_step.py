@@ -13,11 +13,13 @@ from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.decode_schedule import peer_drops
+from sglang.srt.disaggregation.host_loads import HostLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_agreement import Ranks
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
@@ -59,11 +61,16 @@ class Admission:
         counters: KvTransferCounters,
         local: LocalPrefills | None = None,
         gate: ItlGate | None = None,
+        ranks: Ranks | None = None,
     ):
-        """deltas, local: where what the tree lacks of a request comes from. gate: what bounds a step's time."""
+        """deltas, local: where what the tree lacks of a request comes from. gate: what bounds a step's time.
+
+        ranks: that agree on what is copied from host memory; None for one alone.
+        """
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
         self._gate = gate
+        self._loads = None if tree.tier is None else HostLoads(tree.tier, memory.rows, ranks)
         # The request at which the last step ended for lack of memory, or of time in a decode step.
         self.blocked: Blocked | None = None
         self.held: Blocked | None = None
@@ -175,10 +182,15 @@ class Admission:
         entry.takes_prefix = entry.takes_prefix or may_match
         entry.coming = policy.refresh_coming(entry, now) if may_match and policy.may_follow else 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
-        entry.local = may_match and entry.peer_drops and not entry.coming and self._computes(req, found, live)
-        if entry.local and found.length == len(req.origin_input_ids):
+        entry.stored = self._loads.found(entry, found) if may_match and self._loads is not None else NOTHING
+        held = entry.stored if entry.stored.length else found
+        entry.local = may_match and entry.peer_drops and not entry.coming and self._computes(req, held, live)
+        if entry.local and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
-            found = self._tree.peek(self._tree.shareable(req.origin_input_ids)[:-1], req.extra_key)
+            prompt = self._tree.shareable(req.origin_input_ids)[:-1]
+            found = self._tree.peek(prompt, req.extra_key)
+            if entry.stored.length and self._loads is not None:
+                entry.stored = self._loads.found_of(prompt, req.extra_key, found)
         return self._accounts.plan(req, req.origin_input_ids, found)
 
     def _computes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
@@ -190,15 +202,26 @@ class Admission:
         req, entry = decode_req.req, decode_req.entry
         if entry.following_since is not None:
             self._counters.followed(plan.found.length - entry.held_alone, entry.waited_s)
-        # Others may follow it from now on.
-        self._policy.admitted(entry, len(req.origin_input_ids) - plan.found.length)
-        decode_req.advance(ADMITTED)
+        held = plan.found.length
         try:
+            if self._loads is not None:
+                # Before anything is allocated.
+                self._loads.lock(decode_req, held)
             self.memory.give(req, req.origin_input_ids, plan)
+        except Exception as e:
+            # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
+            decode_req.lose(e)
+        if self._loads is not None:
+            held = self._loads.begin(decode_req, held)
+        # Others may follow it from now on.
+        self._policy.admitted(entry, len(req.origin_input_ids) - held)
+        decode_req.advance(ADMITTED)
+        if decode_req.error is not None:
+            return
+        try:
             source = self._local if entry.local and self._local is not None else self.deltas
             source.request(decode_req, fence)
         except Exception as e:
-            # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
             decode_req.lose(e)
 
 

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.admission_step import Admission
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_agreement import Ranks, agreed_polls
+from sglang.srt.disaggregation.decode_agreement import Ranks
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
 from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_handshakes import (
@@ -35,7 +35,7 @@ from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.decode_resume import Resumption
 from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
-from sglang.srt.disaggregation.deferred_release import Writers, abort_transfer, flush_around, release
+from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
@@ -55,6 +55,7 @@ from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.host_tier.tier import Load
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class DecodeRequest(engine.DecodeRequest):
     # pages of a window.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
+    # What it counts on in host memory, until it is committed or has given its pages back.
+    load: Load | None = None
 
     @property
     def waiting_for_input(self) -> bool:
@@ -138,7 +141,11 @@ class DecodeRequest(engine.DecodeRequest):
         self.error = self.error or error
 
     def poll(self) -> int:
-        """What the receiver says; of a request that is computed here, whether it goes on."""
+        """What the receiver says, or whether it is computed here; not before what is copied for it has come."""
+        copied = self.load is None or self.load.done()
+        return self._poll() if copied else min(self._poll(), int(KVPoll.Transferring))
+
+    def _poll(self) -> int:
         if self.phase is LOCAL:
             lost = self.error is not None or self.kv_receiver.conclude_state == KVPoll.Failed
             return int(KVPoll.Failed if lost else KVPoll.Success)
@@ -217,7 +224,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, gate)
-        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate)
+        self.admission = Admission(
+            tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
+        )
         self.resumption = Resumption(tree, self.accounts, self.memory, rows, self.ranks, gate)
 
     def _init_kv_manager(self):
@@ -351,10 +360,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _drop_aborted(self) -> list[DecodeRequest]:
         gone = [dr for dr in self.queue if dr.req.finished_reason is not None and dr.is_aborted]
-        for decode_req in gone:
-            report_end(decode_req.req, self.scheduler)
         self._forget(gone)
         for decode_req in gone:
+            report_end(decode_req.req, self.scheduler)
             self.policy.leave(self.schedule.entry_of(decode_req))
             decode_req.advance(Phase.RELEASED)
         return gone
@@ -393,8 +401,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _budget(self) -> Budget:
         """What admission has to give in this state."""
-        loading = () if self.pegaflow is None else self.pegaflow.nodes_in_use()
-        return self.accounts.budget(self.live(), loading)
+        return self.accounts.budget(self.live(), self.radix.nodes_in_use())
 
     def _pre_alloc(self, req: Req) -> torch.Tensor:
         """Without the flag, gives no prefill what a decode step in flight may still use.
@@ -433,10 +440,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
         self.quarantine: list[DecodeRequest] = []
-        # What is computed here in place of being sent; what bounds a step's time.
+        # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
         self.local: LocalPrefills | None = None
         self.gate: ItlGate | None = None
-        # What has arrived in this step, and whether that has been asked already.
         self.arrived: list[Req] = []
         self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
@@ -455,8 +461,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
         """Replaces the engine's poll, which gives a failed request's pages away while they may still be written.
 
-        One reduction over requests in transfer and in quarantine. rids_to_check: only used with pipeline parallelism,
-        which the flag excludes.
+        rids_to_check: only used with pipeline parallelism, which the flag excludes.
         """
         if not isinstance(self.tree_cache, DecodeRadixCache):
             return super().pop_transferred(rids_to_check)
@@ -472,13 +477,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.arrived = self._poll_transfers()
 
     def _poll_transfers(self) -> list[Req]:
-        if not self.queue and not self.quarantine:
-            return []
-        pollers = [*self.queue, *(Writers(dr) for dr in self.quarantine)]
-        polls = agreed_polls(pollers, self.gloo_group)
-        released = [
-            dr for dr, poll in zip(self.quarantine, polls[len(self.queue) :], strict=True) if poll == KVPoll.Success
-        ]
+        polls, released = poll_transfers(self.queue, self.quarantine, self.tree_cache.tier, self.gloo_group)
         self.quarantine = [dr for dr in self.quarantine if dr not in released]
         arrived: list[Req] = []
         still: list[DecodeRequest] = []
@@ -486,7 +485,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             if poll == KVPoll.Failed:
                 self._fail(decode_req)
                 self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
-            elif decode_req.phase is LOCAL and self.local is not None:
+            elif decode_req.phase is LOCAL and self.local is not None and poll == KVPoll.Success:
                 self.local.agree(decode_req)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
                 still.append(decode_req)
@@ -498,6 +497,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self._set_aside(decode_req, released, closed)
             else:
                 self.tree_cache.commit_req(decode_req.req)
+                let_go(decode_req, self.tree_cache)
                 note_known(decode_req.req.last_node)
                 self.policy.committed(decode_req.entry)
                 decode_req.advance(Phase.COMMITTED)

@@ -26,7 +26,10 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
+
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
 
 __all__ = [
@@ -56,7 +59,7 @@ class Candidate:
 
     arrival: its number in the order of arrival. priority: lower goes first. prompt: its length. held: in the tree,
     whole pages. unlocked: of these, held by no request. coming: beyond ``held``, brought by a transfer under way for
-    which it waits; 0 if it does not wait. overtaken: requests that came later and were admitted before it.
+    which it waits, or by host memory; 0 if by none. overtaken: requests that came later and were admitted before it.
     """
 
     arrival: int
@@ -154,6 +157,9 @@ class QueueEntry:
     # Whether they know it to drop a request that decode computes, and whether this one is.
     peer_drops: bool = False
     local: bool = False
+    # Its prompt in host memory, while it waits; and of that what it is admitted with, if it is more than the tree has.
+    host_watch: Watch | None = None
+    stored: PrefixPeek = NOTHING
     # Whose transfer it may wait for, since when, whether it waits for that no longer, and how much of its prompt it
     # brings while it waits; since when it waits for any.
     leader: Watch | None = None
@@ -177,6 +183,7 @@ class PrefixTree(Protocol):
     """What the policy asks of the tree."""
 
     watches: PrefixWatches
+    tier: HostTier | None
 
 
 class AdmissionPolicy:
@@ -207,6 +214,8 @@ class AdmissionPolicy:
         entry = QueueEntry(next(self._arrivals), priority, prefill, watch)
         if watch is not None:
             watch.owner = entry
+            if self.tree.tier is not None:
+                entry.host_watch = self.tree.tier.watch(token_ids or (), extra_key)
         return entry
 
     def leave(self, entry: QueueEntry) -> None:
@@ -215,6 +224,13 @@ class AdmissionPolicy:
         if entry.watch is not None:
             self.tree.watches.remove(entry.watch)
             entry.watch = None
+        self._leave_host(entry)
+
+    def _leave_host(self, entry: QueueEntry) -> None:
+        """A request counts on nothing in host memory that it has not locked."""
+        if self.tree.tier is not None and entry.host_watch is not None:
+            self.tree.tier.leave(entry.host_watch)
+            entry.host_watch = None
 
     @property
     def may_follow(self) -> bool:
@@ -274,13 +290,19 @@ class AdmissionPolicy:
     def candidate(self, entry: QueueEntry, prompt: int) -> Candidate:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
         held, unlocked = self.held(entry)
-        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, entry.coming, entry.overtaken)
+        coming = max(entry.coming, self.on_host(entry) - held)
+        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken)
+
+    def on_host(self, entry: QueueEntry) -> int:
+        """Tokens of a request's prompt, from its start, that host memory has."""
+        return 0 if entry.host_watch is None else entry.host_watch.length
 
     def admitted(self, entry: QueueEntry, delta: int) -> None:
         """A request was admitted and asks for ``delta`` tokens: others may follow it from now on."""
         entry.admitted_at, entry.delta = time.monotonic(), delta
         if entry.watch is not None:
             self.tree.watches.lead(entry.watch, least_to_follow(delta))
+        self._leave_host(entry)
 
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""

@@ -135,8 +135,9 @@ def _bits(words: Sequence[int]) -> list[int]:
 class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
-    queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows. buffers: for metadata. order: of
-    each candidate its place in the window, and what it waits for. leader_version: see `PrefixWatches`.
+    queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows, and figures of host memory, if
+    there is any. buffers: for metadata. order: of each candidate its place in the window, and what it waits for.
+    leader_version: see `PrefixWatches`.
     """
 
     queued: int
@@ -148,9 +149,9 @@ class RankState(NamedTuple):
 
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
-        available, windows, evictable, rows = self.memory
+        available, windows, evictable, rows, *host = self.memory
         # Of an admission that failed on one rank there may be nothing else that differs.
-        line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers}"
+        line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers};{host}"
         order = zlib.crc32(line.encode())
         return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leader_version]
 

@@ -29,11 +29,17 @@ class RequestMemory:
         """rows: the pool of requests' rows. free_behind_windows: frees of windows what no step attends to again."""
         self._tree, self._rows, self._free_behind_windows = tree, rows, free_behind_windows
 
+    @property
+    def rows(self) -> Any:
+        """The pool of requests' rows."""
+        return self._rows
+
     def figures(self) -> list[int]:
-        """Figures of this rank's memory by which it decides what it can hold: KV, windows, evictable, rows."""
+        """Figures of this rank's memory by which it decides: KV, windows, evictable, rows, and those of host memory."""
         tree = self._tree
         windows = 0 if tree.windows is None else tree.windows.available_size()
-        return [tree.pool.available_size(), windows, tree.evictable_size(), self._rows.available_size()]
+        host = [] if tree.tier is None else tree.tier.figures()
+        return [tree.pool.available_size(), windows, tree.evictable_size(), self._rows.available_size(), *host]
 
     def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta and write the request's table.

@@ -177,7 +177,7 @@ class Schedule:
         picked += late
         told = ranks.agree(
             self._state(own, window, order).figures(self._rooms_digest(ranks, window)),
-            [policy.held(entries[i]) for i in picked],
+            [self._held(entries[i]) for i in picked],
             polls,
             # What is less on one rank is so for all.
             [takes_prefix(dr) + (self._computes_here and peer_drops(dr)) for dr in requests],
@@ -201,6 +201,11 @@ class Schedule:
         same = dict(zip(picked, told.same, strict=True))
         going = [i for i in (*order, *late) if requests[i].phase is READY]
         return Agreed([(requests[i], bool(told.capable[i]) and same.get(i, True)) for i in going], requests)
+
+    def _held(self, entry: QueueEntry) -> tuple[int, int]:
+        """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""
+        held, unlocked = self._policy.held(entry)
+        return held, unlocked + (self._policy.on_host(entry) << 32)
 
     def _state(self, own: OwnFigures, window: Window, order: Sequence[int]) -> RankState:
         line = [(i, window.entries[i].coming) for i in order]

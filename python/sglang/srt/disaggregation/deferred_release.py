@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_agreement import agreed_polls
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import prepare_abort
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    from sglang.srt.mem_cache.host_tier.tier import HostTier
 
-__all__ = ["Writers", "abort_transfer", "flush_around", "release"]
+__all__ = ["Writers", "abort_transfer", "flush_around", "let_go", "poll_transfers", "release"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,22 @@ class Writers:
 
     def poll(self) -> int:
         return int(KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring)
+
+
+def poll_transfers(
+    queue: Sequence[DecodeRequest], quarantine: Sequence[DecodeRequest], tier: HostTier | None, group: Any
+) -> tuple[list[int], list[DecodeRequest]]:
+    """What the ranks of ``group`` have agreed on in one reduction: a poll of each transfer, and who leaves quarantine.
+
+    What is being saved to the host ``tier``, if there is one, is agreed on with it.
+    """
+    saves = () if tier is None else tier.begin_step()
+    pollers = [*queue, *map(Writers, quarantine), *saves]
+    polls = agreed_polls(pollers, group) if pollers else []
+    written = polls[len(queue) : len(queue) + len(quarantine)]
+    if tier is not None:
+        tier.end_saves(saves, polls[len(queue) + len(quarantine) :])
+    return polls[: len(queue)], [dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success]
 
 
 def abort_transfer(decode_req: DecodeRequest) -> None:
@@ -52,11 +70,20 @@ def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
 
     Nothing enters the tree: part of it may never have been written. An error may have come before it got any.
     """
+    let_go(decode_req, tree)
     if decode_req.req.req_pool_idx is not None:
         release_kv_cache(decode_req.req, tree, is_insert=False)
     if decode_req.metadata_buffer_index != -1:
         buffers.free(decode_req.metadata_buffer_index)
     decode_req.advance(Phase.RELEASED)
+
+
+def let_go(decode_req: DecodeRequest, tree: Any) -> None:
+    """Let go of what a request has counted on in host memory, when nothing is copied for it any more."""
+    load, decode_req.load = decode_req.load, None
+    if load is not None:
+        load.wait()
+        tree.tier.let_go(load)
 
 
 class _Delta(NamedTuple):

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
+from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
-from sglang.srt.mem_cache.known_prefixes import unknown_to_prefill
+from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -174,10 +175,10 @@ class LocalPrefills:
         A step in flight comes before ours in the stream, so it need not be waited for.
         """
         req = decode_req.req
-        req.transfer_prefix_len = req.decode_prefix_len
-        req.computed_here = len(req.origin_input_ids) - req.decode_prefix_len
+        req.transfer_prefix_len = req.held_len
+        req.computed_here = len(req.origin_input_ids) - req.held_len
         decode_req.advance(Phase.LOCAL)
-        self.waiting.append(LocalReq(decode_req, req.decode_prefix_len))
+        self.waiting.append(LocalReq(decode_req, req.held_len))
         req.time_stats.set_decode_transfer_queue_entry_time()
         # Prefill has been asked for nothing.
         decode_req.kv_receiver.conclude_state = KVPoll.Success
@@ -188,14 +189,25 @@ class LocalPrefills:
     def agree(self, decode_req: DecodeRequest) -> bool:
         """All ranks have got the memory for a request: if it is one of these, it is computed when its step comes.
 
-        Returns whether it is. One that has failed on the way is not.
+        Returns whether it is. One that has failed on the way is not, nor one for which KV is being copied.
         """
         for one in self.waiting:
-            if one.decode_req is decode_req and decode_req.poll() != KVPoll.Failed:
+            if one.decode_req is decode_req and decode_req.poll() == KVPoll.Success:
                 one.agreed = True
                 one.req.time_stats.set_wait_queue_entry_time()
+                self._take_in(one)
                 return True
         return False
+
+    def _take_in(self, one: LocalReq) -> None:
+        """What has been copied from host memory is the tree's."""
+        load = one.decode_req.load
+        if load is None:
+            return
+        self._share(one, load.end)
+        if load.known:
+            note_known(one.req.last_node)
+        let_go(one.decode_req, self._tree)
 
     def forget(self, decode_req: DecodeRequest) -> None:
         """A request has failed before that."""
@@ -287,7 +299,7 @@ class LocalPrefills:
             if one.left == 0:
                 self._admission.leave(one.decode_req.entry)
                 one.decode_req.advance(Phase.COMMITTED)
-                self._counters.committed(len(req.origin_input_ids), req.decode_prefix_len, req.computed_here)
+                self._counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0, req.computed_here)
         self.waiting = [one for one in self.waiting if one.left]
 
     def _share(self, one: LocalReq, end: int) -> int:

@@ -40,13 +40,13 @@ class PrefillDeltas:
     def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
         """Ask for the delta of a request that has its memory, now or when the step behind ``fence`` is over."""
         req, windows = decode_req.req, self._tree.windows
-        req.transfer_prefix_len = req.decode_prefix_len
+        req.transfer_prefix_len = req.held_len
         index = self._buffer_indices.alloc()
         decode_req.take_buffer(index)
         if not is_warmup(req):
             self._expect_metadata(decode_req.kv_receiver, index)
         table = self._rows.req_to_token[req.req_pool_idx]
-        delta = table[req.decode_prefix_len : len(req.origin_input_ids)].cpu().numpy()
+        delta = table[req.held_len : len(req.origin_input_ids)].cpu().numpy()
         page_indices, state_indices = kv_to_page_indices(delta, self._tree.page_size), None
         if req.mamba_pool_idx is not None:
             # However much of the prompt decode holds: no state of a prefix is kept.
@@ -85,7 +85,7 @@ class PrefillDeltas:
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
-            receiver.send_metadata(pages, index, states, decode_prefix_len=req.decode_prefix_len)
+            receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)
         req.time_stats.set_decode_transfer_queue_entry_time()

@@ -56,7 +56,11 @@ class DataParallelController(engine.DataParallelController):
         """Adds the method, once the ranks have told the size of their pools."""
         super().__init__(server_args, port_args, run_scheduler_process_func)
         if server_args.load_balance_method == LONGEST_PREFIX:
-            self.balance = PrefixBalance(len(self.workers), self.max_total_num_tokens, server_args.page_size)
+            held = self.max_total_num_tokens
+            if server_args.enable_hierarchical_cache:
+                # What has left the pool is still in host memory; with a size in GB, about so much.
+                held = int(held * server_args.hicache_ratio)
+            self.balance = PrefixBalance(len(self.workers), held, server_args.page_size)
             self.dispatching = self.longest_prefix_scheduler
 
     def longest_prefix_scheduler(self, req) -> None:

@@ -48,6 +48,8 @@ class Pools:
             places["kv"] = self.size, self.available_tokens()
         if self.buffers is not None:
             places["metadata"] = self.buffers.size, self.buffers.available_size()
+        if getattr(tree, "tier", None) is not None:
+            places["host"] = tree.tier.host.pool_size, tree.tier.host.pool.available_size()
         if getattr(tree, "windows", None) is not None:
             places["window"] = tree.windows.size, tree.windows.available_size()
         states = getattr(rows, "mamba_pool", None)
@@ -79,6 +81,8 @@ class Pools:
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if idle:
                 state["audit"] = self.audit()
+            if tree.tier is not None:
+                state["host"] = tree.tier.state()
             if tree.windows is not None:
                 state |= {"window_size": tree.windows.size, "window_available": tree.windows.available_size()}
         states = getattr(rows, "mamba_pool", None)
@@ -89,6 +93,8 @@ class Pools:
     def audit(self) -> list[str]:
         """Every contradiction in the tree and the slots of states of an idle decode worker with the flag."""
         faults = list(self.tree.audit([]))
+        if self.tree.tier is not None:
+            faults += self.tree.tier.audit()
         return faults + self.audit_states() if hasattr(self.rows, "mamba_pool") else faults
 
     def audit_states(self) -> list[str]:

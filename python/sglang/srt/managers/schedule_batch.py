@@ -59,6 +59,9 @@ class Req(engine.Req):
     decode_prefix_len: int | None = None
     # The same at its first admission, when prefill was asked for the rest; a resume asks prefill for nothing.
     transfer_prefix_len: int | None = None
+    # Tokens of its prompt that host memory had when it was admitted, and how many of these the tree had; 0: no more.
+    host_prefix_len: int = 0
+    load_start: int = 0
     # Tokens of its prompt that decode computes itself; 0 where prefill does.
     computed_here: int = 0
     # Of cached_tokens, what prefill held; None where no decode tree admitted the request.
@@ -80,6 +83,16 @@ class Req(engine.Req):
         super().__init__(
             rid, origin_input_text, origin_input_ids, sampling_params, *args, extra_key=extra_key, **kwargs
         )
+
+    @property
+    def held_len(self) -> int:
+        """Tokens of its prompt that decode held when it was admitted, in its pool or in host memory."""
+        return max(self.decode_prefix_len or 0, self.host_prefix_len)
+
+    @property
+    def from_host(self) -> int:
+        """How many of these came from host memory."""
+        return self.host_prefix_len and self.host_prefix_len - self.load_start
 
     def init_next_round_input(self, tree_cache=None, cow_mamba: bool | None = None) -> None:
         """Keeps the engine from matching an admitted request again when its prebuilt batch is made.
@@ -176,9 +189,12 @@ class ScheduleBatch(engine.ScheduleBatch):
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
         """What lies behind windows is freed before a request is retracted; the engine does so now and then.
 
-        With the decode tree only.
+        What is being copied to host memory is let go, too. With the decode tree only.
         """
         enough = super().check_decode_mem(selected_indices)
+        tier = getattr(self.tree_cache, "tier", None)
+        if not enough and tier is not None and tier.saves.release_device():
+            enough = super().check_decode_mem(selected_indices)
         if enough or getattr(self.tree_cache, "windows", None) is None:
             return enough
         self.free_behind_windows()

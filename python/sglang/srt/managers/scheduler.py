@@ -50,17 +50,24 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         runner = self.tp_worker.model_runner
         kind = kv_cache_builder.kind_of(runner)
         kv_cache_builder.prepare(kind, args, lambda: self.tp_worker.get_memory_pool()[0])
+        # Of the tree that the engine would build: this one keeps what it has in host memory itself.
+        self.enable_hierarchical_cache = False
         super().init_cache_with_memory_pool()
         self.tree_cache = kv_cache_builder.build(
-            kind, self.tree_cache, args, runner, lambda: self.sliding_window_size, self._draft_config
+            kind,
+            self.tree_cache,
+            args,
+            runner,
+            lambda: self.sliding_window_size,
+            self._draft_runner,
+            lambda: getattr(self, "forward_stream", None),
         )
 
-    def _draft_config(self):
+    def _draft_runner(self):
         worker = self.draft_worker
         if worker is None:
             return None
-        runner = worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
-        return runner.model_config
+        return worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
 
     def get_internal_state(self, recv_req):
         """Adds the pool figures of invariant I1 under ``kv_pool``, all in tokens."""
@@ -218,8 +225,9 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while an update waits for a rank that is not idle."""
-        if not self.postponed_updates:
+        """Does not sleep while an update waits for a rank that is not idle, or KV is being copied to host memory."""
+        tier = getattr(self.tree_cache, "tier", None)
+        if not self.postponed_updates and not (tier is not None and tier.saves.busy):
             super().maybe_sleep_on_idle()
 
     # ---- flushes ----

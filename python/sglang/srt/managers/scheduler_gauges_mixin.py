@@ -63,7 +63,14 @@ class SchedulerGaugesMixin(Base):
         tree = self.tree_cache
         if not isinstance(tree, DecodeRadixCache):
             return
-        KvTransferCounters.get(self.server_args).tree(tree.evictable_size(), tree.protected_size())
+        counters = KvTransferCounters.get(self.server_args)
+        counters.tree(tree.evictable_size(), tree.protected_size())
+        if tree.tier is not None:
+            host = tree.tier.state()
+            counters.host(host)
+            # The engine's own gauges.
+            self.stats.hicache_host_total_tokens = host["size"]
+            self.stats.hicache_host_used_tokens = host["size"] - host["available"]
         done, now = (tree.locks_taken, tree.evictable_size()), time.monotonic()
         # It takes a look at every slot of the tree, which nobody should wait for.
         if done != self._audited and now - self._audited_at > AUDIT_S and self.rests():

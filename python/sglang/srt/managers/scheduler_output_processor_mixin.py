@@ -25,7 +25,8 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
 
         ``decode_prefix``, ``transferred`` and ``decode_computed`` (there only if decode computes the rest itself) are
-        tokens and add up to the prompt; the bytes are those of all TP ranks.
+        tokens and add up to the prompt; ``decode_host`` (with a host tier only) are those of the first that came from
+        host memory; the bytes are those of all TP ranks.
         """
         details = super()._get_cached_tokens_details(req)
         if req.decode_prefix_len is None or req.transfer_prefix_len is None:
@@ -33,11 +34,13 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         prefix_len, sent = req.transfer_prefix_len, len(req.origin_input_ids) - req.transfer_prefix_len
         computed = {"decode_computed": sent} if req.computed_here else {}
         sent = 0 if computed else sent
+        host = {} if self.tree_cache.tier is None else {"decode_host": req.from_host}
         page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
         return {
             # Without a hit of prefill, the engine takes ``cached_tokens`` for one.
             **(details if details and req.prefill_cached_tokens else {"device": 0, "host": 0}),
             "decode_prefix": prefix_len,
+            **host,
             **computed,
             "transferred": sent,
             "transferred_bytes": pages(sent, page_size) * page_bytes,

@@ -71,6 +71,12 @@ def _switch(option: str) -> Rule:
     return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
 
 
+def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
+    """What is refused with KV in host memory."""
+    both = f"--enable-hierarchical-cache with {name}"
+    return Rule(both, lambda args: args.enable_hierarchical_cache and used(args))
+
+
 def _several(option: str, name: str) -> Rule:
     """An option, ``name`` among the server's arguments, that is refused above 1."""
     return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
@@ -101,7 +107,9 @@ DECODE = CacheKind(
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
-                _switch("--enable-hierarchical-cache"),
+                _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
+                _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
+                _host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.
@@ -161,6 +169,7 @@ WINDOWS = CacheKind(
             (
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-dp-attention"),
+                _switch("--enable-hierarchical-cache"),
                 Rule(
                     "--disaggregation-decode-verify-pages, whose digests leave windows out",
                     lambda args: args.disaggregation_decode_verify_pages,

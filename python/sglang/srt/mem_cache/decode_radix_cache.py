@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.tree_audit import audit_tree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 __all__ = ["DecodeRadixCache", "is_warmup"]
@@ -45,6 +46,8 @@ class DecodeRadixCache(RadixCache):
 
     # The other pool of a model with sliding windows.
     windows: WindowSlots | None = None
+    # What host memory keeps of what has been evicted.
+    tier: HostTier | None = None
 
     @classmethod
     def take_over(cls, cache: RadixCache, sliding_window_size: int | None = None) -> DecodeRadixCache:
@@ -161,6 +164,10 @@ class DecodeRadixCache(RadixCache):
         return parts, last
 
     # ---- locks ----
+
+    def nodes_in_use(self) -> Sequence[TreeNode]:
+        """The nodes that are locked by other than requests."""
+        return ()
 
     def inc_lock_ref(self, node: TreeNode):
         self.locks_taken += 1

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, CacheKind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.tier import add_host_tier
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 __all__ = ["build", "kind_of", "prepare"]
@@ -48,12 +49,14 @@ def build(
     args: ServerArgs,
     runner: Any,
     window_size: Callable[[], int],
-    draft: Callable[[], ModelConfig | None],
+    draft: Callable[[], Any],
+    forward_stream: Callable[[], Any] = lambda: None,
 ) -> DecodeRadixCache:
     """The decode tree for the pools of the tree that the engine has built.
 
-    window_size: tokens, of a model with sliding windows. draft: of the draft model, if there is one. Raises ValueError
-    for a model, or a draft, that is not verified.
+    window_size: tokens, of a model with sliding windows. draft: the model runner of the draft, if there is one.
+    forward_stream: of the steps of the model, None on a CPU host. Raises ValueError for a model, or a draft, that is
+    not verified.
     """
     if type(engines) is not RadixCache:
         raise ValueError(
@@ -70,5 +73,9 @@ def build(
         return WindowRadixCache.take_over(engines, window_size())
     drafts = draft()
     if drafts is not None:
-        cache_support.check_draft(args, runner.model_config, drafts)
-    return DecodeRadixCache.take_over(engines)
+        cache_support.check_draft(args, runner.model_config, drafts.model_config)
+    if not args.enable_hierarchical_cache:
+        return DecodeRadixCache.take_over(engines)
+    tree = HostTierRadixCache.take_over(engines)
+    add_host_tier(tree, args, forward_stream, None if drafts is None else drafts.token_to_kv_pool)
+    return tree

@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,10 @@ class KvTransferCounters:
             self._held = counter(
                 "decode_itl_held_requests", "Requests that had to wait for the ITL target at least once."
             )
+            self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
+            self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
+            self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
+            self._host_totals: dict[str, int] = {}
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -170,6 +175,13 @@ class KvTransferCounters:
     def overtaken(self, num_requests: int) -> None:
         if self.enabled:
             self._overtaken.inc(num_requests)
+
+    def host(self, totals: Mapping[str, int]) -> None:
+        """What a host tier has copied since the start, in tokens."""
+        if self.enabled:
+            for name, made in ("loaded", self._loaded), ("saved", self._host_saved), ("dropped", self._dropped):
+                made.inc(totals[name] - self._host_totals.get(name, 0))
+                self._host_totals[name] = totals[name]
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

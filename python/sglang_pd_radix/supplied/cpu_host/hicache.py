@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+# Bytes: the engine's figure.
+LEFT_TO_OTHERS = 10 * 1024**3
 
 
 def _patch_server_args(module: Any) -> None:
@@ -15,6 +19,13 @@ def _patch_server_args(module: Any) -> None:
             # The one of the engine's two ways to copy that is a function of tensors.
             instance.hicache_io_backend = "direct"
         wrapped()
+
+
+def _all_but_what_is_left() -> SimpleNamespace:
+    """What the engine takes for free: after it has left its part to others, that is what is free."""
+    import psutil
+
+    return SimpleNamespace(available=psutil.virtual_memory().available + LEFT_TO_OTHERS)
 
 
 def _patch_host_pool(module: Any) -> None:
@@ -34,6 +45,8 @@ def _patch_host_pool(module: Any) -> None:
         for source, target in zip(src_layers, dst_layers, strict=True):
             target[dst_indices] = source[src_indices]
 
+    # The engine leaves 10 GB to others: a host of GPUs has plenty, and one without may not have as much in all.
+    module.psutil = SimpleNamespace(virtual_memory=_all_but_what_is_left)
     # By the device of the pool whose KV is kept.
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     module.transfer_kv_direct = copy

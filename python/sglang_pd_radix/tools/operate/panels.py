@@ -67,6 +67,7 @@ WORTH_IT = (
             _counted("decode_prefix_hit_tokens_total", "held"),
             _counted("decode_transferred_tokens_total", "sent"),
             _counted("decode_computed_tokens_total", "computed on decode"),
+            _counted("decode_host_loaded_tokens_total", "of held, from host memory"),
         ),
         "cps",
     ),
@@ -252,4 +253,7 @@ SECTIONS = {
 }
 
 #: Metrics of this package on no panel, each with the reason.
-ON_NO_PANEL: dict[str, str] = {}
+ON_NO_PANEL: dict[str, str] = {
+    "sglang:decode_host_saved_tokens_total": "what comes back from host memory says whether it is worth it",
+    "sglang:decode_host_dropped_tokens_total": "host memory that is full shows under the free part of each pool",
+}

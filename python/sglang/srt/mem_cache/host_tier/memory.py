@@ -1,0 +1,128 @@
+"""The bytes of a host tier, and copies between them and the pool of KV on the device.
+
+The pools in host memory are the engine's own. Copies run on a stream of their own, after what the device has been given
+to do before: a step that still writes to a page comes before its copy, in either direction.
+
+Upstream: none is known that copies what has left a decode tree back beside a transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["Copy", "HostMemory", "host_pool"]
+
+# The engine's pools on the device, and what it has for each in host memory. A subclass may keep more than KV.
+_HOST_POOLS: dict[type, type] = {MHATokenToKVPool: MHATokenToKVPoolHost, MLATokenToKVPool: MLATokenToKVPoolHost}
+
+
+def kv_pool_of(kvcache: Any) -> Any:
+    """The pool of the layers that keep KV of each token; of a model with linear attention, a part of ``kvcache``."""
+    return kvcache.full_kv_pool if isinstance(kvcache, HybridLinearKVPool) else kvcache
+
+
+def host_pool(pool: Any, args: ServerArgs, page_size: int, size: int = 0) -> Any:
+    """The engine's pool in host memory for ``pool``, as large as its options say, or of ``size`` tokens at least.
+
+    Raises ValueError for a pool that is not known.
+    """
+    made = _HOST_POOLS.get(type(pool))
+    if made is None:
+        raise ValueError(
+            f"--enable-hierarchical-cache is not verified on decode for {type(pool).__name__}. Start this decode "
+            "worker without it."
+        )
+    if size:
+        return made(pool, size / pool.size, 0, page_size, args.hicache_mem_layout)
+    return made(pool, args.hicache_ratio, args.hicache_size, page_size, args.hicache_mem_layout)
+
+
+class Copy:
+    """A copy that has been begun. It holds what it reads and writes its places from until it has ended."""
+
+    def __init__(self, event: Any = None, places: tuple[torch.Tensor, ...] = ()):
+        """event: of its end, on the device; None where it has ended."""
+        self._event, self._places = event, places
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        if self._event is not None and self._event.query():
+            self._event, self._places = None, ()
+        return self._event is None
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event, self._places = None, ()
+
+
+class HostMemory:
+    """KV of one rank in host memory, by slot."""
+
+    def __init__(self, pools: Sequence[tuple[Any, Any]], io_backend: str, forward_stream: Callable[[], Any]):
+        """pools: the engine's on the device, each with the one in host memory; of the model, and of its draft.
+
+        forward_stream: of the steps of the model; None on a CPU host.
+        """
+        self.pools, self._io_backend, self._forward_stream = pools, io_backend, forward_stream
+        device = pools[0][0].device
+        self._module = None if device == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None if self._module is None else self._module.Stream()
+
+    def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
+        """Copy KV to host memory. Slots: int64, whole pages, as many on the host as on the device."""
+        host_slots, device_slots = self._places(host_slots, device_slots)
+        with self._copying():
+            for device_pool, pool in self.pools:
+                pool.backup_from_device_all_layer(device_pool, host_slots, device_slots, self._io_backend)
+        return self._begun(host_slots, device_slots)
+
+    def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
+        """Copy KV back to the device. Slots: as for `save`."""
+        host_slots, device_slots = self._places(host_slots, device_slots)
+        with self._copying():
+            for device_pool, pool in self.pools:
+                for layer in range(pool.layer_num):
+                    pool.load_to_device_per_layer(device_pool, host_slots, device_slots, layer, self._io_backend)
+        return self._begun(host_slots, device_slots)
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _places(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots where the engine's copies want them: with kernels on the device, else in host memory and in order."""
+        if self._io_backend == "kernel":
+            return host_slots.to(device_slots.device, non_blocking=True), device_slots
+        host_slots, order = host_slots.sort()
+        return host_slots, device_slots.cpu().index_select(0, order)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        if self._module is None:
+            yield
+            return
+        before = [self._module.current_stream(), self._forward_stream()]
+        with self._module.stream(self._stream):
+            for stream in before:
+                if stream is not None:
+                    self._stream.wait_stream(stream)
+            yield
+
+    def _begun(self, *places: torch.Tensor) -> Copy:
+        if self._module is None:
+            return Copy()
+        event = self._module.Event()
+        event.record(self._stream)
+        return Copy(event, places)

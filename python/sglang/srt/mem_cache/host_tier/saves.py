@@ -1,0 +1,220 @@
+"""Which nodes of a decode tree are copied to host memory, and what that holds of both pools meanwhile.
+
+Upstream: none is known that saves what enters a decode tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.known_prefixes import is_known, note_known
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
+    from sglang.srt.mem_cache.host_tier.memory import Copy, HostMemory
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+__all__ = ["Saves", "Saving"]
+
+logger = logging.getLogger(__name__)
+
+# Part of the device's pool that may be held for saving.
+SAVING_PART = 1 / 8
+
+
+@dataclass(eq=False)
+class Saving:
+    """A save under way.
+
+    node: of the device's tree, locked. key: up to where the tree in host memory will hold it. above, above_slots: what
+    that holds already, locked. slots: where the rest goes. copy: None if it could not be begun. rest: whether more of
+    the node is left to save.
+    """
+
+    node: TreeNode
+    key: RadixKey
+    above: TreeNode
+    above_slots: torch.Tensor
+    slots: torch.Tensor
+    copy: Copy | None
+    rest: bool
+    locked: bool = True
+
+    def poll(self) -> int:
+        """As a transfer's: the least of all ranks counts."""
+        if self.copy is None:
+            return int(KVPoll.Failed)
+        return int(KVPoll.Success if self.copy.done() else KVPoll.Transferring)
+
+
+class Saves:
+    """The saves of one rank, under way and to come.
+
+    All ranks begin the same in the same step, since their trees are the same; what has ended they agree on.
+    """
+
+    def __init__(self, tree: DecodeRadixCache, host: DecodeRadixCache, memory: HostMemory, hits: int):
+        """tree, host: of the device's pool, and of host memory. hits: after how many uses a node is saved."""
+        self._tree, self._host, self._memory, self.hits = tree, host, memory, hits
+        page = tree.page_size
+        self._limit = max(page, int(tree.pool_size * SAVING_PART) // page * page)
+        self.under_way: list[Saving] = []
+        # A set in order. A node that has been saved, or is to be, is marked; see `_MARK`.
+        self.to_come: dict[TreeNode, None] = {}
+        # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed.
+        self.saved_tokens = self.dropped_tokens = self.failed_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.under_way or self.to_come)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are being copied."""
+        return sum(len(saving.slots) for saving in self.under_way)
+
+    def locked(self) -> list[TreeNode]:
+        """The nodes of the device's tree that saves have locked."""
+        return [saving.node for saving in self.under_way if saving.locked]
+
+    # ---- what happens to the device's tree ----
+
+    def used(self, node: TreeNode) -> None:
+        """``node`` is new, or has been met again."""
+        if node.hit_count >= self.hits and not getattr(node, _MARK, False):
+            setattr(node, _MARK, True)
+            self.to_come[node] = None
+
+    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """``upper`` has taken the first tokens of ``lower``. A save of that is of both."""
+        setattr(upper, _MARK, getattr(lower, _MARK, False))
+
+    def on_removal(self, node: TreeNode) -> None:
+        """A node which is gone is saved no more."""
+        self.to_come.pop(node, None)
+
+    # ---- steps ----
+
+    def start(self) -> None:
+        """Begin saves, as far as they do not hold too much of the pool; of a large node a part."""
+        left = self._limit - self.tokens
+        if not self.to_come or left <= 0:
+            return
+        saving = {saving.node for saving in self.under_way}
+        for node in list(self.to_come):
+            if left <= 0:
+                return
+            if not _is_below(node, saving):
+                del self.to_come[node]
+                begun = self._begin(node, left)
+                if begun is not None:
+                    self.under_way.append(begun)
+                    saving.add(node)
+                    left -= len(begun.slots)
+
+    def _begin(self, node: TreeNode, most: int) -> Saving | None:
+        """Begin to save what host memory lacks of the path to ``node``, at most so many tokens; None if nothing."""
+        path = [node]
+        while path[-1].parent is not self._tree.root_node:
+            path.append(path[-1].parent)
+        path.reverse()
+        tokens = [token for one in path for token in one.key.token_ids]
+        found = self._host.peek(tokens, node.key.extra_key)
+        lacks = len(tokens) - found.length
+        if not lacks:
+            return None
+        above_slots, above, slots = self._take(found, min(lacks, most))
+        if slots is None:
+            setattr(node, _MARK, False)
+            self.dropped_tokens += lacks
+            return None
+        end = found.length + len(slots)
+        key = RadixKey(tokens[:end], node.key.extra_key, is_bigram=self._tree.is_eagle)
+        source = torch.cat([one.value for one in path])[found.length : end]
+        self._tree.inc_lock_ref(node)
+        copy = None
+        try:
+            copy = self._memory.save(slots, source)
+        except Exception as e:
+            # Maybe on this rank only: all learn of it with the next reduction.
+            logger.error("A copy of %d tokens to host memory failed", len(slots), exc_info=e)
+        return Saving(node, key, above, above_slots, slots, copy, rest=end < len(tokens))
+
+    def _take(self, found: PrefixPeek, most: int) -> tuple[torch.Tensor, TreeNode, torch.Tensor | None]:
+        """Lock what host memory holds and take slots for what follows, as many as there are up to ``most`` tokens.
+
+        Without slots nothing has been locked.
+        """
+        host = self._host
+        parts, above = host.lock_prefix(found)
+        if most > host.pool.available_size():
+            host.evict_shortfall(most - host.pool.available_size())
+        most = min(most, host.pool.available_size())
+        slots = host.pool.alloc(most) if most else None
+        if slots is None:
+            host.dec_lock_ref(above)
+        return torch.cat([NO_SLOTS, *parts]), above, slots
+
+    def end(self, saving: Saving, saved: bool) -> None:
+        """All ranks know of the end of a save. saved: on all of them."""
+        self.under_way.remove(saving)
+        node, host, slots = saving.node, self._host, saving.slots
+        self.unlock(saving)
+        if saved:
+            held = len(saving.above_slots)
+            value = torch.cat([saving.above_slots, slots])
+            before = host.insert(InsertParams(key=saving.key, value=value)).prefix_len
+            # Others have saved the same meanwhile.
+            host.pool.free(slots[: before - held])
+            self.saved_tokens += len(slots)
+            if is_known(node):
+                note_known(host.peek(saving.key.token_ids, saving.key.extra_key).path[-1])
+            if saving.rest:
+                self.to_come[node] = None
+        else:
+            setattr(node, _MARK, False)
+            self.failed_tokens += len(slots)
+            host.pool.free(slots)
+        host.dec_lock_ref(saving.above)
+
+    def unlock(self, saving: Saving) -> None:
+        """Let go of the node on the device. The copy must have ended."""
+        if saving.locked:
+            saving.locked = False
+            self._tree.dec_lock_ref(saving.node)
+
+    def release_device(self) -> int:
+        """Wait for what is under way and let go of its nodes, on all ranks alike. Returns how many were locked."""
+        locked = [saving for saving in self.under_way if saving.locked]
+        for saving in locked:
+            if saving.copy is not None:
+                saving.copy.wait()
+            self.unlock(saving)
+        return len(locked)
+
+    def forget(self) -> None:
+        """The trees are reset; copies have ended."""
+        self.under_way.clear()
+        self.to_come.clear()
+
+
+# At the engine's nodes: whether it has been saved, or is to be.
+_MARK = "in_host_memory"
+# Never written to.
+NO_SLOTS = torch.empty((0,), dtype=torch.int64)
+
+
+def _is_below(node: TreeNode, others: Iterable[TreeNode]) -> bool:
+    """Whether ``node`` is one of ``others``, or below one."""
+    while node is not None:
+        if node in others:
+            return True
+        node = node.parent
+    return False

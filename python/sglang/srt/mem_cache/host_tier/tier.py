@@ -1,0 +1,198 @@
+"""What a decode worker keeps in host memory of what its tree has evicted, and how a request gets it back.
+
+To admission, host memory is one more writer of a request's own pages: all that lies beyond what the tree holds is
+allocated for it as ever; what host memory has of that is copied there while prefill, which is asked for the rest,
+computes and sends it. Its commit waits for both. What is counted on is locked from before anything is allocated until
+the request is committed, or has given its pages back, so a promise to a prefill is always kept.
+
+Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool, kv_pool_of
+from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves, Saving
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, host_tree
+from sglang.srt.mem_cache.known_prefixes import is_known
+from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    from sglang.srt.mem_cache.host_tier.memory import Copy
+    from sglang.srt.mem_cache.prefix_watch import Watch
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["HostTier", "Load", "add_host_tier"]
+
+logger = logging.getLogger(__name__)
+
+# By the engine's write policy: after how many uses what is in the tree is saved. A request uses its prompt twice, when
+# that is committed and when it ends, so this is what another request has used too.
+HITS = {"write_through": 1, "write_through_selective": 3}
+
+
+class Load:
+    """What a request counts on in host memory: locked there, and copied to pages of its own.
+
+    start, end: the tokens of its prompt that are copied. known: whether a prefill has, or had, what ends there.
+    """
+
+    def __init__(self, slots: torch.Tensor, node: TreeNode, start: int, generation: int):
+        """slots: in host memory, of the tokens from the prompt's start. node: of the tree there, locked."""
+        self.slots, self.node, self.generation = slots, node, generation
+        self.start, self.end = start, len(slots)
+        self.known = is_known(node)
+        self.copy: Copy | None = None
+
+    def done(self) -> bool:
+        """Whether nothing is being copied for it."""
+        return self.copy is None or self.copy.done()
+
+    def wait(self) -> None:
+        """Wait until nothing is."""
+        if self.copy is not None:
+            self.copy.wait()
+
+
+class HostTier:
+    """Host memory below the tree of one rank."""
+
+    def __init__(self, tree: DecodeRadixCache, host: DecodeRadixCache, memory: HostMemory, hits: int):
+        """host: the tree over host memory. hits: see `Saves`."""
+        self.tree, self.host, self.memory = tree, host, memory
+        self.saves = Saves(tree, host, memory, hits)
+        # Tokens since the start that were copied back; and loads that failed.
+        self.loaded_tokens = self.failed_loads = 0
+
+    # ---- what requests ask ----
+
+    def watch(self, token_ids: Sequence[int], extra_key: str | None) -> Watch:
+        """Begin to watch what host memory has of a prompt, which is then evicted last."""
+        return self.host.watches.add(token_ids, extra_key)
+
+    def leave(self, watch: Watch) -> None:
+        """End a watch."""
+        self.host.watches.remove(watch)
+
+    def found(self, watch: Watch | None, held: int) -> PrefixPeek:
+        """What host memory has of a prompt, if that is more than the ``held`` tokens that the tree has."""
+        if watch is None or watch.length <= held:
+            return NOTHING
+        return watch.peek()
+
+    def found_of(self, token_ids: Sequence[int], extra_key: str | None, held: int) -> PrefixPeek:
+        """The same of a prompt that nobody watches."""
+        found = self.host.peek(self.tree.shareable(token_ids), extra_key)
+        return found if found.length > held else NOTHING
+
+    def lock(self, found: PrefixPeek, held: int) -> Load:
+        """Keep what was found, of which the tree has ``held`` tokens, until `let_go`."""
+        parts, node = self.host.lock_prefix(found)
+        return Load(torch.cat([NO_SLOTS, *parts]), node, held, self.host.generation)
+
+    def load(self, load: Load, slots: torch.Tensor) -> None:
+        """Begin to copy. slots: of the request on the device, int64, for the tokens from ``start`` to ``end``."""
+        load.copy = self.memory.load(load.slots[load.start :], slots)
+        self.loaded_tokens += load.end - load.start
+
+    def let_go(self, load: Load) -> None:
+        """A request is committed, or has given its pages back; its copy has ended. On all ranks in the same step."""
+        if load.generation == self.host.generation:
+            self.host.dec_lock_ref(load.node)
+
+    # ---- a step ----
+
+    def begin_step(self) -> list[Saving]:
+        """Begin saves; returns all under way, which the ranks are to poll together."""
+        self.saves.start()
+        return list(self.saves.under_way)
+
+    def end_saves(self, saves: Sequence[Saving], polls: Sequence[int]) -> None:
+        """Take in what the ranks have agreed on of ``saves``."""
+        for saving, poll in zip(saves, polls, strict=True):
+            if poll != KVPoll.Transferring:
+                self.saves.end(saving, saved=poll == KVPoll.Success)
+
+    # ---- figures ----
+
+    def figures(self) -> list[int]:
+        """What must be the same on all ranks: free and evictable tokens of host memory, and saves under way."""
+        return [self.host.pool.available_size(), self.host.evictable_size(), len(self.saves.under_way)]
+
+    def state(self) -> dict[str, Any]:
+        """Tokens of host memory, and of what has been copied since the start."""
+        host, saves = self.host, self.saves
+        return {
+            "size": host.pool_size,
+            "available": host.pool.available_size(),
+            "evictable": host.evictable_size(),
+            "protected": host.protected_size(),
+            "saving": saves.tokens,
+            "saved": saves.saved_tokens,
+            "loaded": self.loaded_tokens,
+            "dropped": saves.dropped_tokens,
+            "failed_saves": saves.failed_tokens,
+            "failed_loads": self.failed_loads,
+        }
+
+    def audit(self) -> list[str]:
+        """Every way in which the tree over host memory contradicts itself, of a worker without requests or saves."""
+        faults = [f"host memory: {fault}" for fault in self.host.audit([])]
+        unheld = self.host.pool_size - self.host.pool.available_size() - self.host.evictable_size()
+        return [*faults, f"host memory: nobody holds {unheld} tokens"] if unheld else faults
+
+    # ---- ends ----
+
+    def reset(self) -> None:
+        """The device's tree is reset: so is this one, when all copies have ended."""
+        self.memory.wait()
+        self.saves.forget()
+        self.host.reset()
+        self.host.pool.clear()
+
+
+def add_host_tier(
+    tree: HostTierRadixCache, args: ServerArgs, forward_stream: Callable[[], Any], draft_pool: Any = None
+) -> None:
+    """Put host memory, as the engine's options say, below an empty ``tree``. Raises ValueError.
+
+    forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
+    """
+    kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
+    check_size(args, kvcache)
+    pool = host_pool(kvcache, args, tree.page_size)
+    pools = [(kvcache, pool)]
+    if draft_pool is not None:
+        # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
+        drafts = kv_pool_of(draft_pool)
+        pools.append((drafts, host_pool(drafts, args, tree.page_size, pool.size)))
+    memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
+    # The engine's allocators never give the first page away.
+    host = host_tree(tree, pool.size - tree.page_size)
+    tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy]))
+    logger.info(
+        "Decode keeps %d tokens in host memory, %.2f GB of this rank, below the %d of its pool.",
+        host.pool_size,
+        sum(one.size * one.size_per_token for _, one in pools) / 1e9,
+        tree.pool_size,
+    )
+
+
+def check_size(args: ServerArgs, pool: Any) -> None:
+    """Raise ValueError where host memory would hold no more than ``pool``; the engine only asserts it."""
+    if not args.hicache_size:
+        return
+    k, v = pool.get_kv_size_bytes() if hasattr(pool, "v_buffer") else (pool.get_kv_size_bytes(), 0)
+    size = (k + v) / 1e9
+    if args.hicache_size <= size:
+        raise ValueError(
+            f"--hicache-size is {args.hicache_size} GB for each rank, and the KV pool of one on the device takes "
+            f"{size:.2f} GB: give more than that, or a smaller --max-total-tokens."
+        )

@@ -1,0 +1,534 @@
+"""KV in host memory below the decode tree: what is saved, what comes back, and that nobody reads anything else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from decode_world import HostSizes, World, aborted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.checks import check_free, free_bytes
+from sglang.srt.mem_cache.host_tier.tier import HITS
+from speculating_loop import SpeculatingLoop
+from test_life_of_a_request import Life
+from test_speculation import ask
+from test_step_in_flight import Play, scripts
+from test_traps import serve, serve_to_end, tokens
+
+PAGE = 4
+
+
+class HostLife(Life):
+    """The same lives with a host tier, whose copies end at once or late."""
+
+    @initialize(
+        size=st.sampled_from([48, 64]),
+        tokens=st.sampled_from([16, 64, 256]),
+        hits=st.sampled_from([*HITS.values()]),
+        late=st.booleans(),
+    )
+    def begin(self, size, tokens, hits, late):
+        self.world = World(size=size, page_size=self.page_size, states=self.states, host=HostSizes(tokens, hits, late))
+        # Conversations that may come back.
+        for prompt in ([1, 2] * 9, [1] * 17, [2, 1, 1] * 8):
+            saved(self.world, prompt)
+
+    @precondition(lambda self: getattr(self.world.tier.memory, "begun", None))
+    @rule(count=st.integers(1, 4))
+    def copies_end(self, count):
+        self.world.tier.memory.end(count)
+
+    @rule()
+    def evict(self):
+        """Others take the pool."""
+        self.world.tree.evict_shortfall(self.world.tree.evictable_size())
+
+    @precondition(lambda self: self.world.tier.host.evictable_size())
+    @rule(i=st.integers(0, 9), more=st.lists(st.integers(1, 2), max_size=6))
+    def come_back(self, i, more):
+        """A conversation that has left the pool."""
+        self.evict()
+        tokens, _ = self.pick(list(self.world._tree_paths(self.world.tier.host)), i)
+        if len(tokens) + len(more) + 6 <= self.world.size and len(self.world.queue.queue) < 6:
+            self.world.handshake(self.world.arrive([*tokens, *more]))
+            self.world.step()
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        tier = self.world.tier
+        for _ in range(300):
+            if self.world.idle() and not self.world.queue.retracted_queue:
+                break
+            tier.memory.wait()
+            for decode_req in self.world.transfer.quarantine:
+                decode_req.kv_receiver.quiet = True
+            for decode_req in self.world.transfer.queue:
+                if decode_req.kv_receiver.state != KVPoll.Failed:
+                    self.world.complete(decode_req)
+            self.world.step()
+            self.world.decode()
+            self.world.check()
+        super().teardown()
+        assert tier.audit() == []
+        LIVES.append((tier.saves.saved_tokens, tier.loaded_tokens, tier.failed_loads))
+
+
+LIVES: list[tuple[int, int, int]] = []
+
+
+@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, None), (16, None), (4, 16)])
+def test_invariants_hold_in_every_life_with_a_host_tier(page_size, states):
+    machine = type("HostLife", (HostLife,), {"page_size": page_size, "states": states})
+    LIVES.clear()
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    saved, loaded, failed = (sum(column) for column in zip(*LIVES, strict=True))
+    assert saved and loaded and not failed
+
+
+# ---- what comes back ----
+
+
+def world(host: int = 256, late: bool = False, hits: int = 1, size: int = 64, **options: Any) -> World:
+    return World(size=size, page_size=PAGE, host=HostSizes(host, hits, late), **options)
+
+
+def saved(one: World, prompt: list[int], **options: Any) -> None:
+    """A request from its arrival to its end, and until it has been saved."""
+    serve_to_end(one, prompt, **options)
+    for _ in range(40):
+        if one.tier.saves.busy:
+            one.tier.memory.wait()
+            one.step()
+    assert not one.tier.saves.busy
+    one.check()
+
+
+def leave_pool(one: World) -> None:
+    """Others have taken all of the pool that is not held."""
+    one.tree.evict_shortfall(one.tree.evictable_size())
+    assert one.tree.evictable_size() == 0
+
+
+def admit(one: World, prompt: list[int], **options: Any):
+    decode_req = one.arrive(prompt, **options)
+    one.handshake(decode_req)
+    one.step()
+    return decode_req
+
+
+def test_a_conversation_that_comes_back_is_copied_and_prefill_sends_what_is_new():
+    one = world()
+    first = tokens(1, 24)
+    saved(one, first)
+    leave_pool(one)
+    assert one.tier.state()["saved"] == 24 and not one.tier.saves.busy
+    prompt = first + tokens(9, 10)
+    decode_req = admit(one, prompt)
+    receiver, req = decode_req.kv_receiver, decode_req.req
+    assert (receiver.prefix_len, len(receiver.page_indices)) == (24, 3)
+    assert (req.decode_prefix_len, req.host_prefix_len, req.from_host, req.transfer_prefix_len) == (0, 24, 24, 24)
+    one.complete(decode_req)
+    assert req in one.step()
+    # Its KV is the model's, as `check` finds; and what is new of it is saved.
+    one.check()
+    assert one.tier.loaded_tokens == 24 and decode_req.load is None
+    one.step()
+    assert one.tier.host.peek(prompt, None).length == 32
+    assert one.tier.host.protected_size() == 0
+
+
+def test_only_what_the_tree_lacks_is_copied():
+    one = world()
+    saved(one, tokens(1, 24))
+    one.tree.evict_shortfall(8)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host) == (16, 8)
+    assert decode_req.load.start == 16 and one.tier.loaded_tokens == 8
+
+
+def test_all_of_a_prompt_can_come_from_host_memory():
+    one = world()
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24))
+    assert (decode_req.kv_receiver.prefix_len, decode_req.kv_receiver.page_indices) == (24, [])
+    one.complete(decode_req)
+    assert decode_req.req in one.step()
+    one.check()
+
+
+def test_prompts_of_another_extra_key_are_not_the_same():
+    one = world()
+    saved(one, tokens(1, 24), extra_key="a")
+    leave_pool(one)
+    assert admit(one, tokens(1, 24), extra_key="b").kv_receiver.prefix_len == 0
+    assert admit(one, tokens(1, 24), extra_key="a").kv_receiver.prefix_len == 24
+
+
+def test_a_prefill_that_takes_no_prefix_sends_all():
+    one = world()
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24), peer_takes_prefix=False)
+    assert decode_req.kv_receiver.prefix_len == 0 and one.tier.loaded_tokens == 0
+
+
+def test_a_commit_waits_for_the_copy():
+    one = world(late=True)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    one.complete(decode_req)
+    for _ in range(3):
+        assert one.step() == [] and one.transfer.queue == [decode_req]
+        one.check()
+    one.tier.memory.end(1)
+    assert one.step() == [decode_req.req]
+    one.check()
+
+
+def test_pages_of_a_request_that_has_failed_are_given_back_when_its_copy_has_ended():
+    one = world(late=True)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    decode_req.kv_receiver.abort()
+    one.step()
+    assert aborted(decode_req.req) and one.transfer.quarantine and one.tier.host.protected_size() == 24
+    one.check()
+    decode_req.kv_receiver.quiet = True
+    one.step()
+    # It has been waited for, or it would write to what is another's.
+    assert decode_req.load is None and not one.tier.memory.begun and not one.transfer.quarantine
+    assert one.tier.host.protected_size() == 0
+    one.check()
+
+
+def test_a_flush_forgets_both_and_waits_for_copies():
+    one = world(late=True)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    decode_req.kv_receiver.abort()
+    one.step()
+    assert one.transfer.quarantine == [decode_req] and one.tier.memory.begun
+    assert one.flush()
+    assert not one.tier.memory.begun and one.tier.host.pool.available_size() == one.tier.host.pool_size
+    one.check()
+    decode_req.kv_receiver.quiet = True
+    one.step()
+    one.check()
+    assert one.tier.audit() == []
+    assert admit(one, tokens(1, 24)).kv_receiver.prefix_len == 0
+
+
+# ---- what is saved ----
+
+
+def test_only_what_is_used_again_is_saved_where_that_is_asked_for():
+    one = world(hits=HITS["write_through_selective"])
+    first = tokens(1, 24)
+    saved(one, first)
+    assert one.tier.saves.saved_tokens == 0
+    saved(one, first + tokens(9, 4))
+    assert one.tier.saves.saved_tokens == 24 and one.tier.host.peek(first + tokens(9, 4), None).length == 24
+
+
+def test_what_is_on_the_host_is_not_saved_again():
+    one = world()
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    saved(one, tokens(1, 24))
+    assert one.tier.saves.saved_tokens == 24
+
+
+def test_a_node_that_holds_too_much_of_the_pool_is_saved_in_parts():
+    one = world(late=True, size=128)
+    serve_to_end(one, tokens(1, 64))
+    parts = []
+    while one.tier.saves.busy:
+        one.step()
+        one.check()
+        parts.append(one.tier.saves.tokens)
+        one.tier.memory.end(1)
+    assert [part for part in parts if part] == [16, 16, 16, 16] and one.tier.saves.saved_tokens == 64
+
+
+def test_what_is_above_is_saved_first():
+    one = world(late=True, size=128)
+    first, second = tokens(1, 16), tokens(9, 16)
+    serve_to_end(one, first)
+    serve_to_end(one, first + second)
+    assert len(one.tier.saves.under_way) == 1 and len(one.tier.saves.to_come) == 1
+    for _ in range(6):
+        one.tier.memory.wait()
+        one.step()
+        one.check()
+    assert one.tier.host.peek(first + second, None).length == 32 and one.tier.saves.saved_tokens == 32
+
+
+def test_host_memory_that_others_hold_is_not_taken():
+    one = world(host=24)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    held = admit(one, tokens(1, 24))
+    assert held.load is not None and one.tier.host.protected_size() == 24
+    other = serve(one, tokens(50, 12))
+    for _ in range(4):
+        one.step()
+        one.check()
+    assert one.tier.state()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
+    # When it is met again, there may be room.
+    one.complete(held)
+    one.step()
+    one.finish(other.req)
+    for _ in range(6):
+        one.step()
+    one.check()
+    assert one.tier.host.peek(tokens(50, 12), None).length == 12
+
+
+def test_the_least_recently_used_makes_room():
+    one = world(host=32)
+    for start in (1, 50, 100):
+        saved(one, tokens(start, 16))
+        leave_pool(one)
+    held = [one.tier.host.peek(tokens(start, 16), None).length for start in (1, 50, 100)]
+    assert held == [0, 16, 16]
+    one.check()
+
+
+def test_memory_that_only_saves_hold_is_had_before_anybody_is_retracted():
+    one = world(late=True)
+    req = serve(one, tokens(1, 16), max_new=30).req
+    one.step()
+    (node,) = one.tier.saves.locked()
+    locks = node.lock_ref
+    assert one.tier.saves.release_device() == 1 and node.lock_ref == locks - 1 and not one.tier.memory.begun
+    one.check()
+    for _ in range(8):
+        one.tier.memory.wait()
+        one.step()
+    assert one.tier.saves.saved_tokens == 16 and req in one.running
+    one.check()
+
+
+# ---- what goes wrong ----
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(*args: Any) -> Any:
+    raise Broken("no copy")
+
+
+def test_a_copy_that_cannot_be_begun_is_prefills(monkeypatch, caplog):
+    one = world()
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.tier.memory, "load", broken)
+        decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    assert decode_req.error is None and decode_req.load is None
+    assert (decode_req.kv_receiver.prefix_len, len(decode_req.kv_receiver.page_indices)) == (0, 7)
+    assert one.tier.failed_loads == 1 and one.tier.host.protected_size() == 0
+    assert "is not copied from host memory" in caplog.text
+    one.complete(decode_req)
+    assert decode_req.req in one.step()
+    one.check()
+
+
+def test_what_could_not_be_saved_is_saved_when_it_is_met_again(monkeypatch):
+    one = world()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.tier.memory, "save", broken)
+        saved(one, tokens(1, 24))
+    assert one.tier.state()["failed_saves"] > 0 and one.tier.saves.saved_tokens == 0
+    saved(one, tokens(1, 24) + tokens(9, 4))
+    assert one.tier.host.peek(tokens(1, 24) + tokens(9, 4), None).length == 28
+    one.check()
+
+
+# ---- several ranks ----
+
+
+def on_ranks(rank: int, broken_rank: int | None) -> list[Any]:
+    one = world(group=dist.group.WORLD)
+    told: list[Any] = []
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    load = one.tier.memory.load
+    if rank == broken_rank:
+        one.tier.memory.load = broken
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    told.append((decode_req.kv_receiver.prefix_len, decode_req.error))
+    one.tier.memory.load = load
+    one.complete(decode_req)
+    told.append(decode_req.req in one.step())
+    one.check()
+    save = one.tier.memory.save
+    if rank == broken_rank:
+        one.tier.memory.save = broken
+    saved(one, tokens(50, 16))
+    one.tier.memory.save = save
+    told.append(one.tier.host.peek(tokens(50, 16), None).length)
+    one.finish(decode_req.req)
+    leave_pool(one)
+    one.check()
+    told += [one.tier.figures(), one.queue.ranks.disagreements]
+    return told
+
+
+@pytest.mark.parametrize(("broken_rank", "prefix", "saved"), [(None, 24, 16), (0, 0, 0), (1, 0, 0)])
+def test_tp_ranks_save_and_load_the_same(pair, broken_rank, prefix, saved):
+    first, second = pair.run(on_ranks, broken_rank)
+    assert first == second
+    assert first[:3] == [(prefix, None), True, saved] and first[-1] == 0
+
+
+# ---- beside prompts that are computed here ----
+
+
+def test_what_comes_from_host_memory_needs_no_prefill():
+    loop = Loop(
+        options={"disaggregation_decode_local_prefill": "40"},
+        size=128,
+        page_size=PAGE,
+        reserved=0,
+        host=HostSizes(256),
+    )
+    loop.transfer.local.policy = Policy(most=12, slice=8, step=16, queued=20, debt=100)
+    first = tokens(1, 24)
+
+    def between() -> None:
+        if loop.iterations == 1:
+            loop.handshake(loop.arrive(first, max_new=2))
+        if loop.iterations == 12:
+            leave_pool(loop)
+            loop.handshake(loop.arrive(first + tokens(9, 6), max_new=3))
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if loop.iterations > 12 and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 200
+
+    loop.run(between)
+    loop.check_answers()
+    assert loop.tier.loaded_tokens == 24
+    assert [part[:2] for part in loop.extended] == [("r2", 24)]
+    assert loop.tier.audit() == []
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1), (True, 1), (False, 4)])
+def test_drafts_find_their_kv_in_host_memory_too(overlap, page_size):
+    """No draft starts from another's KV: the pool holds two of three conversations that come back by turns."""
+    loop = SpeculatingLoop(True, overlap, size=64, page_size=page_size, reserved=0, host=HostSizes(256))
+    ask(loop, [tokens(start, 24) for start in (1, 50, 100)] * 3, together=False)
+    assert loop.tier.loaded_tokens > 24 and loop.tier.audit() == []
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1)])
+def test_invariants_hold_in_every_life_with_drafts(overlap, page_size):
+    @given(script=scripts, size=st.sampled_from([48, 64]))
+    @settings(max_examples=8, deadline=None)
+    def play(script, size):
+        sizes = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4, "host": HostSizes(128)}
+        loop = SpeculatingLoop(True, overlap, **sizes)
+        Play(loop, script).run()
+        assert loop.tier.audit() == []
+
+    play()
+
+
+# ---- options ----
+
+
+def options(**given: Any) -> Any:
+    args = SimpleNamespace(
+        **dict.fromkeys(
+            (
+                "disable_radix_cache",
+                "enable_hisparse",
+                "disaggregation_decode_enable_offload_kvcache",
+                "enable_lmcache",
+                "enable_streaming_session",
+                "enable_lora_overlap_loading",
+                "speculative_algorithm",
+                "hicache_storage_backend",
+            ),
+            None,
+        ),
+        hicache_write_policy="write_through",
+        enable_hierarchical_cache=True,
+        pp_size=1,
+        attn_cp_size=1,
+        disaggregation_transfer_backend="nixl",
+    )
+    vars(args).update(given)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+        ({"hicache_write_policy": "write_back"}, "write_back"),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, "--speculative-algorithm"),
+    ],
+)
+def test_what_is_not_verified_with_it_is_refused(given, says):
+    cache_support.check(cache_support.DECODE, options())
+    with pytest.raises(ValueError, match=says):
+        cache_support.check(cache_support.DECODE, options(**given))
+
+
+def test_without_it_a_tree_has_none():
+    one = World(size=64, page_size=PAGE)
+    assert type(one.tree) is DecodeRadixCache and one.tree.tier is None
+    serve_to_end(one, tokens(1, 24))
+    assert len(one.queue.memory.figures()) == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": "inactive_file 0"}, None),
+        ({"memory.max": "9000", "memory.current": "5000", "memory.stat": "anon 1\ninactive_file 1000"}, 5000),
+        ({"memory.max": "9000", "memory.current": "9500", "memory.stat": "inactive_file 0"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "7000",
+                "memory/memory.usage_in_bytes": "5000",
+                "memory/memory.stat": "total_inactive_file 500",
+            },
+            2500,
+        ),
+        ({}, None),
+    ],
+)
+def test_memory_that_a_container_leaves(files, free, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found, whose = free_bytes(tmp_path)
+    assert (found, whose) == (free, "this container") if free is not None else whose == "this machine" and found > 0
+
+
+def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path):
+    args = SimpleNamespace(hicache_size=0, tp_size=4, nnodes=2)
+    check_free(args, tmp_path)
+    args.hicache_size = 10**6
+    with pytest.raises(ValueError, match=r"--hicache-size 1000000 takes 2000000.0 GB of host memory for 2 ranks"):
+        check_free(args, tmp_path)
