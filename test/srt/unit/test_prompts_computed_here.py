@@ -110,6 +110,19 @@ def test_a_remainder_goes_in_slices_with_a_decode_step_between_two():
     assert len(kinds) > 3
 
 
+def test_as_many_go_in_a_step_as_wait_for_each_that_decodes():
+    def others(loop: Loop) -> None:
+        for token in (3, 4, 5):
+            arrive([1] * 8 + [token] * 4, max_new=2)(loop)
+
+    loop = played({1: arrive([1] * 9, max_new=40), 6: others}, slice_tokens=4, size=256)
+    local, in_steps = loop.transfer.local, [part for part in loop.extended if part[0] != "r1"]
+    assert {(start, end) for _, start, end in in_steps} == {(8, 12)} and len(in_steps) == 3
+    # Two of them have room in one step, and the third has the next one.
+    assert len({loop.extended_in[part] for part in in_steps}) == 2
+    assert [local.most_tokens(decoding) for decoding in (0, 1, 8)] == [8, 4, 4]
+
+
 def test_a_full_hit_computes_the_last_page_anew_and_not_in_place():
     prompt = [1, 2, 1, 1, 2, 2, 1, 2]
     loop = played({1: arrive(prompt, max_new=1), 6: arrive(prompt, max_new=3)})

@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.decode_schedule import peer_drops
+from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
@@ -175,7 +176,9 @@ class Admission:
         entry.takes_prefix = entry.takes_prefix or may_match
         entry.coming = policy.refresh_coming(entry, now) if may_match and policy.may_follow else 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
-        entry.local = may_match and entry.peer_drops and not entry.coming and self._computes(req, found, live)
+        entry.local = is_taken_over(decode_req) or (
+            may_match and entry.peer_drops and not entry.coming and self._computes(req, found, live)
+        )
         if entry.local and found.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
             found = self._tree.peek(self._tree.shareable(req.origin_input_ids)[:-1], req.extra_key)
