@@ -127,6 +127,8 @@ class LoopScheduler(Scheduler):
         self.update_if_idle()
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        if any(not req.output_ids and not req.finished() and req is not skip_req for req in reqs):
+            self.loop.wrong.append("an answer without a token")
         # As the engine's own, which also sees those again that a step in flight has outlived.
         ended = [req for req in reqs if req.finished() and not req.finished_output]
         for req in ended:

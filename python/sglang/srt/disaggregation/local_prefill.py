@@ -274,6 +274,9 @@ class LocalPrefills:
             most_tokens -= end - one.done
             picked += 1
             yield Slice(one, end)
+            if end < len(one.req.origin_input_ids):
+                # The engine expects one such request in a step: of another it would stream an answer without a token.
+                return
 
     def begin(self, slices: Sequence[Slice]) -> list[Slice]:
         """Set the requests of ``slices`` up for a step of the engine; what is whole pages by then is the tree's.
