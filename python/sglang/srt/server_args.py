@@ -70,6 +70,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
     disaggregation_decode_local_prefill: str = "off"
+    disaggregation_decode_local_prefill_after: float | None = None
     disaggregation_decode_itl_target: float | None = None
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
@@ -124,6 +125,13 @@ class ServerArgs(engine.ServerArgs):
             "feel.",
         )
         parser.add_argument(
+            "--disaggregation-decode-local-prefill-after",
+            type=float,
+            metavar="SECONDS",
+            help="Have a decode worker that computes prompts itself compute also those of which a prefill has not sent "
+            "the KV after so many seconds, however long they are. Without it, only those whose prefill is gone.",
+        )
+        parser.add_argument(
             "--disaggregation-decode-itl-target",
             type=float,
             metavar="MS",
@@ -157,6 +165,10 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
             if self.disaggregation_decode_local_prefill != "off":
                 raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
+            if self.disaggregation_decode_local_prefill_after is not None:
+                raise ValueError(
+                    f"--disaggregation-decode-local-prefill-after needs {FLAG}. Give both to the decode worker."
+                )
             if self.disaggregation_decode_itl_target is not None:
                 raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
             super()._handle_pd_disaggregation()
@@ -202,6 +214,14 @@ class ServerArgs(engine.ServerArgs):
         target_ms = self.disaggregation_decode_itl_target
         if target_ms is not None and not 0 < target_ms < float("inf"):
             raise ValueError(f"--disaggregation-decode-itl-target is {target_ms:g}: give milliseconds above 0.")
+        after_s = self.disaggregation_decode_local_prefill_after
+        if after_s is not None and self.disaggregation_decode_local_prefill == "off":
+            raise ValueError(
+                "--disaggregation-decode-local-prefill-after needs --disaggregation-decode-local-prefill, which is "
+                "off: give that auto or a number of tokens."
+            )
+        if after_s is not None and not 0 < after_s < float("inf"):
+            raise ValueError(f"--disaggregation-decode-local-prefill-after is {after_s:g}: give seconds above 0.")
         watermark_part()
         if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
             raise ValueError(

@@ -21,11 +21,13 @@ from pd import (
     words,
 )
 
+from sglang_pd_radix.tools.cluster import free_ports
+
 pytestmark = pytest.mark.timeout(600)
 
 LOCAL = "--disaggregation-decode-local-prefill"
 COMPUTED, REQUESTS = "sglang:decode_computed_tokens_total", "sglang:decode_local_prefills_total"
-SENT = "sglang:kv_transfer_sent_bytes_total"
+SENT, TAKEN = "sglang:kv_transfer_sent_bytes_total", "sglang:decode_taken_over_requests_total"
 
 
 @pytest.fixture(scope="module", params=[1, 16])
@@ -102,6 +104,20 @@ def test_whoever_is_asked_first(local, page, first):
         time.sleep(0.7)
     for future in futures:
         assert future.result().status_code == 200
+
+
+def test_no_prefill_at_all(local, page):
+    """Nobody listens where it should: decode computes whole prompts, however long, several at a time."""
+    asked = [[*base_prompt(page), *words(random.Random(seed), 300)] for seed in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        right = [reply["output_ids"] for reply in pool.map(local, asked)]
+    local.flush()
+    (port,) = free_ports(1)
+    before = counter(local.decode_url, TAKEN)
+    asking = [local.ask_decode(local.body(prompt, 16) | {"bootstrap_port": port}) for prompt in asked]
+    replies = [one.result() for one in asking]
+    assert [reply.json().get("output_ids") for reply in replies] == right, [reply.text for reply in replies]
+    assert counter(local.decode_url, TAKEN) == before + 3
 
 
 def test_logprobs_and_single_tokens(local, cluster, page):

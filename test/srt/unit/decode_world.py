@@ -7,6 +7,7 @@ depends on all tokens up to it, so a slot that holds another prefix's KV is seen
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from functools import partial
 from types import SimpleNamespace
@@ -45,9 +46,12 @@ class Receiver:
     require_staging = False
     metadata_room = None
     fenced = False
+    # Whether it has failed since its prefill is gone.
+    lost: bool | None = None
 
     def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True, prefill: str = "10.0.0.1:1"):
         self.world, self.req = world, req
+        self.made_at = time.monotonic()
         self.bootstrap_addr = prefill
         self.peer_takes_prefix = peer_takes_prefix
         self.state = KVPoll.Bootstrapping
@@ -86,8 +90,11 @@ class Receiver:
     def failure_exception(self) -> None:
         raise RuntimeError("failed by the test")
 
+    def lost_prefill(self) -> bool | None:
+        return self.lost
+
     def abort(self) -> None:
-        self.state = KVPoll.Failed
+        self.state, self.lost = KVPoll.Failed, False
 
     def cancel(self) -> None:
         self.state = KVPoll.Failed
@@ -446,7 +453,7 @@ class World(DecodeWorker):
         in_tree = {slot // self.page_size for slot in self._tree_slots()}
         written: set[int] = set()
         for decode_req in moving:
-            mine = set(decode_req.kv_receiver.page_indices)
+            mine = set(getattr(decode_req.kv_receiver, "page_indices", ()))
             assert not mine & (free | in_tree | written)
             written |= mine
         if self.states is not None:

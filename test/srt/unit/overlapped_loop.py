@@ -127,6 +127,8 @@ class LoopScheduler(Scheduler):
         self.update_if_idle()
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        if any(not req.output_ids and not req.finished() and req is not skip_req for req in reqs):
+            self.loop.wrong.append("an answer without a token")
         # As the engine's own, which also sees those again that a step in flight has outlived.
         ended = [req for req in reqs if req.finished() and not req.finished_output]
         for req in ended:
@@ -169,6 +171,8 @@ class Loop(World):
         self.asked_behind: list[Req] = []
         # Parts of prompts that were computed here: rid, from, to.
         self.extended: list[tuple[str, int, int]] = []
+        # In which iteration each of these was.
+        self.extended_in: dict[tuple[str, int, int], int] = {}
         # What went against I8. An exception on the spot would fail the request and nothing else.
         self.wrong: list[str] = []
         self.between: Callable[[], None] = lambda: None
@@ -228,7 +232,7 @@ class Loop(World):
     @property
     def asked(self) -> list[DecodeRequest]:
         """The requests in transfer whose prefill knows of it."""
-        return [decode_req for decode_req in self.transfer.queue if decode_req.kv_receiver.asked]
+        return [decode_req for decode_req in self.transfer.queue if getattr(decode_req.kv_receiver, "asked", False)]
 
     @property
     def running(self) -> list[Req]:
@@ -315,6 +319,7 @@ class Loop(World):
                 step.write(row[place], kv_of(tokens[: place + 1], weights))
             chosen.append(next_token(tokens, req.grammar))
             self.extended.append((req.rid, start, end))
+            self.extended_in[self.extended[-1]] = self.iterations
         result = GenerationBatchResult(logits_output=logits, next_token_ids=torch.tensor(chosen))
         if batch.return_logprob:
             logits.next_token_logprobs = torch.tensor([float(token) for token in chosen])

@@ -116,6 +116,35 @@ def test_warm_prefixes_come_some_at_a_time_and_each_was_asked_for():
     assert {r.ids for r in together.rounds[0]} == {r.ids for asked in made.rounds for r in asked}
 
 
+def test_a_chat_behind_long_prompts_of_others():
+    made = make("i", clients=2, turns=3, document=9, question=4, answer=2, others=3, prompt=20)
+    assert [[r.beside for r in asked] for asked in made.rounds] == [[True] * 3 + [False] * 2] * 3
+    others = [r for asked in made.rounds for r in asked if r.beside]
+    assert len({r.ids for r in others}) == len({r.group for r in others}) == 9 and {len(r.ids) for r in others} == {20}
+    assert not {r.group for r in others} & {0, 1} and made.concurrency == 5 and made.chat
+    assert [len(r.ids) for asked in made.rounds for r in asked if r.group == 1] == [9, 4, 4]
+    assert made.longest == 9 + 4 + 4 + 3 * 2 and make("i", prompt=5000).longest == 5002
+
+
+def test_a_chat_of_short_and_long_turns():
+    made = make("j", clients=2, turns=5, document=9, question=4, long=30)
+    assert [len(r.ids) for asked in made.rounds for r in asked if r.group == 0] == [9, 4, 30, 4, 30]
+    assert made.longest == 77 + 5 * 32
+
+
+def test_who_is_there_for_the_others_counts_but_for_its_first_token():
+    def one(ttft, beside):
+        return measure.Asked([1, 2, 3, 4], 3, "x", 0.0, ttft, ttft + 0.2, [0.1, 0.1], beside)
+
+    asked = [one(9.0, True), one(0.5, False), one(0.7, False)]
+    counted = dict.fromkeys(("sent_bytes", "prompt_tokens", "reused_tokens", "blocked", "prefill_cpu_s"), 3.0)
+    counted["decode_cpu_s"] = 3.0
+    record = measure._round_of(asked, 1, PAGE, dict.fromkeys(counted, 0.0), counted)
+    assert record["ttft_p50_s"] == pytest.approx(0.6) and record["requests"] == 3
+    figures = measure.figures_of(asked, [record], [], least.PageIndex(PAGE), 4)
+    assert figures["ttft_p99_s"] < 0.71 and figures["requests_per_s"] == pytest.approx(3 / 9.2)
+
+
 @pytest.mark.parametrize("key", command.QUICK_KEYS)
 def test_a_quick_workload_fits_the_one_quick_deployment(key):
     sizes = workload.KINDS[key]()
@@ -454,7 +483,8 @@ def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
     text = (tmp_path / "report.md").read_text()
     assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) | 1.500 |" in text
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
-    assert set(widths) == {6, 10, 8, 7 if chat else 9}
+    assert set(widths) == {6, 10, 8, 9}
+    assert ("| least possible | TTFT p50, ms, off | TTFT p50, ms, on |" in text) == chat
 
 
 def test_the_report_of_a_run_over_a_link_names_it(tmp_path):

@@ -116,7 +116,7 @@ class Half:
 class Bench:
     """A decode worker with real queues and receivers, a prefill worker at two addresses, and requests to both."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any] | None = None):
         self.monkeypatch = monkeypatch
         # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
         # some tests start go on in the next ones, in whose world nobody may seem to listen.
@@ -144,7 +144,7 @@ class Bench:
         self.hog: Any = None
 
         world = self.world = decode_world.World(
-            size=192, page_size=PAGE, max_reqs=4, states=STATE_SLOTS if states else None
+            size=192, page_size=PAGE, max_reqs=4, states=STATE_SLOTS if states else None, options=options
         )
         world.queue.kv_manager, world.queue.transfer_backend = self.manager, backend
         self.scheduler = self._scheduler(world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -158,6 +159,28 @@ def test_what_fails_on_one_rank_alone_ends_when_decode_has_heard_of_it(loop: Pre
     for scheduler in loop.schedulers:
         assert assert_told(scheduler) == (2 if loop.ranks.size == 1 else 4)
         scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_what_decode_computes_after_all_is_computed_no_further(loop: PrefillLoop, after: int):
+    """Decode has asked for it and waits no longer; the client has been answered, and decode is told as of a failure."""
+    loop.arrive(100, ROOM)
+    loop.arrive(20, OTHER)
+    heard: set[int] = set()
+
+    def before(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == after and scheduler.tp_rank not in heard:
+            heard.add(scheduler.tp_rank)
+            scheduler.handle_computed_request(ComputedReq(ROOM))
+
+    loop.before = before
+    loop.run(14)
+    for scheduler, rank in zip(loop.schedulers, loop.wire.prefill, strict=True):
+        assert sum(step.get(f"request-{ROOM}", 0) for step in scheduler.steps) <= (after + 1) * CHUNK
+        assert_told(scheduler, "decode computes it itself")
+        assert [req.bootstrap_room for req, _ in scheduler.told].count(OTHER) == 1
+        scheduler.assert_nothing_held()
+        assert rank.told(f"{ROOM}_fail")
 
 
 def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
-from sglang.srt.disaggregation.local_prefill import AUTO, Policy, may_compute, needs_prefill
+from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq, Policy, may_compute, needs_prefill
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
 from test_step_in_flight import Play, RankPlay, scripts
@@ -108,6 +108,30 @@ def test_a_remainder_goes_in_slices_with_a_decode_step_between_two():
     # Steps in between: each extend is followed by one of those that decode.
     kinds = [len(step.rows) for step in loop.steps]
     assert len(kinds) > 3
+
+
+def test_a_step_has_a_part_of_one_prompt_at_most():
+    """The engine streams an answer without a token of any other. A slice need not be a multiple of a page."""
+    local = local_loop(7, size=64, page_size=4).transfer.local
+    for length, ends in ((30, [4]), (3, [3, 4]), (2, [2, 2, 2])):
+        reqs = [SimpleNamespace(origin_input_ids=[1] * n, to_finish=None) for n in (length, max(length, 9), length)]
+        if length == 2:
+            reqs[1] = reqs[0]
+        local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, True) for req in reqs]
+        assert [end for _, end in local.pick(7, 8, lambda req: True)] == ends
+
+
+def test_as_many_go_in_a_step_as_wait_for_each_that_decodes():
+    def others(loop: Loop) -> None:
+        for token in (3, 4, 5):
+            arrive([1] * 8 + [token] * 4, max_new=2)(loop)
+
+    loop = played({1: arrive([1] * 9, max_new=40), 6: others}, slice_tokens=4, size=256)
+    local, in_steps = loop.transfer.local, [part for part in loop.extended if part[0] != "r1"]
+    assert {(start, end) for _, start, end in in_steps} == {(8, 12)} and len(in_steps) == 3
+    # Two of them have room in one step, and the third has the next one.
+    assert len({loop.extended_in[part] for part in in_steps}) == 2
+    assert [local.most_tokens(decoding) for decoding in (0, 1, 8)] == [8, 4, 4]
 
 
 def test_a_full_hit_computes_the_last_page_anew_and_not_in_place():

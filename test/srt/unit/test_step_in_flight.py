@@ -16,6 +16,7 @@ from ranks import assert_same
 from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.managers.io_struct import AbortReq
 
 CODE = vars(step_in_flight)
@@ -66,7 +67,7 @@ class Play:
         loop.scheduler.update_if_idle()
         assert loop.updated == self.asked_for
         # An error would have failed a request, as others have been here.
-        assert not any(decode_req.error for decode_req in self.live)
+        assert {decode_req.error for decode_req in self.live} <= {None, "Aborted by AbortReq."}
 
     def between(self) -> None:
         loop = self.loop
@@ -98,9 +99,12 @@ class Play:
             self.loop.complete(decode_req)
 
     def fail(self, index: int) -> None:
-        decode_req = self.pick(self.loop.transfer.queue, index)
+        decode_req = self.pick(self.in_transfer(), index)
         if decode_req is not None and decode_req.kv_receiver.state != KVPoll.Success:
             decode_req.kv_receiver.abort()
+
+    def in_transfer(self) -> list[DecodeRequest]:
+        return [dr for dr in self.loop.transfer.queue if not is_taken_over(dr)]
 
     def abort(self, index: int) -> None:
         decode_req = self.pick(self.live, index)
@@ -150,13 +154,13 @@ class RankPlay(Play):
             self.loop.complete(decode_req)
 
     def commit(self, index: int) -> None:
-        decode_req, lag = self.pick(self.loop.transfer.queue, index), next(self.lags)
+        decode_req, lag = self.pick(self.in_transfer(), index), next(self.lags)
         if decode_req is not None and decode_req.kv_receiver.asked:
             # Rank 1 is late by that many turns, or rank 0.
             self.late.append((self.loop.iterations + max(0, lag if self.rank else -lag), decode_req))
 
     def fail(self, index: int) -> None:
-        decode_req = self.pick(self.loop.transfer.queue, index)
+        decode_req = self.pick(self.in_transfer(), index)
         if decode_req is not None and self.rank == index % 2 and decode_req.kv_receiver.state != KVPoll.Success:
             decode_req.kv_receiver.abort()
 

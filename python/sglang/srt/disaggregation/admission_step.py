@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEnt
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.host_loads import HostLoads
+from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
@@ -184,7 +185,9 @@ class Admission:
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
         entry.stored = self._loads.found(entry, found) if may_match and self._loads is not None else NOTHING
         held = entry.stored if entry.stored.length else found
-        entry.local = may_match and entry.peer_drops and not entry.coming and self._computes(req, held, live)
+        entry.local = is_taken_over(decode_req) or (
+            may_match and entry.peer_drops and not entry.coming and self._computes(req, held, live)
+        )
         if entry.local and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]

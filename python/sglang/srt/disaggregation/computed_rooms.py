@@ -20,10 +20,12 @@ from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["COMPUTED_ROUTE", "ComputedReq", "ComputedRooms", "listen", "receive", "tell_prefill"]
+__all__ = ["COMPUTED", "COMPUTED_ROUTE", "ComputedReq", "ComputedRooms", "listen", "receive", "tell_prefill"]
 
 # On a prefill's bootstrap server.
 COMPUTED_ROUTE = "/computed_room"
+# Why a request ends on prefill that it works on when decode says so.
+COMPUTED = "decode computes it itself"
 # Rooms that are remembered for requests still to come, and seconds for which they are.
 REMEMBERED, REMEMBERED_S = 65536, 60.0
 # Seconds that a prefill has to answer; how often it is told again, and after how many seconds.

@@ -44,9 +44,10 @@ from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
+from sglang.srt.disaggregation.takeover import NoTakeovers, first_reason, make_takeovers, reason_of
 from sglang.srt.disaggregation.transfer_commit import abort_commit, keep_draft_start, note_transfer, report_end
 from sglang.srt.environ import envs
-from sglang.srt.managers.lora_batch import split_by_adapter
+from sglang.srt.managers.lora_batch import held_back
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known
@@ -137,8 +138,8 @@ class DecodeRequest(engine.DecodeRequest):
         """Have the next reduction fail this request."""
         if isinstance(error, Exception):
             logger.error("Request %s", self.req.rid, exc_info=error)
-            error = f"{type(error).__name__}: {error}"
-        self.error = self.error or error
+            error = reason_of(error)
+        self.error = first_reason(self.error, error)
 
     def poll(self) -> int:
         """What the receiver says, or whether it is computed here; not before what is copied for it has come."""
@@ -228,6 +229,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
         )
         self.resumption = Resumption(tree, self.accounts, self.memory, rows, self.ranks, gate)
+        self.transfer_queue.takeovers = make_takeovers(self)
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -354,7 +356,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return self.schedule.agree(window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_))
 
     def _take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
-        failed = take_polls(requests, polls)
+        failed = take_polls(requests, self.transfer_queue.takeovers.take_waiting(requests, polls))
         for _ in range(failed if self.scheduler.enable_metrics else 0):
             self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
 
@@ -442,6 +444,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self.quarantine: list[DecodeRequest] = []
         # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
         self.local: LocalPrefills | None = None
+        self.takeovers = NoTakeovers()
         self.gate: ItlGate | None = None
         self.arrived: list[Req] = []
         self._collected = False
@@ -481,8 +484,11 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self.quarantine = [dr for dr in self.quarantine if dr not in released]
         arrived: list[Req] = []
         still: list[DecodeRequest] = []
+        taken = self.takeovers.take_transfers(self.queue, polls)
         for decode_req, poll in zip(self.queue, polls, strict=False):
-            if poll == KVPoll.Failed:
+            if id(decode_req) in taken:
+                self._set_aside(decode_req, released, closed=False)
+            elif poll == KVPoll.Failed:
                 self._fail(decode_req)
                 self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
             elif decode_req.phase is LOCAL and self.local is not None and poll == KVPoll.Success:
@@ -585,16 +591,8 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
         return super().get_next_disagg_decode_batch_to_run() if batch is None else batch
 
     def get_new_prebuilt_batch(self):
-        """Puts no more LoRA adapters into a batch than fit; the engine checks that on prefill only, and ends.
-
-        Requests whose adapter does not fit wait with their KV, and others of a running one go before them, as in the
-        engine's own scheduling of prefills.
-        """
+        """Puts no more LoRA adapters into a batch than fit; the engine checks that on prefill only, and ends."""
         if not (self.enable_lora and isinstance(self.tree_cache, DecodeRadixCache)):
             return super().get_new_prebuilt_batch()
-        fits = self.tp_worker.model_runner.lora_manager.validate_lora_batch
-        self.waiting_queue, waiting = split_by_adapter(self.waiting_queue, self.running_batch.reqs, fits)
-        try:
+        with held_back(self):
             return super().get_new_prebuilt_batch()
-        finally:
-            self.waiting_queue = [*self.waiting_queue, *waiting]

@@ -21,6 +21,7 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.deferred_release import let_go
+from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
@@ -73,6 +74,8 @@ class Policy(NamedTuple):
 
 # A chat's turn has fewer than 128 tokens; 64 in a step of others were hardly felt in a prototype (not measured since).
 AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=1024)
+# Of so many steps one goes by the order of admission alone.
+IN_TURN = 4
 
 
 def needs_prefill(model: str | None, pegaflow: bool) -> str | None:
@@ -107,6 +110,11 @@ class LocalReq:
         """Tokens of the prompt that no step computes yet."""
         return len(self.req.origin_input_ids) - self.done
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the policy has it computed here; others, of any length, would have no prefill."""
+        return not is_taken_over(self.decode_req)
+
 
 class Slice(NamedTuple):
     """Tokens of a prompt that one step computes: up to ``end``, from where `LocalReq.done` is."""
@@ -130,13 +138,14 @@ class LocalPrefills:
         """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
         self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
         self.policy, self._tells = policy, tells
-        # What one step computes while others wait for it.
-        self.slice_now: Callable[[], int] = lambda: self.policy.slice
+        # How many of so many tokens one step may compute while others wait for it.
+        self.bound: Callable[[int], int] = lambda most: most
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
-        # The last step, until those that it has finished decode.
+        # The last step, until those that it has finished decode; and how many there were.
         self.launched: Any = None
+        self._steps = 0
 
     # ---- questions ----
 
@@ -147,8 +156,8 @@ class LocalPrefills:
 
     @property
     def queued(self) -> int:
-        """Tokens that no step computes yet."""
-        return sum(one.left for one in self.waiting)
+        """Tokens of short remainders that no step computes yet."""
+        return sum(one.left for one in self.waiting if one.is_short)
 
     def reqs(self) -> list[Req]:
         """The requests that all ranks know to be here and that do not decode, those in the last step included."""
@@ -163,7 +172,7 @@ class LocalPrefills:
         if delta > self.policy.most or not may_compute(req):
             return False
         decoding = others()
-        if decoding and not self.slices and delta > self.slice_now():
+        if decoding and not self.slices and delta > self.bound(self.policy.slice):
             return False
         return self.policy.should_compute(delta, self.queued, unknown_to_prefill(found), decoding)
 
@@ -181,10 +190,11 @@ class LocalPrefills:
         self.waiting.append(LocalReq(decode_req, req.held_len))
         req.time_stats.set_decode_transfer_queue_entry_time()
         # Prefill has been asked for nothing.
-        decode_req.kv_receiver.conclude_state = KVPoll.Success
-        decode_req.kv_receiver.end()
-        if self._tells:
-            tell_prefill(decode_req.kv_receiver.bootstrap_addr, req.bootstrap_room)
+        receiver = decode_req.kv_receiver
+        receiver.conclude_state = KVPoll.Success
+        receiver.end()
+        if self._tells and receiver.bootstrap_addr is not None:
+            tell_prefill(receiver.bootstrap_addr, req.bootstrap_room)
 
     def agree(self, decode_req: DecodeRequest) -> bool:
         """All ranks have got the memory for a request: if it is one of these, it is computed when its step comes.
@@ -239,15 +249,28 @@ class LocalPrefills:
         return None if batch is None else (batch, [one.req for one in self.waiting])
 
     def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
-        """What the next step computes, in order of admission. fits: whether the step can have this request too.
+        """What the next step computes: short remainders, then others, both in order of admission.
 
-        All end with a page, or with their prompt; the last one may be a part of its prompt.
+        In some steps all in that order: however many short ones come, the others go on. All end with a page, or with
+        their prompt; the last one may be a part of its prompt. fits: whether the step can have this request too.
         """
         return list(self._pick(most_tokens, most_reqs, fits))
 
+    def most_tokens(self, decoding: int) -> int:
+        """Tokens that one step computes, for which ``decoding`` requests wait.
+
+        A slice, or one for each that decodes where as many wait for this step: a step of its own for each of them, and
+        a decode step between two, would take all of them longer than one step for all.
+        """
+        if not decoding:
+            return self.policy.step
+        waiting = sum(one.agreed and one.is_short for one in self.waiting)
+        return self.bound(min(self.policy.step, self.policy.slice * max(1, waiting // decoding)))
+
     def _pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> Iterator[Slice]:
         page, picked = self._tree.page_size, 0
-        for one in self.waiting:
+        in_turn = self._steps % IN_TURN == 0
+        for one in self.waiting if in_turn else sorted(self.waiting, key=lambda one: not one.is_short):
             if picked >= most_reqs or most_tokens <= 0:
                 return
             if not one.agreed or one.req.to_finish or not fits(one.req):
@@ -263,6 +286,9 @@ class LocalPrefills:
             most_tokens -= end - one.done
             picked += 1
             yield Slice(one, end)
+            if end < len(one.req.origin_input_ids):
+                # The engine expects one such request in a step: of another it would stream an answer without a token.
+                return
 
     def begin(self, slices: Sequence[Slice]) -> list[Slice]:
         """Set the requests of ``slices`` up for a step of the engine; what is whole pages by then is the tree's.
@@ -290,6 +316,7 @@ class LocalPrefills:
     def launch(self, batch: Any, slices: Sequence[Slice]) -> None:
         """``batch`` computes ``slices``: whose prompt it ends is no longer here."""
         self.launched = batch
+        self._steps += 1
         for one, _ in slices:
             req = one.req
             # The engine takes what this step computes for all that has been allocated.

@@ -49,7 +49,7 @@ def make_local_prefills(
     counters = KvTransferCounters.get(scheduler.server_args)
     local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
     if gate is not None:
-        local.slice_now = lambda: gate.most_computed(local.policy.slice, scheduler.running_batch.reqs)
+        local.bound = lambda most: gate.most_computed(most, scheduler.running_batch.reqs)
     return local
 
 
@@ -118,7 +118,7 @@ def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
 def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     """What the next step computes: as much as those that decode can wait for."""
     running, rows = scheduler.running_batch, scheduler.req_to_token_pool
-    tokens = local.policy.step if running.is_empty() else local.slice_now()
+    tokens = local.most_tokens(running.batch_size())
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)

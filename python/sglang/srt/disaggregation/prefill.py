@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
@@ -87,10 +88,20 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
 
     def drop_computed(self, room: int) -> None:
-        """Forget the request of a room that decode computes itself, in the same step on all ranks."""
+        """Forget the request of a room that decode computes itself, in the same step on all ranks.
+
+        One that decode has asked for, and waited for in vain, ends as soon as nothing is being written for it.
+        """
         waiting = self.grammar_manager.grammar_queue
         waiting[:] = [req for req in waiting if req.bootstrap_room != room]
         queue = self.disagg_prefill_bootstrap_queue
+        manager = queue.kv_manager
+        if isinstance(manager, CommonKVManager) and room in manager.transfer_infos:
+            sender = manager.rooms.live.get(room)
+            if sender is not None:
+                sender.fail(COMPUTED)
+                sender.poll()
+            return
         dropped = [req for req in queue.queue if req.bootstrap_room == room]
         queue.queue = [req for req in queue.queue if req.bootstrap_room != room]
         for req in dropped:
@@ -157,7 +168,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         logger.warning(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         self.stream_output([req], req.return_logprob)
-        req.disagg_kv_sender.kv_mgr.counters.failed(message)
+        if reason != COMPUTED:
+            req.disagg_kv_sender.kv_mgr.counters.failed(message)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""

@@ -5,10 +5,26 @@ Upstream: sgl-project/sglang#39332 (merged), which asks before KV is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["joining", "split_by_adapter"]
+__all__ = ["held_back", "joining", "split_by_adapter"]
+
+
+@contextmanager
+def held_back(scheduler: Any) -> Iterator[None]:
+    """Meanwhile the scheduler's waiting queue has only requests whose adapter fits beside those that run.
+
+    Others wait with their KV, and those of a running adapter go before them, as in the engine's own scheduling of
+    prefills.
+    """
+    fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
+    scheduler.waiting_queue, waiting = split_by_adapter(scheduler.waiting_queue, scheduler.running_batch.reqs, fits)
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = [*scheduler.waiting_queue, *waiting]
 
 
 def split_by_adapter(

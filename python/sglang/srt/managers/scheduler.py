@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.local_steps import end_local_step
+from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
@@ -144,6 +145,10 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         local = self._local_prefills()
         if local is not None:
             local.abort(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid))
+            for dr in [*self.disagg_decode_prealloc_queue.queue, *self.disagg_decode_transfer_queue.queue]:
+                if recv_req.abort_all or dr.req.rid.startswith(recv_req.rid):
+                    # Whatever becomes of its prefill now.
+                    dr.lose(ABORTED)
         for req in leaving:
             if isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.abort()

@@ -72,6 +72,9 @@ class KvTransferCounters:
             self._moved = counter("decode_transferred_tokens", "Prompt tokens whose KV prefill sent.")
             self._computed = counter("decode_computed_tokens", "Prompt tokens that decode computed itself.")
             self._local = counter("decode_local_prefills", "Requests of which prefill computed and sent nothing.")
+            self._taken_over = counter(
+                "decode_taken_over_requests", "Requests computed on decode since their prefill is gone or late."
+            )
             self._blocked = counter(
                 "decode_admissions_blocked", "Requests that had to wait for KV memory at least once."
             )
@@ -143,6 +146,11 @@ class KvTransferCounters:
             if computed:
                 self._computed.inc(computed)
                 self._local.inc()
+
+    def taken_over(self) -> None:
+        """Decode computes a request since its prefill is gone or late."""
+        if self.enabled:
+            self._taken_over.inc()
 
     def blocked(self) -> None:
         if self.enabled:

@@ -34,7 +34,7 @@ from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
 # A quick run shows every workload but the one that takes a deployment of its own.
-QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h")
+QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h", "i", "j")
 QUICK: dict[str, dict[str, Any]] = {
     "a": {"prefixes": 6, "requests": 80, "answer": 64, "concurrency": 38, "rounds": 2},
     "aw": {"prefixes": 4, "requests": 48, "answer": 96},
@@ -45,6 +45,8 @@ QUICK: dict[str, dict[str, Any]] = {
     "f": {"requests": 30},
     "g": {"prefixes": 5, "requests": 56, "answer": 64, "concurrency": 28, "rounds": 2},
     "h": {"prefixes": 14, "requests": 70, "answer": 64, "concurrency": 42},
+    "i": {"clients": 4, "turns": 3, "answer": 16, "others": 2, "prompt": 1000},
+    "j": {"clients": 4, "turns": 3, "answer": 16},
 }
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
@@ -61,12 +63,14 @@ Workloads:
       from a cold start (aw: warm, a few at once)   f   a trace (fm: over several decode workers)
   b   many small groups, long answers               g   churn: new prefixes come to a pool full of old ones
   c   multi-turn chat                               h   more prefixes than fit at once, in random order
-  d   a herd of requests with the same new prefix
+  d   a herd of requests with the same new prefix   i   chat behind long prompts of others
+                                                    j   chat with short and long turns by turns
 
   pd-radix bench --quick
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
+  pd-radix bench --only c,i,j --compare "local:--disaggregation-decode-local-prefill auto"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
   sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
   pd-radix bench --only a --slo ttft=2000,itl=60

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,10 @@ class Watch(threading.Thread):
 
 @dataclass
 class Asked:
-    """A request that was answered: its prompt as it was sent, and what the client saw (seconds)."""
+    """A request that was answered: its prompt as it was sent, and what the client saw (seconds).
+
+    beside: as of its `Request`.
+    """
 
     prompt: Sequence[int]
     answer_tokens: int
@@ -185,6 +188,7 @@ class Asked:
     ttft_s: float
     latency_s: float
     itl_s: list[float]
+    beside: bool = False
 
     @property
     def tpot_s(self) -> float:
@@ -261,8 +265,8 @@ def run_once(
                     keeper.answered(prompt, output["ids"])
                     histories[request.group] = [*prompt, *output["ids"]]
             answers = [
-                Asked(p, o["tokens"], o["text"], o["start_s"], o["ttft_s"], o["latency_s"], o["itl_s"])
-                for p, o in zip(prompts, outputs, strict=True)
+                Asked(p, o["tokens"], o["text"], o["start_s"], o["ttft_s"], o["latency_s"], o["itl_s"], r.beside)
+                for r, p, o in zip(requests, prompts, outputs, strict=True)
             ]
             asked += answers
             after = deployment.counters(variant)
@@ -279,13 +283,18 @@ def run_once(
         figures,
         told_apart,
         _series_of(samples, min(a.start_s for a in asked), first["sent_bytes"]),
-        [a.ttft_s for a in asked],
+        first_tokens(asked),
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
         [a.prompt for a in asked],
         [*deployment.problems(variant), *link.problems(figures)],
         [a.tpot_s for a in asked],
     )
+
+
+def first_tokens(asked: Iterable[Asked]) -> list[float]:
+    """Seconds to the first token of those that are measured for themselves."""
+    return [a.ttft_s for a in asked if not a.beside]
 
 
 def _round_of(
@@ -300,7 +309,7 @@ def _round_of(
         "least_pages": least_pages,
         "prompt_pages": pages_of(prompts, page_size),
         "asked_tokens": sum(map(len, prompts)),
-        "ttft_p50_s": percentile([a.ttft_s for a in answers], 50),
+        "ttft_p50_s": percentile(first_tokens(answers), 50),
         **{name: after[name] - before[name] for name in after},
     }
 
@@ -330,8 +339,8 @@ def rounds_of_stream(asked: Sequence[Asked], sizes: Sequence[int]) -> list[dict[
     found, first, began = [], 0, min(a.start_s for a in asked)
     for size in sizes:
         ended = ends[first + size - 1]
-        ttft = [a.ttft_s for a in asked[first : first + size]]
-        found.append({"requests": size, "duration_s": ended - began, "ttft_p50_s": percentile(ttft, 50)})
+        ttft = percentile(first_tokens(asked[first : first + size]), 50)
+        found.append({"requests": size, "duration_s": ended - began, "ttft_p50_s": ttft})
         first, began = first + size, ended
     return found
 
@@ -376,7 +385,7 @@ def figures_of(
     used_peak: the most tokens that requests held on decode, as it recorded them itself.
     """
     duration = sum(r["duration_s"] for r in rounds)
-    ttft = [a.ttft_s for a in asked]
+    ttft = first_tokens(asked)
     itl = [gap for a in asked for gap in a.itl_s]
     tpot = [a.tpot_s for a in asked if a.answer_tokens > 1]
 

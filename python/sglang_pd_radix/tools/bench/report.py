@@ -292,8 +292,9 @@ def answers(entry: Document) -> list[str]:
 
 
 def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of a chat's table by turn: medians over the runs."""
+    """Heading and rows of a chat's table by turn: medians over the runs. All sides have a column of first tokens."""
     heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "least possible"]
+    heading += [f"TTFT p50, ms, {name}" for name in entry["variants"]]
     rows = []
     first = pairs(entry)[0]
     off, on = first.below, first.above
@@ -304,6 +305,9 @@ def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
         row = [str(turn + 1), f"{prompt:.0f}", f"{reused:.0f} ({reused / prompt:.0%})"]
         row += [f"{Spread.of([r['sent_bytes'] for r in of[name]]).median / 2**20:.1f}" for name in (off, on)]
         row.append(f"{of[on][0]['least_pages'] * entry['page_bytes'] / 2**20:.1f}")
+        for name in entry["variants"]:
+            ttft = [run["rounds"][turn]["ttft_p50_s"] for run in entry["runs"] if run["variant"] == name]
+            row.append(f"{1e3 * Spread.of(ttft).median:.0f}")
         rows.append(row)
     return heading, rows
 

@@ -22,13 +22,15 @@ class Request:
     """One request. ``ids``: its prompt, in a chat only what its client adds to the history. Lengths in tokens.
 
     ``group``: which prefix, client or herd it belongs to. ``arrival_s``: when it is sent, seconds from the start of its
-    round; None: as soon as the concurrency allows.
+    round; None: as soon as the concurrency allows. ``beside``: it is there for what it does to the others, and how long
+    its own first token takes does not count.
     """
 
     ids: tuple[int, ...]
     answer: int
     group: int = 0
     arrival_s: float | None = None
+    beside: bool = False
 
 
 @dataclass
@@ -36,8 +38,7 @@ class Workload:
     """Rounds of requests: a round begins when every answer of the one before is complete, in a ``stream`` at once.
 
     ``warm`` has, for each round (or for none), what is asked before it and not measured. In a ``chat``, round n holds
-    turn n of every client, one request each in the order of clients, and each prompt begins with the previous prompt
-    and answer of its client.
+    turn n of every client, one request each, and each prompt begins with the previous prompt and answer of its group.
     """
 
     key: str
@@ -57,9 +58,12 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its answer."""
-        if not self.chat:
-            return max(len(r.ids) + r.answer for rnd in [*self.rounds, *self.warm] for r in rnd)
-        return max(sum(len(r.ids) + r.answer for r in turns) for turns in zip(*self.rounds, strict=True))
+        lengths: dict[int, int] = {}
+        for request in (r for rnd in [*self.rounds, *self.warm] for r in rnd):
+            before = lengths.get(request.group, 0)
+            length = len(request.ids) + request.answer
+            lengths[request.group] = before + length if self.chat else max(before, length)
+        return max(lengths.values())
 
     def beginning(self, most: int) -> Workload:
         """The first ``most`` requests of the first round, and what is asked before it."""
@@ -280,13 +284,59 @@ class Chat(Sizes):
     def make(self, key: str, tokens: Tokens) -> Workload:
         rounds = [
             [
-                Request(tokens.take(f"{key}/{c}/{t}", self.question if t else self.document), self.answer, c)
-                for c in range(self.clients)
+                *self.beside(key, tokens, t),
+                *(Request(tokens.take(f"{key}/{c}/{t}", self.new(t)), self.answer, c) for c in range(self.clients)),
             ]
             for t in range(self.turns)
         ]
-        title = f"chat: {self.clients} clients, {self.turns} turns, growing history"
-        return Workload(key, title, dataclasses.asdict(self), rounds, concurrency=self.clients, chat=True)
+        title = f"chat: {self.clients} clients, {self.turns} turns, {self.told}"
+        return Workload(key, title, dataclasses.asdict(self), rounds, concurrency=len(rounds[0]), chat=True)
+
+    def new(self, turn: int) -> int:
+        """Tokens that a client adds in a turn."""
+        return self.question if turn else self.document
+
+    def beside(self, key: str, tokens: Tokens, turn: int) -> list[Request]:
+        """What others ask when the clients begin a turn, just before them."""
+        return []
+
+    @property
+    def told(self) -> str:
+        return "growing history"
+
+
+@dataclass
+class BusyChat(Chat):
+    """The same behind ``others`` prompts of ``prompt`` tokens, new ones in every turn, which nobody asks again."""
+
+    others: int = 4
+    prompt: int = 1500
+
+    def beside(self, key: str, tokens: Tokens, turn: int) -> list[Request]:
+        numbers = range(turn * self.others, (turn + 1) * self.others)
+        # The least that bench_serving takes for an answer with a time between its tokens.
+        return [
+            Request(tokens.take(f"{key}/other/{n}", self.prompt), 2, self.clients + n, beside=True) for n in numbers
+        ]
+
+    @property
+    def told(self) -> str:
+        return f"each behind {self.others} prompts of {self.prompt} tokens of others"
+
+
+@dataclass
+class AlternatingChat(Chat):
+    """The same, but every other question has ``long`` tokens."""
+
+    turns: int = 7
+    long: int = 600
+
+    def new(self, turn: int) -> int:
+        return self.long if turn and turn % 2 == 0 else super().new(turn)
+
+    @property
+    def told(self) -> str:
+        return f"short and long ones ({self.question} and {self.long} tokens) by turns"
 
 
 @dataclass
@@ -453,6 +503,8 @@ KINDS: dict[str, Callable[[], Sizes]] = {
     "fm": TraceOverMany,
     "g": Churn,
     "h": CrowdedPrefixes,
+    "i": BusyChat,
+    "j": AlternatingChat,
 }
 
 

@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
 from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
+from sglang.srt.disaggregation.no_prefill import PrefillGone
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -291,9 +292,8 @@ class NixlKVManager(engine.NixlKVManager):
         for room in self.lose_prefill(failed_bootstrap_addr):
             status = self.transfer_statuses.get(room)
             if status is None or not status.is_done():
-                self.record_failure(
-                    room, f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
-                )
+                reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+                self.record_failure(room, PrefillGone(reason))
                 if status is not None:
                     status.is_failure = True
             self.update_status(room, KVPoll.Failed)
