@@ -226,7 +226,7 @@ class ServerArgs(engine.ServerArgs):
         if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
             raise ValueError(
                 f"--hicache-ratio is {self.hicache_ratio:g}: host memory has to hold more than the KV pool. "
-                "Give more than 1, or --hicache-size."
+                f"Give more than 1, or --hicache-size, or start with {FLAG} alone."
             )
         from sglang.srt.disaggregation.local_prefill import Policy
 

@@ -88,9 +88,7 @@ class KvTransferCounters:
                 "decode_following_seconds", "Time that requests waited for transfers of others, summed."
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
-            self._mismatched = counter(
-                "decode_page_digest_mismatches", "Transfers whose KV did not arrive as prefill sent it."
-            )
+            self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
             self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds; 0 without a target.")
             self._step = gauge("decode_step_seconds", "Median time of the last decode steps, where a target is set.")
             self._predicted = gauge(

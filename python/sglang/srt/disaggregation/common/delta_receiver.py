@@ -185,30 +185,16 @@ class DeltaReceiver(Base):
         key = f"{addr}_{rank}_{{}}_{self.target_tp_rank}"
         keys = [key.format(cp) for cp in self.target_cp_ranks]
         known, new = self.state.handshake.reach(
-            manager.connections, addr, rank, lambda: known_ranks(manager.connection_pool, keys), self._ranks_fetcher
+            manager.connections,
+            addr,
+            rank,
+            lambda: known_ranks(manager.connection_pool, keys),
+            lambda: _ranks_fetcher(self),
         )
         for infos in known if new else []:
             self.bootstrap_infos = infos
             self._register_kv_args()
         self.bootstrap_infos = [info for infos in known for info in infos]
-
-    def _ranks_fetcher(self) -> Callable[[], None]:
-        """What a thread does to learn them. Raises ConnectionError."""
-        manager, addr = self.kv_mgr, self.bootstrap_addr
-        # Nothing is noted of this request, which may end meanwhile; and the scheduler registers its memory.
-        scout = copy.copy(self)
-        scout.bootstrap_room, scout._register_kv_args = None, lambda: None
-        prefill = manager.prefill_info_table.get(addr)
-
-        def fetch() -> None:
-            super(DeltaReceiver, scout)._setup_bootstrap_infos()
-            if scout.conclude_state == KVPoll.Failed:
-                raise ConnectionError("its bootstrap server does not say where its ranks listen, see the log")
-            if manager.prefill_info_table.get(addr) is not prefill:
-                manager.forget_connections(addr)
-                raise ConnectionError("it was lost in the meantime")
-
-        return fetch
 
     def failure(self) -> Exception:
         """Why this request failed, as the error to raise. To ask changes nothing."""
@@ -364,3 +350,22 @@ class DeltaReceiver(Base):
 
     def _forget_room(self) -> None:
         """Forget a request that has ended. Backends that keep state of a failed one override it."""
+
+
+def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
+    """What a thread does to learn the ranks of a receiver's prefill. Raises ConnectionError."""
+    manager, addr = receiver.kv_mgr, receiver.bootstrap_addr
+    # Nothing is noted of this request, which may end meanwhile; and the scheduler registers its memory.
+    scout = copy.copy(receiver)
+    scout.bootstrap_room, scout._register_kv_args = None, lambda: None
+    prefill = manager.prefill_info_table.get(addr)
+
+    def fetch() -> None:
+        super(DeltaReceiver, scout)._setup_bootstrap_infos()
+        if scout.conclude_state == KVPoll.Failed:
+            raise ConnectionError("its bootstrap server does not say where its ranks listen, see the log")
+        if manager.prefill_info_table.get(addr) is not prefill:
+            manager.forget_connections(addr)
+            raise ConnectionError("it was lost in the meantime")
+
+    return fetch
