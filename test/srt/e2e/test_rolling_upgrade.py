@@ -81,8 +81,9 @@ def test_versions_and_the_flag_change_under_load(clusters, model, earlier):
                 if version == "new":
                     held = {url: counter(url, "sglang:decode_prefix_hit_tokens_total") for url in cluster.decode_urls}
         assert not load.failed, load.failed[:3]
-        # What one has asked for lies in its tree, and is not asked for again: this version with the flag was at work.
-        assert all(tokens > 0 for tokens in held.values()), held
+        # What has been asked for lies in a tree, and is not asked for again: this version with the flag was at work.
+        # The gateway may send all that is known to the worker which came first.
+        assert sum(held.values()) > 0, held
         for url in cluster.prefill_urls:
             check_idle(url)
     finally:
