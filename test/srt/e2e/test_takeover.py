@@ -18,7 +18,7 @@ LATE_S = 3
 
 
 @pytest.fixture(scope="module")
-def cluster(clusters, model, truth, backend):
+def cluster(clusters, model, backend):
     """Decode 0 waits for no prefill for more than 3 s; decode 1 has two ranks, and waits."""
     yield clusters.get(
         model,

@@ -15,6 +15,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["NoTakeovers", "Takeovers", "first_reason", "make_takeovers", "reason_of"]
 
@@ -216,6 +219,10 @@ class Takeovers(NoTakeovers):
         """Have prefill, if it is there, drop the request. late: it is, and has to answer its client as well."""
         self._counters.taken_over()
         receiver, room = decode_req.kv_receiver, decode_req.req.bootstrap_room
+        state = "late" if late else "gone"
+        logger.warning(
+            "Request %s is computed here: its prefill %s is %s", decode_req.req.rid, receiver.bootstrap_addr, state
+        )
         if late:
             receiver.tells_later = True
             if self._tells:
