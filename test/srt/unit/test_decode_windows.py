@@ -355,6 +355,7 @@ def refuse(tree: type | None = None, **options) -> Scheduler:
         speculative_algorithm=None,
         enable_dp_attention=False,
         disaggregation_decode_verify_pages=False,
+        enable_hierarchical_cache=False,
     )
     vars(scheduler.server_args).update(options)
     runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=True)
@@ -367,6 +368,7 @@ def refuse(tree: type | None = None, **options) -> Scheduler:
     [
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"disaggregation_decode_verify_pages": True}, "--disaggregation-decode-verify-pages"),
     ],
 )

@@ -298,6 +298,16 @@ def test_host_memory_that_others_hold_is_not_taken():
     assert one.tier.host.peek(tokens(50, 12), None).length == 12
 
 
+def test_two_that_do_not_fit_together_do_not_take_it_from_each_other_for_ever():
+    one = world(host=16)
+    for start in (1, 50):
+        serve_to_end(one, tokens(start, 24))
+    for _ in range(20):
+        one.step()
+    assert not one.tier.saves.busy and one.tier.state()["dropped"] > 0
+    one.check()
+
+
 def test_the_least_recently_used_makes_room():
     one = world(host=32)
     for start in (1, 50, 100):

@@ -66,8 +66,9 @@ class Saves:
         page = tree.page_size
         self._limit = max(page, int(tree.pool_size * SAVING_PART) // page * page)
         self.under_way: list[Saving] = []
-        # A set in order. A node that has been saved, or is to be, is marked; see `_MARK`.
-        self.to_come: dict[TreeNode, None] = {}
+        # In order, each with the tokens up to which host memory has been given it already, from the prompt's start. A
+        # node that has been saved, or is to be, is marked; see `_MARK`.
+        self.to_come: dict[TreeNode, int] = {}
         # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed.
         self.saved_tokens = self.dropped_tokens = self.failed_tokens = 0
 
@@ -90,7 +91,7 @@ class Saves:
         """``node`` is new, or has been met again."""
         if node.hit_count >= self.hits and not getattr(node, _MARK, False):
             setattr(node, _MARK, True)
-            self.to_come[node] = None
+            self.to_come[node] = 0
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """``upper`` has taken the first tokens of ``lower``. A save of that is of both."""
@@ -112,15 +113,18 @@ class Saves:
             if left <= 0:
                 return
             if not _is_below(node, saving):
-                del self.to_come[node]
-                begun = self._begin(node, left)
+                begun = self._begin(node, left, self.to_come.pop(node))
                 if begun is not None:
                     self.under_way.append(begun)
                     saving.add(node)
                     left -= len(begun.slots)
 
-    def _begin(self, node: TreeNode, most: int) -> Saving | None:
-        """Begin to save what host memory lacks of the path to ``node``, at most so many tokens; None if nothing."""
+    def _begin(self, node: TreeNode, most: int, given: int) -> Saving | None:
+        """Begin to save what host memory lacks of the path to ``node``, at most so many tokens; None if nothing.
+
+        given: tokens that it has been given before. If these had to make room for others, the rest is not saved: they
+        would take it from each other for ever.
+        """
         path = [node]
         while path[-1].parent is not self._tree.root_node:
             path.append(path[-1].parent)
@@ -130,7 +134,7 @@ class Saves:
         lacks = len(tokens) - found.length
         if not lacks:
             return None
-        above_slots, above, slots = self._take(found, min(lacks, most))
+        above_slots, above, slots = self._take(found, min(lacks, most) if found.length >= given else 0)
         if slots is None:
             setattr(node, _MARK, False)
             self.dropped_tokens += lacks
@@ -177,7 +181,7 @@ class Saves:
             if is_known(node):
                 note_known(host.peek(saving.key.token_ids, saving.key.extra_key).path[-1])
             if saving.rest:
-                self.to_come[node] = None
+                self.to_come[node] = len(saving.key)
         else:
             setattr(node, _MARK, False)
             self.failed_tokens += len(slots)
