@@ -203,7 +203,11 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
 
     scheduler = object.__new__(Scheduler)
     args = {"speculative_algorithm": "EAGLE", "model_path": "target", "speculative_draft_model_path": "draft"}
-    args |= {"disaggregation_decode_enable_radix_cache": True, "enable_pegaflow": False}
+    args |= {
+        "disaggregation_decode_enable_radix_cache": True,
+        "enable_pegaflow": False,
+        "enable_hierarchical_cache": False,
+    }
     scheduler.server_args = SimpleNamespace(**args)
     scheduler.enable_overlap = overlap
     scheduler.tp_worker = SimpleNamespace(model_runner=runner(256, "LlamaForCausalLM"))

@@ -140,7 +140,7 @@ def test_trap_02_prefills_hit_and_decodes_are_not_added(prefill_hit):
     assert req.cached_tokens == max(prefill_hit, 16) <= len(prompt)
     scheduler = object.__new__(Scheduler)
     scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size = world.allocator, 2
-    kv_args = SimpleNamespace(kv_item_lens=[100, 100])
+    scheduler.tree_cache, kv_args = world.tree, SimpleNamespace(kv_item_lens=[100, 100])
     scheduler.disagg_decode_prealloc_queue = SimpleNamespace(kv_manager=SimpleNamespace(kv_args=kv_args))
     details = scheduler._get_cached_tokens_details(req)
     assert details == {
