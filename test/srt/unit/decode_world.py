@@ -214,6 +214,8 @@ class World(DecodeWorker):
             windows=windows,
         )
         self._ids = itertools.count(1)
+        # Whether followers were not looked at in the last step, and nothing shows that any more.
+        self.looks_later = False
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
         self.weights = 1
         self.weights_of: dict[str, int] = {}
@@ -474,7 +476,7 @@ class World(DecodeWorker):
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
         # memory, that is not in each step.
         transfers = {dr.entry for dr in (*self.transfer.queue, *computed)}
-        looked_at = not self.queue.retracted_queue
+        looked_at = not self.queue.retracted_queue and not self.looks_later
         assert not looked_at or all(
             # One that is computed here leaves when its step is launched, after they were looked at.
             entry.leader is None or not entry.coming or entry.leader.owner in transfers or entry.leader.owner.local

@@ -120,8 +120,14 @@ class LoopScheduler(Scheduler):
         self.tp_worker = SimpleNamespace(update_weights_from_disk=loop.update_weights)
 
     def recv_requests(self) -> list:
+        self.loop.looks_later = False
         self.loop.between_steps()
         return []
+
+    def abort_request(self, recv_req: Any) -> None:
+        # While a retracted request waits, nobody is looked at, and it need not be there any longer after this.
+        self.loop.looks_later |= bool(self.disagg_decode_prealloc_queue.retracted_queue)
+        super().abort_request(recv_req)
 
     def process_input_requests(self, recv_reqs: list) -> None:
         self.update_if_idle()
