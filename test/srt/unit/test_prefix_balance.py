@@ -176,6 +176,7 @@ def dispatch(monkeypatch):
         soft_watchdog_timeout=None,
         enable_metrics=False,
         page_size=1,
+        enable_hierarchical_cache=False,
     )
     return controller.DataParallelController(args, None, None)
 

@@ -286,7 +286,8 @@ scripts = st.lists(st.lists(losses, max_size=3), min_size=15, max_size=40)
 
 # One that chance need not find: a prefill is lost before it was asked, and one that was asked.
 LONG = {"prompt": [1, 2] * 6, "max_new": 4, "stop": None, "grammar": False, "logprobs": False}
-LOST_TWICE = [[("arrive", LONG), ("lose", 0)], *[[]] * 8, [("arrive", LONG | {"prompt": [2] * 12})], [], [], [("lose", 0)]]
+OTHER = LONG | {"prompt": [2] * 12}
+LOST_TWICE = [[("arrive", LONG), ("lose", 0)], *[[]] * 8, [("arrive", OTHER)], [], [], [("lose", 0)]]
 
 
 class LossyPlay(Play):
