@@ -11,6 +11,7 @@ import requests
 import torch
 from conftest import aggregated_answers
 from pd import FLAG, TP2, Pair, base_prompt, conversations, counter, log_of
+from test_host_tier import HOST, SMALL, check
 from test_oracle import (  # noqa: F401
     CHUNK,
     off,
@@ -83,6 +84,19 @@ def test_a_full_hit_brings_the_state_and_no_kv(on, truth, page):  # noqa: F811
     assert again["meta_info"]["cached_tokens_details"]["transferred"] == 0
     kv, states = (counter(on.prefill_url, name) - was for name, was in zip(names, before, strict=True))
     assert kv == 0 and states > 0
+
+
+def test_a_host_tier_keeps_the_kv_and_prefill_sends_the_state(clusters, model, truth, backend, page):
+    extra = [*SLOTS, *(EXTRA_BUFFER if page > 1 else [])]
+    cluster = clusters.get(
+        model,
+        decode=1,
+        prefill_args=extra,
+        decode_args=[[*SMALL, *HOST, *extra]],
+        common_args=["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]],
+        backend=backend,
+    )
+    check(Pair(cluster), truth)
 
 
 def test_the_truth_is_what_transformers_says(truth, model):

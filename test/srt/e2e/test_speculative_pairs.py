@@ -24,6 +24,7 @@ from pd import (
     log_of,
     words,
 )
+from test_host_tier import HOST, LOADED
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
@@ -223,6 +224,39 @@ def test_retraction(small, plain, version):
     assert all(retracted.values()), retracted
     on = Pair(small, decode=WORKERS[version][0])
     assert counter(on.decode_url, "sglang:evicted_tokens_total") > 0
+
+
+# ---- host memory ----
+
+
+@pytest.fixture(scope="module")
+def hosted(clusters, eagle, plain, backend):
+    return clusters.get(
+        eagle,
+        decode=2,
+        decode_args=[[*SMALL, FLAG, *HOST]] * 2,
+        decode_env=[V1, V2],
+        prefill_env=V1,
+        common_args=speculating(eagle, "--page-size", "16"),
+        backend=backend,
+    )
+
+
+@pytest.mark.parametrize("decode", [0, 1], ids=["v1", "v2"])
+def test_drafts_come_back_from_host_memory(hosted, plain, decode):
+    """With the draft's KV of other pages, or of none, fewer tokens would be accepted."""
+    pair = Pair(hosted, decode=decode)
+    first, again, alone = Watched(pair), Watched(pair), Watched(pair)
+    for send in (first, again):
+        assert conversations(send, 6, 1, 5, 96) == plain["long"]
+    assert counter(pair.decode_url, LOADED) > 0
+    for prompt in again.accepted:
+        # Host memory forgets as well.
+        pair.flush()
+        alone(list(prompt), 96)
+    assert first.accepted == again.accepted == alone.accepted
+    assert alone.length() > 1.3
+    pair.check_idle()
 
 
 # ---- TP ranks ----

@@ -476,6 +476,8 @@ def options(**given: Any) -> Any:
                 "enable_streaming_session",
                 "enable_lora_overlap_loading",
                 "speculative_algorithm",
+                "model_path",
+                "speculative_draft_model_path",
                 "hicache_storage_backend",
             ),
             None,
@@ -491,17 +493,17 @@ def options(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("kind", "given", "says"),
     [
-        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
-        ({"hicache_write_policy": "write_back"}, "write_back"),
-        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, "--speculative-algorithm"),
+        (cache_support.DECODE, {"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+        (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "write_back"),
+        (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],
 )
-def test_what_is_not_verified_with_it_is_refused(given, says):
-    cache_support.check(cache_support.DECODE, options())
+def test_what_is_not_verified_with_it_is_refused(kind, given, says):
+    cache_support.check(kind, options())
     with pytest.raises(ValueError, match=says):
-        cache_support.check(cache_support.DECODE, options(**given))
+        cache_support.check(kind, options(**given))
 
 
 def test_without_it_a_tree_has_none():

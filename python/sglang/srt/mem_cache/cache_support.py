@@ -109,7 +109,6 @@ DECODE = CacheKind(
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
                 _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
                 _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
-                _host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.
@@ -154,6 +153,10 @@ LINEAR = CacheKind(
             "({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
             "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
             (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
+        ),
+        Refused(
+            f"{FLAG} is not verified for a model with linear attention together with {{name}}. Leave one of them out.",
+            (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
         ),
     ),
 )
