@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import requests
@@ -84,7 +85,7 @@ class Side:
         body = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True},
-            "bootstrap_host": "127.0.0.1",
+            "bootstrap_host": urlsplit(self.prefill.url).hostname,
             "bootstrap_port": self.prefill.bootstrap_port,
             "bootstrap_room": random.randrange(1, 2**62),
         }

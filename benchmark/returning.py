@@ -2,11 +2,15 @@
 
     python benchmark/returning.py --runs 3
     python benchmark/returning.py --clients 24 --turns 4 --prefill-pool 16384 --json returning.json
+    sudo python benchmark/returning.py --runs 1 --link 2gbit,500mbit,125mbit
 
 One prefill and three decode workers: the flag off, on, and on with --enable-hierarchical-cache. Each client has a
 conversation of its own, and a round is one turn of every client, so that before a conversation comes back all others
 have passed through the pool: the least recently used is always the one that is wanted next. The sides take turns, in
 every other run the other way round, with the same requests; answers must be the same.
+
+With --link, prefill is on one made host and the decode workers on another; what goes between them passes a link
+of that rate.
 
 KV sent / least: the least is what a decode worker needs that forgets nothing, in pages.
 """
@@ -21,11 +25,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from local_prefill import Side, Told, words
 
+from sglang_pd_radix.tools import netns
 from sglang_pd_radix.tools.bench.stats import percentile
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
@@ -93,6 +99,28 @@ def row(name: str, runs: Sequence[dict[str, Any]], page_bytes: float) -> str:
     return f"| {name} | " + " | ".join(f"{cell:.2f}" if cell < 20 else f"{cell:.0f}" for cell in cells) + " |"
 
 
+def measure(sides: Sequence[Side], args: argparse.Namespace, title: str) -> dict[str, list[dict[str, Any]]]:
+    """All runs of all sides, and their table. title: what is told above it."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+    for n in range(args.runs + 1):
+        for i in (0, 1, 2) if n % 2 else (2, 1, 0):
+            # The first warms the workers up.
+            one = run(sides[i], n, args.clients if n else args.at_once, args.turns if n else 2, args.at_once)
+            if n:
+                runs[SIDES[i]].append(one)
+                print(f"# run {n}, {SIDES[i]}: host {one['host']}, audit {one['audit']}", flush=True)
+    # Bytes of a page, from what off sends: every page of every prompt.
+    prompts = sum(-(-(DOCUMENT + turn * (ANSWER + QUESTION)) // PAGE) for turn in range(args.turns)) * args.clients
+    page_bytes = statistics.median(one["sent_bytes"] for one in runs["off"]) / prompts
+    if title:
+        print(f"\n{title}\n")
+    print("| side | KV sent / least | KV, MiB | TTFT p50, ms | p99 | ITL mean, ms | prefill CPU, s | decode CPU, s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in SIDES:
+        print(row(name, runs[name], page_bytes), flush=True)
+    return runs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="runs of each side (default: 3)")
@@ -105,6 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode-options", default="", help="more options of both decode workers with the flag")
     parser.add_argument("--backend", default="nixl")
     parser.add_argument("--model", help="default: a made one")
+    parser.add_argument(
+        "--link", metavar="RATES", help="of the link between prefill and decode, as 2gbit,500mbit; as root"
+    )
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
@@ -112,35 +143,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     pool = ["--max-total-tokens", str(args.pool)]
     on = [*pool, RADIX_FLAG, *args.decode_options.split()]
     host = ["--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio)]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
-    with Cluster(
-        model,
-        decode=3,
-        decode_args=[pool, on, [*on, *host]],
-        prefill_args=["--max-total-tokens", str(args.prefill_pool)],
-        common_args=common,
-        backend=args.backend,
-    ) as cluster:
-        sides = [Side(cluster, i) for i in range(len(SIDES))]
-        for n in range(args.runs + 1):
-            for i in (0, 1, 2) if n % 2 else (2, 1, 0):
-                # The first warms the workers up.
-                turns = args.turns if n else 2
-                one = run(sides[i], n, args.clients if n else args.at_once, turns, args.at_once)
-                if n:
-                    runs[SIDES[i]].append(one)
-                    print(f"# run {n}, {SIDES[i]}: host {one['host']}, audit {one['audit']}", flush=True)
-        # Bytes of a page, from what off sends: every page of every prompt.
-        prompts = sum(-(-(DOCUMENT + turn * (ANSWER + QUESTION)) // PAGE) for turn in range(args.turns)) * args.clients
-        page_bytes = statistics.median(one["sent_bytes"] for one in runs["off"]) / prompts
-    print("| side | KV sent / least | KV, MiB | TTFT p50, ms | p99 | ITL mean, ms | prefill CPU, s | decode CPU, s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name in SIDES:
-        print(row(name, runs[name], page_bytes))
+    options = {
+        "decode": 3,
+        "decode_args": [pool, on, [*on, *host]],
+        "prefill_args": ["--max-total-tokens", str(args.prefill_pool)],
+        "common_args": common,
+        "backend": args.backend,
+    }
+    rates = [netns.bits_per_s(text) for text in args.link.split(",")] if args.link else [None]
+    found: dict[str, Any] = {}
+    with netns.TwoHosts() if args.link else nullcontext() as hosts:
+        if hosts is not None:
+            options["hosts"] = {"prefill": hosts.prefill, "decode": hosts.decode}
+        with Cluster(model, **options) as cluster:
+            sides = [Side(cluster, i) for i in range(len(SIDES))]
+            for rate in rates:
+                if hosts is not None:
+                    hosts.set_rate(rate)
+                title = "" if rate is None else f"link of {netns.rate_text(rate)}"
+                found[title] = measure(sides, args, title)
     if args.json:
-        args.json.write_text(json.dumps(runs))
-    same = all([one["answers"] for one in runs[name]] == [one["answers"] for one in runs["off"]] for name in SIDES)
-    sound = not any(one["audit"] for found in runs.values() for one in found)
+        args.json.write_text(json.dumps(found))
+    same = all(
+        [one["answers"] for one in runs[name]] == [one["answers"] for one in runs["off"]]
+        for runs in found.values()
+        for name in SIDES
+    )
+    sound = not any(one["audit"] for runs in found.values() for side in runs.values() for one in side)
     print("All answers are the same." if same else "ANSWERS DIFFER between the sides.")
     if not sound:
         print("AN AUDIT FOUND FAULTS.")

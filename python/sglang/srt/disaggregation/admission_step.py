@@ -221,6 +221,7 @@ class Admission:
         decode_req.advance(ADMITTED)
         if decode_req.error is not None:
             return
+        req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
         try:
             source = self._local if entry.local and self._local is not None else self.deltas
             source.request(decode_req, fence)

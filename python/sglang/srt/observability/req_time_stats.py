@@ -1,10 +1,13 @@
-"""Transfer figures of a request whose prefix decode held, and its time stamps for `pd-radix trace`.
+"""Transfer figures of a request whose prefix decode held, its spans, and its time stamps for `pd-radix trace`.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); for the time stamps none is known.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); for spans and time stamps none is known.
 """
 
 from __future__ import annotations
 
+import time
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.observability import req_time_stats as engine
 from sglang.srt.observability import request_life
 
@@ -28,6 +31,32 @@ class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
                 life = request_life.stamps(self, request_life.SCHEDULER_STAGES, engine.global_diff_realtime_monotonic)
             state = {**state, "life": life}
         return state
+
+    def note_admitted(self, held: int, host: int, local: bool, followed_s: float) -> None:
+        """Tell the span of the handshake that a decode worker has admitted the request; it ends when KV is asked for.
+
+        held, host: tokens of the prompt that the tree holds, and further ones from host memory. local: whether the rest
+        is computed here. followed_s: seconds for which it has waited for another request's transfer.
+        """
+        if self.trace_ctx.tracing_enable:
+            told = {"held_tokens": held, "host_tokens": host, "computed_here": local, "followed_s": followed_s}
+            at = engine.convert_time_to_realtime_ns(time.perf_counter())
+            self.trace_ctx.trace_event("admitted", 1, at, told)
+
+    def set_prefill_finished_time(self, ts: float | None = None) -> None:
+        """On a decode worker that has computed the prompt, within the span in which the request decodes.
+
+        The engine would close that span, and take the first step of decode for as long as its clock has run.
+        """
+        if self.disagg_mode != DisaggregationMode.DECODE:
+            super().set_prefill_finished_time(ts)
+        elif self.last_prefill_finished_time == 0.0:
+            ts = time.perf_counter() if ts is None else ts
+            self.prefill_finished_time = self.prefill_finished_time or ts
+            self.last_prefill_finished_time = self.last_decode_finish_time = ts
+            stage = engine.RequestStage.PREFILL_FORWARD
+            self.observe_per_stage_req_latency(stage, ts - self.last_forward_entry_time)
+            self.trace_slice(stage, self.last_forward_entry_time, ts)
 
     def compute_and_observe_kv_transfer_metrics(self, num_tokens: int, **kwargs) -> dict | None:
         """Wraps the engine's figures, which take every prompt token for sent: size and speed are those of the delta."""
