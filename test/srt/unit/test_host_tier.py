@@ -52,6 +52,12 @@ class HostLife(Life):
         """Others take the pool."""
         self.world.tree.evict_shortfall(self.world.tree.evictable_size())
 
+    @rule()
+    def memory_runs_out(self):
+        """As in a decode step: saves let go of the device, and then others take the pool."""
+        self.world.tier.saves.release_device()
+        self.evict()
+
     @precondition(lambda self: self.world.tier.host.evictable_size())
     @rule(i=st.integers(0, 9), more=st.lists(st.integers(1, 2), max_size=6))
     def come_back(self, i, more):
@@ -330,6 +336,77 @@ def test_memory_that_only_saves_hold_is_had_before_anybody_is_retracted():
         one.tier.memory.wait()
         one.step()
     assert one.tier.saves.saved_tokens == 16 and req in one.running
+    one.check()
+
+
+def settle(one: World) -> None:
+    for _ in range(30):
+        one.tier.memory.wait()
+        one.step()
+
+
+def test_of_a_node_that_left_while_a_part_of_it_was_saved_nothing_more_is():
+    """A step that lacks memory lets go of it; its slots are others' when the next part would be copied."""
+    one = world(late=True, size=128, host=512)
+    prompt = tokens(1, 64)
+    serve_to_end(one, prompt)
+    one.step()
+    (saving,) = one.tier.saves.under_way
+    assert saving.rest
+    assert one.tier.saves.release_device() == 1
+    leave_pool(one)
+    other = admit(one, tokens(200, 120))
+    one.complete(other)
+    settle(one)
+    # `World.check` reads what is in them.
+    assert one.tier.host.peek(prompt, None).length == len(saving.slots) == 16
+    one.check()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_the_head_of_a_leaf_that_left_before_it_was_saved_is_saved(under_way):
+    """An eviction takes what it needs off a leaf: what it leaves was to be saved with it."""
+    one = world(late=True, size=128, host=512)
+    prompt = tokens(1, 32)
+    if not under_way:
+        # As much as may be held for saving.
+        serve_to_end(one, tokens(500, 32))
+        one.step()
+    serve_to_end(one, prompt)
+    one.step()
+    if under_way:
+        assert one.tier.saves.release_device() == 1
+    one.tree.evict_shortfall(8)
+    assert one.tree.peek(prompt, None).length == 24
+    settle(one)
+    assert one.tier.host.peek(prompt, None).length == 24
+    leave_pool(one)
+    assert admit(one, prompt[:24]).kv_receiver.prefix_len == 24
+    one.check()
+
+
+@pytest.mark.parametrize("cause", ["no room", "no copy"])
+def test_all_of_a_path_that_was_not_saved_is_when_it_is_used_again(monkeypatch, cause):
+    one = world(late=True, size=128, host=512)
+    prompt = tokens(1, 16)
+    # As much as may be held for saving: the others wait, and are split meanwhile.
+    serve_to_end(one, tokens(500, 32))
+    one.step()
+    serve_to_end(one, prompt)
+    serve_to_end(one, prompt[:8] + tokens(50, 4))
+    assert len(one.tier.saves.to_come) == 2
+    if cause == "no room":
+        monkeypatch.setattr(one.tier.host.pool, "alloc", lambda need: None)
+    else:
+        monkeypatch.setattr(one.tier.memory, "save", broken)
+    settle(one)
+    assert one.tier.host.peek(prompt, None).length == 0 and not one.tier.saves.busy
+    assert (one.tier.saves.dropped_tokens if cause == "no room" else one.tier.saves.failed_tokens) >= 28
+    monkeypatch.undo()
+    # What both have, alone.
+    serve_to_end(one, prompt[:8])
+    settle(one)
+    assert one.tier.host.peek(prompt, None).length == 8
     one.check()
 
 

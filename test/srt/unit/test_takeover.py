@@ -359,6 +359,36 @@ def test_tp_ranks_take_over_the_same_in_the_same_steps(pair, page_size):
 # ---- real managers, receivers and senders ----
 
 
+def no_memory_on_one(rank: int) -> tuple:
+    """Who is computed here, whose memory cannot be had on rank 1; and another one."""
+    loop = loop_of(size=128, page_size=4, max_reqs=6, group=dist.group.WORLD)
+    give, phases = loop.queue.memory.give, []
+
+    def fail(req: Any, *args: Any) -> None:
+        if rank == 1 and req.rid == failing.req.rid:
+            raise MemoryError("none on this rank")
+        give(req, *args)
+
+    loop.queue.memory.give = fail
+    failing = arrive([1] * 3)(loop)
+    arrive([2] * 4)(loop)
+
+    def between() -> None:
+        phases.append(failing.phase.name)
+        if loop.iterations > 30:
+            raise LoopEnds
+
+    loop.run(between)
+    loop.check_answers()
+    return phases[2:], sorted((req.rid, len(req.output_ids), req.finished_reason.to_json()["type"]) for req in loop.told)
+
+
+def test_one_rank_that_cannot_begin_what_the_others_compute(pair):
+    """They agree on its failure in as many reductions as ever, and it gives its memory back in the same step."""
+    phases, told = assert_same(pair.run(no_memory_on_one))
+    assert "RELEASED" in phases and sorted(kind for *_, kind in told) == ["abort", "length"]
+
+
 def is_silent(bench: Bench, req: Any) -> None:
     """For as long as anything is waited for."""
     time_runs_out(bench, req)

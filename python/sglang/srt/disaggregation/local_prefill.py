@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
-__all__ = ["LocalPrefills", "LocalReq", "Policy", "Slice", "may_compute", "needs_prefill"]
+__all__ = ["LocalPrefills", "LocalReq", "Policy", "Slice", "is_local", "may_compute", "needs_prefill"]
 
 
 class Policy(NamedTuple):
@@ -121,6 +121,12 @@ class Slice(NamedTuple):
 
     one: LocalReq
     end: int
+
+
+def is_local(decode_req: DecodeRequest) -> bool:
+    """Whether a request that was admitted is computed here, the same on all ranks: one may have failed to begin it."""
+    phase = decode_req.phase
+    return phase is Phase.LOCAL or (phase is Phase.ADMITTED and decode_req.entry.local)
 
 
 class LocalPrefills:

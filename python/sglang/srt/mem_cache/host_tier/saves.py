@@ -98,8 +98,15 @@ class Saves:
         setattr(upper, _MARK, getattr(lower, _MARK, False))
 
     def on_removal(self, node: TreeNode) -> None:
-        """A node which is gone is saved no more."""
-        self.to_come.pop(node, None)
+        """A node which is gone is saved no more, nor the rest of one that is under way and has let go of it."""
+        setattr(node, _MARK, False)
+        if self.to_come.pop(node, None) is not None:
+            self._save_above(node)
+
+    def _save_above(self, node: TreeNode) -> None:
+        """``node`` was to be saved and is gone: what is left of its path is to be."""
+        if getattr(node.parent, _MARK, False):
+            self.to_come.setdefault(node.parent, 0)
 
     # ---- steps ----
 
@@ -125,10 +132,7 @@ class Saves:
         given: tokens that it has been given before. If these had to make room for others, the rest is not saved: they
         would take it from each other for ever.
         """
-        path = [node]
-        while path[-1].parent is not self._tree.root_node:
-            path.append(path[-1].parent)
-        path.reverse()
+        path = self._path(node)
         tokens = [token for one in path for token in one.key.token_ids]
         found = self._host.peek(tokens, node.key.extra_key)
         lacks = len(tokens) - found.length
@@ -136,7 +140,7 @@ class Saves:
             return None
         above_slots, above, slots = self._take(found, min(lacks, most) if found.length >= given else 0)
         if slots is None:
-            setattr(node, _MARK, False)
+            self._unmark(node, found.length)
             self.dropped_tokens += lacks
             return None
         end = found.length + len(slots)
@@ -180,13 +184,33 @@ class Saves:
             self.saved_tokens += len(slots)
             if is_known(node):
                 note_known(host.peek(saving.key.token_ids, saving.key.extra_key).path[-1])
-            if saving.rest:
+            if saving.rest and getattr(node, _MARK):
                 self.to_come[node] = len(saving.key)
+            elif saving.rest:
+                self._save_above(node)
         else:
-            setattr(node, _MARK, False)
+            self._unmark(node, len(saving.above_slots))
             self.failed_tokens += len(slots)
             host.pool.free(slots)
         host.dec_lock_ref(saving.above)
+
+    def _unmark(self, node: TreeNode, held: int) -> None:
+        """Of the path to ``node``, what is behind the ``held`` tokens in host memory is not there: its next use counts."""
+        path = self._path(node)
+        end = sum(len(one.key) for one in path)
+        for one in reversed(path):
+            if end <= held:
+                return
+            setattr(one, _MARK, False)
+            end -= len(one.key)
+
+    def _path(self, node: TreeNode) -> list[TreeNode]:
+        """The nodes from below the root to ``node``."""
+        path = []
+        while node is not self._tree.root_node:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
 
     def unlock(self, saving: Saving) -> None:
         """Let go of the node on the device. The copy must have ended."""
