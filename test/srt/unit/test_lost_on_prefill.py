@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
@@ -181,6 +183,34 @@ def test_what_decode_computes_after_all_is_computed_no_further(loop: PrefillLoop
         assert [req.bootstrap_room for req, _ in scheduler.told].count(OTHER) == 1
         scheduler.assert_nothing_held()
         assert rank.told(f"{ROOM}_fail")
+
+
+@pytest.mark.parametrize("heard_by_one", ["its request", "its cancel"])
+def test_what_decode_computes_after_all_leaves_all_ranks_queues(loop: PrefillLoop, heard_by_one: str):
+    """What decode has told one rank on its way to the others, or has taken back, changes none of them alone."""
+    loop.arrive(100, ROOM, asked=heard_by_one == "its cancel")
+    if heard_by_one == "its request":
+        wire = loop.not_asked
+        wire.start_decode()
+        indices = np.arange(32, 32 + wire.num_pages, dtype=np.int32)
+        wire.receivers[0].send_metadata(indices, 1, None, decode_prefix_len=0)
+        nixl_wire.until(lambda: ROOM in loop.wire.prefill[0].manager.transfer_infos, "asked")
+    heard: set[int] = set()
+
+    def before(scheduler: PrefillScheduler) -> None:
+        if scheduler.tp_rank not in heard:
+            heard.add(scheduler.tp_rank)
+            if heard_by_one == "its cancel" and scheduler.tp_rank == 0:
+                manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+                manager.rooms.give_up(ROOM)
+                manager.settle()
+            scheduler.handle_computed_request(ComputedReq(ROOM))
+
+    loop.before = before
+    loop.run(6)
+    for scheduler in loop.schedulers:
+        assert not scheduler.disagg_prefill_bootstrap_queue.queue
+        scheduler.assert_nothing_held()
 
 
 def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):

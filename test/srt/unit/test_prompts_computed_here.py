@@ -310,6 +310,10 @@ def test_who_listens_hears():
     assert got == [7]
 
 
+class State(SimpleNamespace):
+    """That can be referred to weakly, as the engine's."""
+
+
 class Front:
     """A tokenizer manager as far as `ComputedAnswers` knows it."""
 
@@ -321,7 +325,7 @@ class Front:
     def add(self, rid: str, room: int, sent: bool) -> Any:
         import asyncio
 
-        state = SimpleNamespace(
+        state = State(
             obj=SimpleNamespace(bootstrap_room=room, return_logprob=False, lora_path=None),
             sent=sent,
             finished=False,
@@ -339,6 +343,8 @@ def test_a_request_that_waits_is_answered_and_dropped():
     front = Front()
     answers = ComputedAnswers(front)
     other, state = front.add("x", 4, True), front.add("a", 5, True)
+    for rid, room in (("x", 4), ("a", 5)):
+        assert not answers.answers(SimpleNamespace(rid=rid, bootstrap_room=room, input_ids=[1] * 9))
     answers.note(5)
     assert state.finished and state.event.is_set() and front.sent == [ComputedReq(5)]
     meta = state.out_list[0]["meta_info"]

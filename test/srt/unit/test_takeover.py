@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from decode_world import HostSizes
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -380,13 +382,117 @@ def no_memory_on_one(rank: int) -> tuple:
 
     loop.run(between)
     loop.check_answers()
-    return phases[2:], sorted((req.rid, len(req.output_ids), req.finished_reason.to_json()["type"]) for req in loop.told)
+    return phases, sorted((req.rid, len(req.output_ids), req.finished_reason.to_json()["type"]) for req in loop.told)
 
 
 def test_one_rank_that_cannot_begin_what_the_others_compute(pair):
     """They agree on its failure in as many reductions as ever, and it gives its memory back in the same step."""
     phases, told = assert_same(pair.run(no_memory_on_one))
     assert "RELEASED" in phases and sorted(kind for *_, kind in told) == ["abort", "length"]
+
+
+def no_memory_beside_others(rank: int) -> list[str]:
+    """The same beside one that decodes; a third request comes in the same step and would not fit into the queue."""
+    loop = loop_of(size=256, page_size=4, max_reqs=8, group=dist.group.WORLD)
+    give, reqs = loop.queue.memory.give, []
+
+    def fail(req: Any, *args: Any) -> None:
+        if rank == 1 and req.rid == "r2":
+            raise MemoryError("none on this rank")
+        give(req, *args)
+
+    loop.queue.memory.give = fail
+
+    def between() -> None:
+        if loop.iterations == 1:
+            arrive([1] * 3, max_new=40)(loop)
+        if loop.iterations == 5:
+            reqs.extend(arrive([token] * 4, max_new=3)(loop) for token in (2, 3, 4))
+        if loop.iterations > 12:
+            raise LoopEnds
+
+    loop.run(between)
+    return [decode_req.phase.name for decode_req in reqs]
+
+
+def test_what_one_rank_could_not_begin_counts_on_all(pair):
+    """Or the next one is computed here on one rank and asked of prefill on the other."""
+    assert assert_same(pair.run(no_memory_beside_others)) == ["RELEASED", "COMMITTED", "ASKED"]
+
+
+@pytest.mark.parametrize("prompts", ["long", "short"])
+def test_who_has_all_of_its_kv_begins_beside_prompts_that_are_computed(prompts):
+    """However long they are, and however many come, if none of them decodes."""
+    loop = loop_of(size=2048, page_size=4, max_reqs=16)
+    loop.transfer.local.policy = POLICY._replace(most=12, queued=40, debt=400)
+    if prompts == "long":
+        script = {1: lambda loop: [arrive([9] * 30, max_new=3)(loop), *(arrive([n] * 400)(loop) for n in (6, 7))]}
+        script[2] = lambda loop: [lose(one) for one in loop.queue.queue if len(one.req.origin_input_ids) == 400]
+    else:
+        # One in each turn, whose only token comes of its prompt.
+        script = {n: arrive([20 + n % 40, 1 + n // 40, 3, 4], max_new=1) for n in range(3, 80)}
+        script[1] = arrive([9] * 30, max_new=3)
+    script[6] = lambda loop: [loop.complete(one) for one in loop.asked]
+    ready = []
+
+    def between() -> None:
+        if loop.iterations in script:
+            script[loop.iterations](loop)
+        ready.append([req.rid for req in loop.scheduler.waiting_queue])
+        if loop.iterations > 90:
+            raise LoopEnds
+
+    if prompts == "short":
+        in_turns(loop, between)
+    else:
+        loop.run(between)
+    assert sum("r1" in rids for rids in ready) <= 2
+    assert "r1" in [req.rid for req in loop.told]
+
+
+def in_turns(loop: Loop, between: Callable[[], None]) -> None:
+    """Run the engine's other loop, in which each step is over before the next begins."""
+    forward = loop.forward
+
+    def forward_to_its_end(batch: Any, **options: Any) -> Any:
+        result = forward(batch)
+        loop.steps[-1].synchronize()
+        return result
+
+    loop.between, loop.scheduler.enable_overlap, loop.scheduler.enable_hisparse = between, False, False
+    loop.scheduler.model_worker.forward_batch_generation = forward_to_its_end
+    with contextlib.suppress(LoopEnds):
+        loop.scheduler.event_loop_normal_disagg_decode()
+
+
+def test_what_cannot_be_copied_from_host_memory_is_computed_without_a_prefill():
+    """Nobody else could send it."""
+    loop = loop_of(size=64, page_size=4, host=HostSizes(256))
+    prompt = [1] * 24
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the copy cannot begin")
+
+    def lost() -> None:
+        loop.tree.evict_shortfall(loop.tree.evictable_size())
+        assert loop.tier.host.evictable_size() >= 24
+        loop.tier.load = fail
+        lose(arrive(prompt + [5] * 8, max_new=2)(loop))
+
+    def between() -> None:
+        if loop.iterations == 1:
+            arrive(prompt, max_new=2)(loop)
+        for one in loop.asked:
+            loop.complete(one)
+        if loop.iterations == 20:
+            lost()
+        if loop.iterations > 40:
+            raise LoopEnds
+
+    loop.run(between)
+    loop.check_answers()
+    assert ended_well(loop) == {"r1", "r2"} and loop.tier.failed_loads == 1
+    assert [part[1:] for part in loop.extended if part[0] == "r2"] == [(0, 8), (8, 16), (16, 24), (24, 32)]
 
 
 def is_silent(bench: Bench, req: Any) -> None:

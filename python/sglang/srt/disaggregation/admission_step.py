@@ -219,11 +219,11 @@ class Admission:
         # Others may follow it from now on.
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)
-        if decode_req.error is not None:
+        source = self._local if entry.local and self._local is not None else self.deltas
+        if decode_req.error is not None and source is self.deltas:
             return
         req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
         try:
-            source = self._local if entry.local and self._local is not None else self.deltas
             source.request(decode_req, fence)
         except Exception as e:
             decode_req.lose(e)

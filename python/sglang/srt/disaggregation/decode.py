@@ -38,7 +38,7 @@ from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedu
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.itl_gate import ItlGate
-from sglang.srt.disaggregation.local_prefill import LocalPrefills, is_local
+from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
@@ -490,7 +490,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self._set_aside(decode_req, released, closed=False)
             elif poll == KVPoll.Failed:
                 self._fail(decode_req)
-                self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or is_local(decode_req))
+                self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
             elif decode_req.phase is LOCAL and self.local is not None and poll == KVPoll.Success:
                 self.local.agree(decode_req)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.deferred_release import let_go
+from sglang.srt.disaggregation.no_prefill import is_taken_over
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -64,8 +65,11 @@ class HostLoads:
         if begun and load is not None:
             req.load_start, req.host_prefix_len = load.start, load.end
             return load.end
-        logger.error("KV of %s is not copied from host memory: its prefill sends it", req.rid, exc_info=error)
+        logger.error(
+            "KV of %s is not copied from host memory: it comes as if it were not there", req.rid, exc_info=error
+        )
         self._tier.failed_loads += 1
-        decode_req.entry.local = False
+        # Without a prefill the rest is computed here all the same.
+        decode_req.entry.local = is_taken_over(decode_req)
         let_go(decode_req, self._tier.tree)
         return held

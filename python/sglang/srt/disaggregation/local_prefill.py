@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
-__all__ = ["LocalPrefills", "LocalReq", "Policy", "Slice", "is_local", "may_compute", "needs_prefill"]
+__all__ = ["LocalPrefills", "LocalReq", "Policy", "Slice", "may_compute", "needs_prefill"]
 
 
 class Policy(NamedTuple):
@@ -123,12 +123,6 @@ class Slice(NamedTuple):
     end: int
 
 
-def is_local(decode_req: DecodeRequest) -> bool:
-    """Whether a request that was admitted is computed here, the same on all ranks: one may have failed to begin it."""
-    phase = decode_req.phase
-    return phase is Phase.LOCAL or (phase is Phase.ADMITTED and decode_req.entry.local)
-
-
 class LocalPrefills:
     """The requests of one decode rank that are computed here, from admission until they decode."""
 
@@ -187,13 +181,14 @@ class LocalPrefills:
     def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
         """Take over a request that has its memory, and have its prefill drop it.
 
-        A step in flight comes before ours in the stream, so it need not be waited for.
+        One that could not get it on this rank, too: the others do not know, and decide by what is here. The next poll
+        fails it on all. A step in flight comes before ours in the stream, so it need not be waited for.
         """
         req = decode_req.req
-        req.transfer_prefix_len = req.held_len
-        req.computed_here = len(req.origin_input_ids) - req.held_len
+        req.computed_here = decode_req.entry.delta
+        req.transfer_prefix_len = len(req.origin_input_ids) - req.computed_here
         decode_req.advance(Phase.LOCAL)
-        self.waiting.append(LocalReq(decode_req, req.held_len))
+        self.waiting.append(LocalReq(decode_req, req.transfer_prefix_len))
         req.time_stats.set_decode_transfer_queue_entry_time()
         # Prefill has been asked for nothing.
         receiver = decode_req.kv_receiver

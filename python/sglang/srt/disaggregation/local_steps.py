@@ -67,10 +67,10 @@ def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
     if running.is_empty():
         running.batch_is_full = False
     elif after_local:
-        # Or who decodes would stand still for as long as prompts come.
         running.filter_batch(v1_spec_info_filtered=True)
-        if not running.is_empty():
-            return None
+    # Or who decodes, or could begin to, would stand still for as long as prompts come.
+    if after_local and (scheduler.waiting_queue or not running.is_empty()):
+        return None
     slices = local.begin(pick(scheduler, local))
     if not slices:
         return None
@@ -118,7 +118,7 @@ def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
 def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     """What the next step computes: as much as those that decode can wait for."""
     running, rows = scheduler.running_batch, scheduler.req_to_token_pool
-    tokens = local.most_tokens(running.batch_size())
+    tokens = local.most_tokens(running.batch_size() + len(scheduler.waiting_queue))
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)

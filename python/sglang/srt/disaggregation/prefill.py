@@ -96,16 +96,19 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         waiting[:] = [req for req in waiting if req.bootstrap_room != room]
         queue = self.disagg_prefill_bootstrap_queue
         manager = queue.kv_manager
-        if isinstance(manager, CommonKVManager) and room in manager.transfer_infos:
-            sender = manager.rooms.live.get(room)
-            if sender is not None:
-                sender.fail(COMPUTED)
-                sender.poll()
-            return
+        # Alike on all ranks: what decode has asked for may have come to some of them.
         dropped = [req for req in queue.queue if req.bootstrap_room == room]
         queue.queue = [req for req in queue.queue if req.bootstrap_room != room]
+        was_asked = isinstance(manager, CommonKVManager) and room in manager.transfer_infos
+        sender = manager.rooms.live.get(room) if was_asked else None
+        if sender is not None:
+            sender.fail(COMPUTED)
+            sender.poll()
         for req in dropped:
-            if isinstance(req.disagg_kv_sender, CommonKVSender):
+            if sender is not None:
+                # Nobody polls it any more.
+                self._tell_lost(req, sender.take_reason())
+            elif isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.drop()
             if self.enable_hicache_storage:
                 self.tree_cache.release_aborted_request(req.rid)

@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.decode_schedule import peer_drops
-from sglang.srt.disaggregation.local_prefill import is_local, may_compute
+from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.no_prefill import NoPrefill, PrefillGone, is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 
@@ -172,7 +172,7 @@ class Takeovers(NoTakeovers):
     def _may_take(self, decode_req: DecodeRequest) -> bool:
         """Whether decode could compute a request at all; the same on all ranks."""
         req = decode_req.req
-        if is_local(decode_req) or is_taken_over(decode_req) or req.finished_reason is not None:
+        if decode_req.phase is Phase.LOCAL or is_taken_over(decode_req) or req.finished_reason is not None:
             return False
         # Without slices the others would wait for all of it.
         too_long = not self._local.slices and len(req.origin_input_ids) > self._local.policy.slice and self.others()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
 
@@ -20,26 +21,31 @@ class ComputedAnswers:
         self._manager = manager
         # Those whose requests have not come, or have not been sent to the scheduler.
         self.rooms = ComputedRooms()
+        # The states of requests that are under way, by room.
+        self._states: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def note(self, room: int) -> None:
         """Decode computes ``room``: answer its request, and have the scheduler drop it; now, or when it comes."""
-        manager = self._manager
-        for rid, state in [*manager.rid_to_state.items()]:
-            if state.sent and not state.finished and getattr(state.obj, "bootstrap_room", None) == room:
-                manager.send_to_scheduler.send_pyobj(ComputedReq(room))
-                self._end(rid, state, state.prompt_tokens)
-                return
-        self.rooms.note(room)
+        manager, state = self._manager, self._states.get(room)
+        if state is None or not state.sent or state.finished or manager.rid_to_state.get(state.sent_rid) is not state:
+            self.rooms.note(room)
+            return
+        manager.send_to_scheduler.send_pyobj(ComputedReq(room))
+        self._end(state.sent_rid, state, state.prompt_tokens)
 
     def answers(self, tokenized_obj: Any) -> bool:
         """Whether a request that is about to be sent need not be: it has been answered."""
         state = self._manager.rid_to_state.get(tokenized_obj.rid)
         if state is None:
             return False
-        if self.rooms.take(getattr(tokenized_obj, "bootstrap_room", None)):
+        room = getattr(tokenized_obj, "bootstrap_room", None)
+        if self.rooms.take(room):
             self._end(tokenized_obj.rid, state, len(tokenized_obj.input_ids or ()))
             return True
         state.prompt_tokens = len(getattr(tokenized_obj, "input_ids", None) or ())
+        if room is not None:
+            # It is sent next, on this thread.
+            state.sent_rid, self._states[room] = tokenized_obj.rid, state
         return False
 
     def _end(self, rid: str, state: Any, prompt_tokens: int) -> None:

@@ -195,7 +195,7 @@ class Saves:
         host.dec_lock_ref(saving.above)
 
     def _unmark(self, node: TreeNode, held: int) -> None:
-        """Of the path to ``node``, what is behind the ``held`` tokens in host memory is not there: its next use counts."""
+        """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
         path = self._path(node)
         end = sum(len(one.key) for one in path)
         for one in reversed(path):
