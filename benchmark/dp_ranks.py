@@ -75,7 +75,7 @@ class Ranks(Deployment):
         scale = self.workload.scale
         tokens = [slot for slot in request.slots(scale, UNIQUE) for _ in range(scale)][: request.length]
         if self.method == "total_tokens":
-            loads = self.balance.loads()
+            loads = self.balance.loads(now)
             chosen = loads.index(min(loads))
             self.balance.given(chosen, tokens, None, now)
             return chosen

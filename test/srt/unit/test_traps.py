@@ -1217,3 +1217,24 @@ def test_every_row_has_its_test():
     for row, why in ELSEWHERE.items():
         for file, name in re.findall(r"(\S+\.py)::(\w+)", why):
             assert f"def {name}(" in (here.parent / file).read_text(), f"row {row}: {file} has no {name}"
+
+
+def test_failures_are_told_when_what_they_held_has_been_given_back():
+    """A DP controller hears of a rank's load with its outputs, and those may be the last for long."""
+    one = World(size=256, page_size=4)
+    reqs = [one.arrive(tokens(start, 40)) for start in (1, 100, 200)]
+    for decode_req in reqs:
+        one.handshake(decode_req)
+    one.step()
+    told = []
+
+    def stream_output(ended, *args, **kwargs) -> None:
+        told.append((len(one.transfer.queue), one.allocator.available_size()))
+
+    one.scheduler.stream_output = stream_output
+    for decode_req in reqs:
+        decode_req.kv_receiver.state = KVPoll.Failed
+    # Nobody writes for the first any more; the others wait in quarantine.
+    reqs[0].kv_receiver.quiet = True
+    one.step()
+    assert [queued for queued, _ in told] == [0, 0, 0]

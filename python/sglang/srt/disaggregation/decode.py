@@ -483,6 +483,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         polls, released = poll_transfers(self.queue, self.quarantine, self.tree_cache.tier, self.gloo_group)
         self.quarantine = [dr for dr in self.quarantine if dr not in released]
         arrived: list[Req] = []
+        ended: list[Req] = []
         still: list[DecodeRequest] = []
         taken = self.takeovers.take_transfers(self.queue, polls)
         for decode_req, poll in zip(self.queue, polls, strict=False):
@@ -490,6 +491,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self._set_aside(decode_req, released, closed=False)
             elif poll == KVPoll.Failed:
                 self._fail(decode_req)
+                ended.append(decode_req.req)
                 self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
             elif decode_req.phase is LOCAL and self.local is not None and poll == KVPoll.Success:
                 self.local.agree(decode_req)
@@ -498,7 +500,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             elif decode_req.is_aborted:
                 # Another request's metadata came into its buffer, or its own cannot be used.
                 self.policy.leave(decode_req.entry)
-                self._report_failed(decode_req.req)
+                ended.append(decode_req.req)
                 closed = decode_req.kv_receiver is None or is_warmup(decode_req.req)
                 self._set_aside(decode_req, released, closed)
             else:
@@ -512,6 +514,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         for decode_req in released:
             release(decode_req, self.tree_cache, self.req_to_metadata_buffer_idx_allocator)
         self.queue = still
+        # Only now: what an output says of this rank's load may be the last for long that a DP controller hears.
+        for req in ended:
+            report_end(req, self.scheduler, failed=True)
         return arrived
 
     def _set_aside(self, decode_req: DecodeRequest, released: list[DecodeRequest], closed: bool) -> None:
@@ -538,12 +543,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         if self.local is not None:
             self.local.forget(decode_req)
         abort_transfer(decode_req)
-        self._report_failed(decode_req.req)
-
-    def _report_failed(self, req: Req) -> None:
-        report_end(req, self.scheduler)
-        if self.scheduler.enable_metrics:
-            self.scheduler.metrics_collector.increment_transfer_failed_reqs()
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
         """Adds the counters to the engine's commit, and what decode held to the tokens that count as cached.

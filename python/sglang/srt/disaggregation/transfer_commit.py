@@ -27,10 +27,15 @@ def abort_commit(req: Req, error: Exception) -> None:
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def report_end(req: Req, scheduler: Any) -> None:
-    """Tell the client of a request that has been aborted, and count it if it has failed."""
+def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
+    """Tell the client of a request that has been aborted, and count it if it has failed.
+
+    failed: its transfer has, which the engine counts too.
+    """
     scheduler.stream_output([req], req.return_logprob)
     KvTransferCounters.get(scheduler.server_args).ended(req.finished_reason)
+    if failed and scheduler.enable_metrics:
+        scheduler.metrics_collector.increment_transfer_failed_reqs()
 
 
 def keep_draft_start(req: Req) -> None:

@@ -43,6 +43,8 @@ FULLNESS_WEIGHT = 0.5
 BLOCK_TOKENS = 64
 # Requests sent to a rank since its last report that are kept apart.
 MOST_UNREPORTED = 4096
+# Seconds of silence after which what is believed of a rank begins to count less, and in which it halves from then on.
+SAID_S = 5.0
 
 
 def block_numbers(token_ids: Sequence[int], key: Hashable, block: int) -> Iterator[int]:
@@ -103,12 +105,20 @@ class _Load:
     """Tokens that a rank has to hold: what it last said, and what it has been given since."""
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self._tokens, self._last = 0, 0.0
         # When, in seconds, and how many tokens.
         self._since: deque[tuple[float, int]] = deque()
 
+    def tokens(self, now: float) -> int:
+        """Less and less of it counts while the rank says nothing and is given nothing.
+
+        It says it with its outputs, and has none of what it lets go of later, as after failures.
+        """
+        silent = max(0.0, now - self._last - SAID_S)
+        return int(self._tokens * 0.5 ** (silent / SAID_S))
+
     def give(self, tokens: int, at: float) -> None:
-        self.tokens += tokens
+        self._tokens, self._last = self._tokens + tokens, at
         self._since.append((at, tokens))
         if len(self._since) > MOST_UNREPORTED:
             self._since.popleft()
@@ -116,7 +126,7 @@ class _Load:
     def report(self, tokens: int, at: float) -> None:
         while self._since and self._since[0][0] <= at:
             self._since.popleft()
-        self.tokens = tokens + sum(given for _, given in self._since)
+        self._tokens, self._last = tokens + sum(given for _, given in self._since), max(at, self._last)
 
 
 class PrefixBalance:
@@ -139,7 +149,7 @@ class PrefixBalance:
         """
         numbers = list(block_numbers(token_ids, key, self.block))
         ranks = len(self.held)
-        loads = {rank: self._loads[rank].tokens for rank in range(ranks) if usable[rank]}
+        loads = {rank: self._loads[rank].tokens(now) for rank in range(ranks) if usable[rank]}
         if not loads:
             raise ValueError("no rank is usable")
         least, mean = min(loads.values()), sum(loads.values()) / len(loads)
@@ -166,9 +176,9 @@ class PrefixBalance:
         """``rank`` had to hold so many tokens for its requests, waiting ones included, ``at`` seconds."""
         self._loads[rank].report(tokens, at)
 
-    def loads(self) -> list[int]:
-        """Tokens that each rank has to hold, as far as known."""
-        return [load.tokens for load in self._loads]
+    def loads(self, now: float) -> list[int]:
+        """Tokens that each rank has to hold at ``now``, seconds, as far as known."""
+        return [load.tokens(now) for load in self._loads]
 
     def forget(self) -> None:
         """The ranks have been told to drop what they hold."""
