@@ -35,9 +35,11 @@ from sglang.srt.managers.request_checks import (
     SAMPLING_CHECKS,
     UNCHECKED,
     check_embeds,
+    check_labels,
     check_names,
     check_prompt,
     check_request,
+    check_types,
     check_without_tokenizer,
     stop_tokens,
 )
@@ -101,6 +103,7 @@ REQUEST = {
     "extra_key": (["a", "", None], [5, ["a"]]),
     "priority": ([-5, 5, None], [2**63, 1.5]),
     "sampling_params": ([{}, None], ["a", [1]]),
+    "received_time": ([1.7e9, 0, -5, None], [NAN, INF, 1e300, "1"]),
 }
 
 
@@ -627,6 +630,86 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
     told = [refusal.RefusedReq(5, said, by_decode=False)] if said and not sent else []
     assert prefill.send_to_scheduler == told
     assert (not prefill.rid_to_state) == (not sent) and not prefill.own_states
+
+
+def test_labels_that_the_metrics_do_not_have(monkeypatch):
+    """With one of those, the first answer ends the engine's process. What the metrics have may be given."""
+    known = {"model_name": "m", "tenant": ""}
+    check_labels(None, known), check_labels({}, known), check_labels({"tenant": "a", "model_name": "b"}, known)
+    with pytest.raises(ValueError, match="custom_labels has 'a, b'.*--tokenizer-metrics-allowed-custom-labels"):
+        check_labels({"b": "1", "tenant": "x", "a": "1"}, known)
+    for mode in DisaggregationMode:
+        worker = manager(mode)
+        worker.enable_metrics, worker.metrics_collector = True, SimpleNamespace(labels=known)
+        obj = request(custom_labels={"a": "b"}, bootstrap_host="10.0.0.1", bootstrap_room=5)
+        with pytest.raises(ValueError, match="custom_labels"):
+            worker._validate_rid_not_in_flight(obj)
+        # Nobody reads them.
+        worker.enable_metrics = False
+        worker.metrics_collector = None
+        worker._admission = lambda: SimpleNamespace(check=lambda obj: None)
+        worker._validate_rid_not_in_flight(obj)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"routed_dp_rank": 0.5}, "routed_dp_rank has a wrong type"),
+        ({"custom_labels": {"a": 5}}, "custom_labels has a wrong type"),
+        ({"input_ids": 5}, "input_ids has a wrong type"),
+        ({"stream": "perhaps"}, "stream has a wrong type"),
+    ],
+)
+def test_a_request_that_nobody_has_given_types(monkeypatch, options, said):
+    """The route for Vertex AI makes it of whatever the client has sent; all others have been checked."""
+    worker = manager(DisaggregationMode.NULL)
+    worker.own_states = {}
+
+    async def generate(self, obj, request):
+        yield {"meta_info": {}}
+
+    async def ask(endpoint, **options) -> GenerateReqInput:
+        obj = GenerateReqInput(**{"input_ids": [1], **options})
+        async for _ in worker.generate_request(obj, SimpleNamespace(scope={"endpoint": endpoint})):
+            pass
+        return obj
+
+    def vertex_generate() -> None:
+        pass
+
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(ask(vertex_generate, **options))
+    assert asyncio.run(ask(vertex_generate, routed_dp_rank="1")).routed_dp_rank == 1
+    asyncio.run(ask(ask, **options))
+    with pytest.raises(ValueError, match=said):
+        check_types(GenerateReqInput(**options))
+
+
+def test_a_request_that_ends_while_its_state_is_made_leaves_none(monkeypatch):
+    worker = manager(DisaggregationMode.DECODE)
+    worker.own_states = {}
+    obj = request(bootstrap_host="10.0.0.1", bootstrap_room=5)
+
+    def init(self, obj, request=None):
+        self.rid_to_state[obj.rid] = ReqState([], False, asyncio.Event(), obj, SimpleNamespace())
+        raise OverflowError("what the engine cannot compute with")
+
+    async def generate(self, obj, request):
+        self._req_stats_init(obj, request)
+        yield
+
+    async def ask() -> None:
+        async for _ in worker.generate_request(obj):
+            pass
+
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "_req_stats_init", init)
+    told = []
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, room, reason: told.append(room))
+    with pytest.raises(OverflowError):
+        asyncio.run(ask())
+    assert not worker.rid_to_state and not worker.own_states and told == [5]
 
 
 def test_prefill_hears_why_a_batch_ends_before_its_other_prompts_are_taken_back(monkeypatch):

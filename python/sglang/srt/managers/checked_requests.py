@@ -21,7 +21,7 @@ from sglang.srt.managers import samples
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.request_admission import RequestAdmission
-from sglang.srt.managers.request_checks import check_names, stop_tokens
+from sglang.srt.managers.request_checks import check_labels, check_names, check_types, stop_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,12 @@ def reason_of(error: Exception) -> str:
     """What an error says, for another worker; an image that could not be read may be all of the message."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
     return str(said or repr(error))[: refusal.MOST_CHARACTERS]
+
+
+def _has_no_types(request: Any) -> bool:
+    """Whether the engine has made a request of an object that FastAPI has not checked: for Vertex AI."""
+    endpoint = None if request is None else request.scope.get("endpoint")
+    return getattr(endpoint, "__name__", "") == "vertex_generate"
 
 
 class CheckedRequests(Base):
@@ -61,6 +67,8 @@ class CheckedRequests(Base):
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
         try:
+            if _has_no_types(request) and isinstance(obj, GenerateReqInput):
+                check_types(obj)
             async for out in super().generate_request(obj, request):
                 for item in out if isinstance(out, list) else [out]:
                     if getattr(obj, "needs_top_logprobs", False):
@@ -112,6 +120,8 @@ class CheckedRequests(Base):
                 # The scheduler has no such adapter.
                 raise ValueError("lora_id is not the client's to choose: name the adapter in lora_path.")
             obj.lora_id = None
+        if obj.custom_labels and self.enable_metrics:
+            check_labels(obj.custom_labels, self.metrics_collector.labels)
         self._admission().check(obj)
 
     def _admission(self) -> RequestAdmission:
@@ -152,10 +162,13 @@ class CheckedRequests(Base):
 
     def _req_stats_init(self, obj, request=None) -> None:
         """Adds a note of the states that are this request's own, and that none has been sent."""
-        super()._req_stats_init(obj, request)
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
-        # The engine makes states for samples too, whose objects are its own.
-        self.own_states.get(id(obj), {}).update({rid: self.rid_to_state[rid] for rid in rids})
+        try:
+            super()._req_stats_init(obj, request)
+        finally:
+            # The engine makes states for samples too, whose objects are its own. It may have raised between two.
+            states = {rid: self.rid_to_state[rid] for rid in rids if rid in self.rid_to_state}
+            self.own_states.get(id(obj), {}).update(states)
 
     def _send_one_request(self, tokenized_obj) -> None:
         """Adds a last look at what decode says of it: from here on the scheduler is told."""

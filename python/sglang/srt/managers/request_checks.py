@@ -10,13 +10,16 @@ each.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 if TYPE_CHECKING:
@@ -30,9 +33,11 @@ __all__ = [
     "SAMPLING_CHECKS",
     "UNCHECKED",
     "check_embeds",
+    "check_labels",
     "check_names",
     "check_prompt",
     "check_request",
+    "check_types",
     "check_without_tokenizer",
     "stop_tokens",
 ]
@@ -42,6 +47,7 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1
 MAX_TOP_LOGPROBS = 128
 # Numbers that are still ones as a float32, and a logit together with one.
 MAX_FLOAT, MAX_BIAS = 3e38, 1e38
+MAX_TIME = 1e12
 # Below it, the engine samples greedily, and looks at no top_k.
 GREEDY = 1e-6
 # Requests that one may be split into.
@@ -241,6 +247,8 @@ REQUEST_CHECKS: dict[str, Check] = {
     "custom_logit_processor": _text,
     "lora_id": _text,
     "sampling_params": _mapping,
+    # Seconds since 1970, of which the engine makes whole nanoseconds.
+    "received_time": _number(-MAX_TIME, MAX_TIME),
     # Of all in a batch of which one asks for logprobs.
     "top_logprobs_num": _whole(-INT32, INT32),
     "token_ids_logprob": _tokens,
@@ -256,8 +264,10 @@ PAIR_CHECKS: dict[str, Check] = {
 }
 # Of one whose KV is kept under a key, or comes from elsewhere; an engine by itself has no use for these either.
 KEY_CHECKS: dict[str, Check] = {"extra_key": _key, "priority": _whole(-INT64, INT64)}
-# What FastAPI has checked against the type in GenerateReqInput, and what is harmless beyond that or checked elsewhere.
+# What FastAPI has checked against the type in GenerateReqInput (`check_types` where it has not), and what is harmless
+# beyond that or checked elsewhere: labels by `check_labels`.
 UNCHECKED = {
+    "custom_labels",
     "http_worker_ipc",
     "text",
     "input_ids",
@@ -285,11 +295,9 @@ UNCHECKED = {
     "conversation_id",
     "routing_key",
     "no_logs",
-    "custom_labels",
     "return_bytes",
     "return_entropy",
     "external_trace_header",
-    "received_time",
     "need_wait_for_mm_inputs",
     "num_items_assigned",
     "max_dynamic_patch",
@@ -341,6 +349,36 @@ def check_request(
         )
     if obj.session_params:
         raise ValueError("session_params cannot be used with PD disaggregation.")
+
+
+@cache
+def _types(kind: type) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def check_types(obj: GenerateReqInput) -> None:
+    """Give the fields of a request the types that they are declared with, as FastAPI does. Raises ValueError.
+
+    Of a request that the engine has made of an object without types, before it is normalised.
+    """
+    given = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    try:
+        typed = _types(type(obj)).validate_python(given)
+    except ValidationError as e:
+        wrong = e.errors()[0]
+        raise ValueError(f"{wrong['loc'][0]} has a wrong type: {wrong['msg']}.") from None
+    for name in given:
+        setattr(obj, name, getattr(typed, name))
+
+
+def check_labels(labels: Mapping[str, str] | None, known: Collection[str]) -> None:
+    """Raise ValueError for labels of metrics that are not ``known``: with those, the first answer ends the worker."""
+    unknown = sorted(set(labels or ()).difference(known))
+    if unknown:
+        raise ValueError(
+            f"custom_labels has {', '.join(unknown)!r:.80}, which this worker's metrics do not have. Leave it out, or "
+            "start all workers with --tokenizer-metrics-allowed-custom-labels and its name."
+        )
 
 
 def check_names(sampling_params: Mapping) -> None:
