@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -93,7 +95,8 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
     reader, quiet_since, said = Reader([url]), None, ""
     while True:
         ranks = reader.look().ranks
-        if all(rank.error == "does not answer" for rank in ranks):
+        # One that is busy takes its time to answer. Nobody listens where one has ended.
+        if all(rank.error == "does not answer" for rank in ranks) and not _listens(url):
             raise PdRadixError(f"{url} does not answer")
         left = _left(ranks, url)
         now = time.monotonic()
@@ -107,6 +110,19 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
         if now > deadline:
             raise PdRadixError(f"{url} still has {left or 'had something a moment ago'}. It gets nothing new")
         time.sleep(LOOK_S)
+
+
+def _listens(url: str) -> bool:
+    """Whether something takes connections at the address of a worker, or may."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname, port), timeout=TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _left(ranks: list[Rank], url: str) -> str:

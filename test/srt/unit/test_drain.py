@@ -12,6 +12,7 @@ import pytest
 from test_top import POOL, Worker, workers
 
 from sglang_pd_radix.tools import cli, drain
+from sglang_pd_radix.tools.operate import reading
 
 
 @pytest.fixture
@@ -63,6 +64,22 @@ def test_what_it_has_is_waited_for(found, capsys):
     assert gateway.let_go == ["/workers/id-1"]
     said = capsys.readouterr().err
     assert "has 2 running" in said and "has ended what it had" in said
+
+
+def test_a_worker_that_takes_its_time_to_answer_is_waited_for(found, monkeypatch):
+    """A long chunk, a kernel that is compiled: the gateway has let go by then, and the rest of the time is its own."""
+    gateway, _, worker, _ = found
+    monkeypatch.setattr(reading, "TIMEOUT_S", 0.3)
+    has(worker, 3)
+    worker.delay_s = 1.0
+
+    def answers_again() -> None:
+        worker.delay_s = 0.0
+        has(worker, 0)
+
+    Timer(1.5, answers_again).start()
+    assert drained(gateway, worker) == 0
+    assert gateway.let_go == ["/workers/id-1"]
 
 
 def test_what_comes_late_is_waited_for_too(found):

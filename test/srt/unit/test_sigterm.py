@@ -135,6 +135,23 @@ def engines_routes():
             yield route.path, method
 
 
+def test_work_is_work_under_other_names(monkeypatch):
+    """Behind a proxy that takes off a part of the path, and where Vertex AI or Ollama's clients name the routes."""
+    behind = {"root_path": "/llm", "method": "POST"}
+    assert drain.brings_work(behind | {"path": "/llm/generate"})
+    assert drain.brings_work(behind | {"path": "/llm/v1/chat/completions"})
+    assert not drain.brings_work(behind | {"path": "/llm/abort_request"})
+    for variable in drain.WORK_NAMED:
+        assert not drain.brings_work({"path": "/of/theirs", "method": "POST"})
+        monkeypatch.setenv(variable, "/of/theirs")
+        assert drain.brings_work({"path": "/of/theirs", "method": "POST"})
+        assert drain.brings_work(behind | {"path": "/llm/of/theirs"})
+        monkeypatch.delenv(variable)
+    # The variables are those that the engine reads.
+    folder = Path(http_server.__file__).parent
+    assert all(f'"{variable}"' in "".join(p.read_text() for p in folder.rglob("*.py")) for variable in drain.WORK_NAMED)
+
+
 def test_questions_are_no_work():
     assert not drain.brings_work({"path": "/v1/models", "method": "GET"})
     assert not drain.brings_work({"path": "/v1/responses/x/cancel", "method": "POST"})
@@ -211,6 +228,15 @@ def test_prefill_refuses_what_decode_would_ask_for_of_samples(params):
     assert told == [7, *(sample_room(7, i) for i in range(3))]
     # Prefill knows nothing of these before decode has spoken.
     assert rooms({"bootstrap_room": 7} | params, samples=False) == [([7], None, None)]
+
+
+def test_a_small_body_does_not_name_millions():
+    began = time.monotonic()
+    many = rooms({"bootstrap_room": list(range(1, 10_001)), "n": 4096}, samples=True)
+    assert sum(len(told) for told, _, _ in many) == drain.MOST_ROOMS + 1 and time.monotonic() - began < 1
+    # All of one request's.
+    most = rooms({"bootstrap_room": 7, "n": 4096}, samples=True)
+    assert sum(len(told) for told, _, _ in most) == 4097
 
 
 @pytest.mark.parametrize(
@@ -321,6 +347,40 @@ def test_what_it_has_ends_and_then_the_process(worker):
     # 1.5 s for the request, 1 s for what it leaves, and quiet.
     assert 3 <= time.monotonic() - began < 10
     assert "told [7]" in out and "everything has ended" in log
+
+
+def half_sent(worker: Worker, body: dict) -> tuple[socket.socket, bytes]:
+    """A connection over which a part of a request has come, and the rest of it."""
+    said = json.dumps(body).encode()
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", worker.port), timeout=30)
+    connection.sendall(head % len(said) + said[:5])
+    time.sleep(0.5)
+    return connection, said[5:]
+
+
+def test_a_request_whose_body_is_still_coming_is_one(worker):
+    """An image, over a slow way. Its scheduler does not know of it, and it has passed the door."""
+    connection, rest = half_sent(worker, {"seconds": 2})
+    worker.terminate()
+    # Longer than there must have been nothing.
+    time.sleep(3)
+    connection.sendall(rest)
+    answer = b""
+    while part := connection.recv(4096):
+        answer += part
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'"done"')
+    status, _, log = worker.end()
+    assert status == 0, log
+
+
+@pytest.mark.parametrize("worker", [1], indirect=True)
+def test_a_request_whose_body_does_not_come_is_cut_off(worker):
+    connection, _ = half_sent(worker, {"seconds": 2})
+    worker.terminate()
+    status, _, log = worker.end()
+    connection.close()
+    assert status == 1 and "1 requests are still coming" in log, log
 
 
 @pytest.mark.parametrize("worker", [1], indirect=True)

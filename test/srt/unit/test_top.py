@@ -37,12 +37,15 @@ class Worker:
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
+        # Seconds that each answer takes.
+        self.delay_s = 0.0
         self.on_delete: Callable[[str], int] = lambda path: 404
         self.on_post: Callable[[str, Any], int] = lambda path, body: 404
         worker = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                time.sleep(worker.delay_s)
                 answer = worker.answers.get(self.path)
                 self.send_response(404 if answer is None else 200)
                 self.end_headers()

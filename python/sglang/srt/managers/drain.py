@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,9 +46,12 @@ ABORT_S, CLOSE_S = 5.0, 10.0
 RETRY_AFTER_S = 1
 REASON = "this worker is shutting down and takes no new request"
 
-# Paths under which work comes, and what others begin with.
+# Paths under which work comes, what others begin with, and variables by which the engine names some anew.
 WORK = frozenset({"/generate", "/encode", "/classify", "/invocations", "/vertex_generate"})
 WORK_BELOW = ("/v1/", "/api/")
+WORK_NAMED = ("AIP_PREDICT_ROUTE", "SGLANG_OLLAMA_CHAT_ROUTE", "SGLANG_OLLAMA_GENERATE_ROUTE")
+# Rooms of one request that its peer is told of: as many as it may have samples.
+MOST_ROOMS = MAX_SAMPLES
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -76,15 +80,18 @@ def drain_seconds(args: Any) -> float | None:
 
 def brings_work(scope: Message) -> bool:
     """Whether an HTTP request asks for tokens, rather than about the worker or what it has."""
-    path = scope["path"].rstrip("/")
+    # Behind a proxy (--fastapi-root-path) the server puts before it what that has taken off.
+    path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
     if scope["method"] not in ("POST", "PUT") or path.endswith("/cancel"):
         return False
-    return path in WORK or path.startswith(WORK_BELOW)
+    named = {os.environ.get(variable, "").rstrip("/") for variable in WORK_NAMED} - {""}
+    return path in WORK or path in named or path.startswith(WORK_BELOW)
 
 
 def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
     """The rooms of a request, with their hosts and ports, in parts of `MOST_PROMPTS`; nothing of what is none.
 
+    No more than `MOST_ROOMS`: a small body may name millions.
     samples: also the rooms of its samples, for which decode would ask prefill.
     """
     try:
@@ -94,13 +101,14 @@ def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
     if not isinstance(said, dict) or said.get("bootstrap_room") is None:
         return
     rooms = said["bootstrap_room"]
-    rooms = rooms if isinstance(rooms, list) else [rooms]
+    rooms = rooms[:MOST_ROOMS] if isinstance(rooms, list) else [rooms]
     params = said.get("sampling_params", said)
     first = params[0] if isinstance(params, list) and params else params
     n = first.get("n", 1) if isinstance(first, dict) else 1
     if samples and isinstance(n, int) and 1 < n <= MAX_SAMPLES:
         # Prefill tells its scheduler, which needs no addresses.
-        rooms = rooms + [sample_room(room, i) for room in rooms if is_room(room) for i in range(n)]
+        sampled = (sample_room(room, i) for room in rooms if is_room(room) for i in range(n))
+        rooms = rooms + list(islice(sampled, MOST_ROOMS - len(rooms) + 1))
     for first_of_part in range(0, len(rooms), MOST_PROMPTS):
         part = slice(first_of_part, first_of_part + MOST_PROMPTS)
         host, port = (
@@ -219,6 +227,8 @@ class Drain:
         """What the worker still has, in words; "" for nothing."""
         if manager.rid_to_state:
             return f"{len(manager.rid_to_state)} requests are left"
+        if under_way := self._under_way():
+            return f"{under_way} requests are still coming, or their answers going"
         # Pages that a prefill may still write to, or that are being written, have no request any more.
         asked = asyncio.ensure_future(manager.get_internal_state())
         # Not cancelled: the answer would be taken for that of the next question.
@@ -227,6 +237,11 @@ class Drain:
             return "the scheduler does not answer"
         rests = all(state["kv_pool"]["idle"] for state in asked.result() if "kv_pool" in state)
         return "" if rests else "the scheduler is not idle"
+
+    def _under_way(self) -> int:
+        """Requests whose HTTP exchange is not over: of which a body is still coming, nobody else knows."""
+        cycles = (getattr(connection, "cycle", None) for connection in self.server.server_state.connections)
+        return sum(1 for cycle in cycles if cycle and not cycle.response_complete and brings_work(cycle.scope))
 
     @staticmethod
     def _hopeless(manager: Any) -> bool:
@@ -241,6 +256,9 @@ class Drain:
         self.server.should_exit = True
         try:
             await self._wait(lambda: not self.server.server_state.connections, CLOSE_S)
+            if cut := self._under_way():
+                status = 1
+                logger.error("Shutting down: %d answers were not taken in %g s: cut off", cut, CLOSE_S)
         finally:
             # Also when the server is faster, and cancels this.
             logger.info("Shutting down: exit status %d", status)
