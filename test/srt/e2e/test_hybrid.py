@@ -147,16 +147,17 @@ def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend
 def test_tensor_parallel_sizes(clusters, model, truth, backend):
     """Equal sizes work. With different ones the handshake says why not: states are not cut."""
     common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS, *EXTRA_BUFFER]
-    # The first is the one that gateways begin with, and the cluster has started when it is answered through one.
-    options = {"prefill": 2, "prefill_args": [TP2, []], "decode_args": [FLAG, *TP2], "common_args": common}
+    # In turn: the cluster has started when it is answered through the gateway, by which one prefill is of no use.
+    options = {"prefill": 2, "prefill_args": [[], TP2], "decode_args": [FLAG, *TP2], "policy": "round_robin"}
+    options["common_args"] = common
     cluster = clusters.get(model, backend=backend, **options)  # noqa: F811
-    pair = Pair(cluster)
+    pair = Pair(cluster, 1, 0)
     assert conversations(pair) == truth["conversations"]
     again = [pair(base_prompt(16)) for _ in range(2)]
     assert [answer["output_ids"] for answer in again] == [truth["base", 16]] * 2
     assert again[1]["meta_info"]["cached_tokens_details"]["transferred"] == 0
     pair.check_idle()
-    other = Pair(cluster, 1, 0)
+    other = Pair(cluster, 0, 0)
     body = other.body(base_prompt(16), 4)
     waits = other._workers.submit(requests.post, other.prefill_url + "/generate", json=body, timeout=100)
     reply = requests.post(other.decode_url + "/generate", json=body, timeout=100)
