@@ -138,17 +138,21 @@ def test_a_prompt_that_decode_computes(cluster, seen):
 
 
 def test_through_the_gateway(cluster, seen):
-    """What smg and the two workers tell of one request."""
+    """The client's trace has what both workers did: smg hands its traceparent on."""
+    client = "ab" * 16
     reply = requests.post(
         cluster.router_url + "/generate",
         json={"input_ids": words(random.Random(5), 64), "sampling_params": {"max_new_tokens": 4}},
-        headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"},
+        headers={"traceparent": f"00-{client}-{'cd' * 8}-01"},
         timeout=60,
     )
     reply.raise_for_status()
-    spans = seen.wait(lambda spans: any(span.service != "sglang" for span in spans))
-    print({(span.service, span.name, span.trace) for span in spans if span.service != "sglang" or "Req" in span.name})
-    assert any(span.trace == "ab" * 16 for span in spans if span.service == "sglang")
+
+    def halves(spans: list[Span]) -> set[str]:
+        return {span.name.split(" Req")[0] for span in spans if span.trace == client and " Req" in span.name}
+
+    spans = seen.wait(lambda spans: halves(spans) == {"prefill", "decode"})
+    assert {*PREFILL, *DECODE} <= {span.name for span in spans if span.trace == client}
 
 
 def test_nothing_was_told_twice_or_left_open(cluster, seen):

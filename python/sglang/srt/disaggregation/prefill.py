@@ -110,6 +110,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 self._tell_lost(req, sender.take_reason())
             elif isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.drop()
+                req.time_stats.trace_ctx.abort()
             if self.enable_hicache_storage:
                 self.tree_cache.release_aborted_request(req.rid)
 
