@@ -39,8 +39,8 @@ def reason_of(error: Exception) -> str:
 
 def _has_no_types(request: Any) -> bool:
     """Whether the engine has made a request of an object that FastAPI has not checked: for Vertex AI."""
-    endpoint = None if request is None else request.scope.get("endpoint")
-    return getattr(endpoint, "__name__", "") == "vertex_generate"
+    scope = getattr(request, "scope", None) or {}
+    return getattr(scope.get("endpoint"), "__name__", "") == "vertex_generate"
 
 
 class CheckedRequests(Base):
