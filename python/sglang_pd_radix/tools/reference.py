@@ -260,7 +260,8 @@ POOL_FIELDS = {
     "oldest": "the five that have been there longest: rid, state, seconds, prompt_tokens, decode_prefix (tokens of the "
     "prompt that decode held), output_tokens",
     "used_peak": "the most tokens that requests held since the last flush; decode only, also without the flag",
-    "longest_queue_step_s": "the longest step of decode's queues since then: a wait for a peer would show here",
+    "longest_queue_step_s": "the longest step of decode's queues since then, less what it waited for a core of a busy "
+    "host: a wait for a peer would show here",
     "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
     "itl": "with a target for ITL: the median time of the last steps and what was predicted of them, how many requests "
     "wait for it now and have had to, and the parts of a step's time",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+import zlib
+
 import pytest
 from decode_world import World
 from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.observability import thread_time
 
 
 @pytest.fixture
@@ -44,12 +50,37 @@ def test_the_peak_is_seen_although_it_is_over_before_anybody_asks(scheduler, fla
 
 def test_the_longest_step_is_remembered_until_a_flush(scheduler, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("sglang.srt.managers.scheduler.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sglang.srt.observability.thread_time.now", lambda: now[0])
     for seconds in (0.01, 0.4, 0.02):
         scheduler.step = lambda seconds=seconds: now.__setitem__(0, now[0] + seconds)
         scheduler.process_decode_queue()
     assert scheduler.longest_queue_step == pytest.approx(0.4)
     assert scheduler.flush_cache() and scheduler.longest_queue_step == 0
+
+
+def test_a_step_is_not_longer_for_a_core_that_others_have():
+    """Two threads on one core: each waits for half of the time, and to neither a step has taken twice as long."""
+    allowed, results = os.sched_getaffinity(0), []
+
+    def work(core: int) -> None:
+        os.sched_setaffinity(0, {core})
+        began, at, ran = time.monotonic(), thread_time.now(), time.thread_time()
+        while time.monotonic() - began < 1:
+            # Without the interpreter's lock, for which it would wait too.
+            zlib.crc32(data)
+        results.append((thread_time.now() - at, time.thread_time() - ran))
+
+    data = bytes(20_000_000)
+    threads = [threading.Thread(target=work, args=(min(allowed),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for took, ran in results:
+        assert ran < 0.8 and took == pytest.approx(ran, abs=0.2)
+    began = thread_time.now()
+    time.sleep(0.3)
+    assert 0.25 < thread_time.now() - began < 0.6
 
 
 def test_prefills_are_told_what_waits_when_the_step_has_admitted(scheduler, monkeypatch):

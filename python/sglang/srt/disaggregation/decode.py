@@ -53,6 +53,7 @@ from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known
 from sglang.srt.mem_cache.pegaflow.room import live_on_decode
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
+from sglang.srt.observability import thread_time
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -574,7 +575,7 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
         Transfers end and failures are told also while retracted requests wait for memory. The engine looks at neither
         until all of these are back: if what they wait for is held by transfers, both wait for ever.
         """
-        began = time.monotonic()
+        began = thread_time.now()
         queue = self.disagg_decode_prealloc_queue
         queue.begin_step()
         super().process_decode_queue()
@@ -582,7 +583,7 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         queue.end_step()
-        self.note_queue_step(time.monotonic() - began)
+        self.note_queue_step(thread_time.now() - began)
 
     def get_next_disagg_decode_batch_to_run(self):
         """Adds a step over remainders of prompts that are computed here; after each, requests that decode have one."""

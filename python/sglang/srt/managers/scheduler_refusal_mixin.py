@@ -6,7 +6,6 @@ Upstream: none is known by which a worker tells its peer; sgl-project/sglang#303
 from __future__ import annotations
 
 import logging
-import time
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +18,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
+from sglang.srt.observability import thread_time
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.utils import TypeBasedDispatcher
 
@@ -115,9 +115,9 @@ class SchedulerRefusalMixin(Base):
                 return
         if self.disaggregation_mode == DisaggregationMode.PREFILL and self.enable_priority_scheduling:
             self._set_or_validate_priority(req)
-        began = time.monotonic()
+        began = thread_time.now()
         super()._add_request_to_queue(req, is_retracted)
-        self.longest_queue_step = max(self.longest_queue_step, time.monotonic() - began)
+        self.longest_queue_step = max(self.longest_queue_step, thread_time.now() - began)
 
     def handle_refused_request(self, recv_req: RefusedReq) -> None:
         """Fail what is here of a room that decode has refused, or comes later; tell decode of one refused here."""
