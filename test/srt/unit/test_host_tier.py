@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from decode_world import HostSizes, World, aborted
 from hypothesis import given, settings
@@ -15,9 +16,11 @@ from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.host_tier.checks import check_free, free_bytes
 from sglang.srt.mem_cache.host_tier.tier import HITS
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from speculating_loop import SpeculatingLoop
 from test_life_of_a_request import Life
 from test_speculation import ask
@@ -383,6 +386,52 @@ def test_the_head_of_a_leaf_that_left_before_it_was_saved_is_saved(under_way):
     leave_pool(one)
     assert admit(one, prompt[:24]).kv_receiver.prefix_len == 24
     one.check()
+
+
+def insert(one: World, prompt: list[int]) -> None:
+    """What a request with that prompt leaves in the tree."""
+    held = one.tree.peek(prompt, None)
+    slots = torch.cat([*(node.value for node in held.path), one.tree.pool.alloc(len(prompt) - held.length)])
+    one.tree.insert(InsertParams(key=RadixKey(prompt), value=slots))
+
+
+def test_a_save_looks_at_what_is_new_of_its_conversation(monkeypatch):
+    """A turn cost the scheduler as much as the whole conversation, and each part of a long prompt as much as all."""
+    one = world(size=256, host=512)
+    prompt = tokens(1, 192)
+    looked_at: list[int] = []
+    descend = one.tier.host.reader.descend
+
+    def counted(node, length, token_ids, extra_key):
+        looked_at.append(len(token_ids) - length)
+        return descend(node, length, token_ids, extra_key)
+
+    monkeypatch.setattr(one.tier.host.reader, "descend", counted)
+    for length in range(160, 192, 8):
+        insert(one, prompt[:length])
+        settle(one)
+        looked_at.clear()
+    insert(one, prompt)
+    settle(one)
+    # What host memory has of it, and where it then ends.
+    assert sum(looked_at) == 16 and one.tier.saves.saved_tokens == 192
+    assert one.tier.host.peek(prompt, None).length == 192
+
+
+def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
+    one = world(size=256, host=512)
+    prompt = tokens(1, 64)
+    insert(one, prompt[:32])
+    settle(one)
+    one.tier.host.evict_shortfall(8)
+    insert(one, prompt)
+    settle(one)
+    assert one.tier.host.peek(prompt, None).length == 64 and one.tier.saves.saved_tokens == 72
+    # And all of it.
+    one.tier.host.evict_shortfall(64)
+    insert(one, prompt + tokens(9, 4))
+    settle(one)
+    assert one.tier.host.peek(prompt + tokens(9, 4), None).length == 68 and one.tier.audit() == []
 
 
 @pytest.mark.parametrize("cause", ["no room", "no copy"])

@@ -6,19 +6,20 @@ Upstream: none is known that saves what enters a decode tree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.known_prefixes import is_known, note_known
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
     from sglang.srt.mem_cache.host_tier.memory import Copy, HostMemory
+    from sglang.srt.mem_cache.host_tier.tree import HostTree
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["Saves", "Saving"]
@@ -33,15 +34,15 @@ SAVING_PART = 1 / 8
 class Saving:
     """A save under way.
 
-    node: of the device's tree, locked. key: up to where the tree in host memory will hold it. above, above_slots: what
-    that holds already, locked. slots: where the rest goes. copy: None if it could not be begun. rest: whether more of
-    the node is left to save.
+    node: of the device's tree, locked. above: where what the tree in host memory holds of its path ends, locked; held:
+    how many tokens that is. key, slots: what is added below that, and where it goes. copy: None if it could not be
+    begun. rest: whether more of the node is left to save.
     """
 
     node: TreeNode
-    key: RadixKey
     above: TreeNode
-    above_slots: torch.Tensor
+    held: int
+    key: RadixKey
     slots: torch.Tensor
     copy: Copy | None
     rest: bool
@@ -54,21 +55,30 @@ class Saving:
         return int(KVPoll.Success if self.copy.done() else KVPoll.Transferring)
 
 
+class Given(NamedTuple):
+    """What of a node that is to be saved host memory has been given already.
+
+    tokens: from the prompt's start. end: where they end in the tree over host memory, for as long as that is there.
+    """
+
+    tokens: int = 0
+    end: weakref.ref[TreeNode] | None = None
+
+
 class Saves:
     """The saves of one rank, under way and to come.
 
     All ranks begin the same in the same step, since their trees are the same; what has ended they agree on.
     """
 
-    def __init__(self, tree: DecodeRadixCache, host: DecodeRadixCache, memory: HostMemory, hits: int):
+    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
         """tree, host: of the device's pool, and of host memory. hits: after how many uses a node is saved."""
         self._tree, self._host, self._memory, self.hits = tree, host, memory, hits
         page = tree.page_size
         self._limit = max(page, int(tree.pool_size * SAVING_PART) // page * page)
         self.under_way: list[Saving] = []
-        # In order, each with the tokens up to which host memory has been given it already, from the prompt's start. A
-        # node that has been saved, or is to be, is marked; see `_MARK`.
-        self.to_come: dict[TreeNode, int] = {}
+        # In order. A node that has been saved, or is to be, is marked; see `_MARK`.
+        self.to_come: dict[TreeNode, Given] = {}
         # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed.
         self.saved_tokens = self.dropped_tokens = self.failed_tokens = 0
 
@@ -91,7 +101,7 @@ class Saves:
         """``node`` is new, or has been met again."""
         if node.hit_count >= self.hits and not getattr(node, _MARK, False):
             setattr(node, _MARK, True)
-            self.to_come[node] = 0
+            self.to_come[node] = NOTHING_YET
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """``upper`` has taken the first tokens of ``lower``. A save of that is of both."""
@@ -106,7 +116,7 @@ class Saves:
     def _save_above(self, node: TreeNode) -> None:
         """``node`` was to be saved and is gone: what is left of its path is to be."""
         if getattr(node.parent, _MARK, False):
-            self.to_come.setdefault(node.parent, 0)
+            self.to_come.setdefault(node.parent, NOTHING_YET)
 
     # ---- steps ----
 
@@ -126,49 +136,81 @@ class Saves:
                     saving.add(node)
                     left -= len(begun.slots)
 
-    def _begin(self, node: TreeNode, most: int, given: int) -> Saving | None:
+    def _begin(self, node: TreeNode, most: int, given: Given) -> Saving | None:
         """Begin to save what host memory lacks of the path to ``node``, at most so many tokens; None if nothing.
 
-        given: tokens that it has been given before. If these had to make room for others, the rest is not saved: they
-        would take it from each other for ever.
+        If what it has been given before had to make room for others, the rest is not saved: they would take it from
+        each other for ever. Cost: tokens behind what is known to be in host memory, and the nodes above.
         """
         path = self._path(node)
-        tokens = [token for one in path for token in one.key.token_ids]
-        found = self._host.peek(tokens, node.key.extra_key)
-        lacks = len(tokens) - found.length
+        end, below, skipped = self._end_of_known(path, given)
+        parts = [one.key.token_ids for one in below]
+        tokens = parts[0] if len(parts) == 1 else [token for part in parts for token in part]
+        found = self._host.peek_below(end, tokens, skipped, node.key.extra_key)
+        lacks = sum(len(one.key) for one in path) - found.length
         if not lacks:
+            self._note_end(path, found.length, found.path[-1], found.in_last)
             return None
-        above_slots, above, slots = self._take(found, min(lacks, most) if found.length >= given else 0)
+        above, slots = self._take(found, min(lacks, most) if found.length >= given.tokens else 0)
         if slots is None:
             self._unmark(node, found.length)
             self.dropped_tokens += lacks
             return None
-        end = found.length + len(slots)
-        key = RadixKey(tokens[:end], node.key.extra_key, is_bigram=self._tree.is_eagle)
-        source = torch.cat([one.value for one in path])[found.length : end]
+        self._note_end(path, found.length, above, found.in_last)
+        start = len(tokens) - lacks
+        stop = start + len(slots)
+        key = RadixKey(tokens[start:stop], node.key.extra_key, is_bigram=self._tree.is_eagle)
         self._tree.inc_lock_ref(node)
         copy = None
         try:
-            copy = self._memory.save(slots, source)
+            copy = self._memory.save(slots, _slots_of(below, start, stop))
         except Exception as e:
             # Maybe on this rank only: all learn of it with the next reduction.
             logger.error("A copy of %d tokens to host memory failed", len(slots), exc_info=e)
-        return Saving(node, key, above, above_slots, slots, copy, rest=end < len(tokens))
+        return Saving(node, above, found.length, key, slots, copy, rest=len(slots) < lacks)
 
-    def _take(self, found: PrefixPeek, most: int) -> tuple[torch.Tensor, TreeNode, torch.Tensor | None]:
+    def _end_of_known(self, path: Sequence[TreeNode], given: Given) -> tuple[TreeNode, Sequence[TreeNode], int]:
+        """Where host memory is known to hold the tokens of ``path`` up to.
+
+        Returns its node that ends there, the nodes of the path from there on, and the tokens of the first of these that
+        lie before.
+        """
+        host = self._host
+        end = sum(len(one.key) for one in path)
+        last = _live(host, given.end)
+        for i in range(len(path) - 1, -1, -1):
+            saved = _live(host, getattr(path[i], _END, None))
+            if saved is not None:
+                return saved, path[i + 1 :], 0
+            end -= len(path[i].key)
+            if last is not None and given.tokens >= end:
+                return last, path[i:], given.tokens - end
+        return host.root_node, path, 0
+
+    def _note_end(self, path: Sequence[TreeNode], length: int, node: TreeNode, in_last: int) -> None:
+        """Host memory holds so many tokens of ``path``, up to ``in_last`` of its ``node``."""
+        end = sum(len(one.key) for one in path)
+        for one in reversed(path):
+            if end <= length:
+                if end == length and in_last == len(node.key):
+                    setattr(one, _END, weakref.ref(node))
+                return
+            end -= len(one.key)
+
+    def _take(self, found: PrefixPeek, most: int) -> tuple[TreeNode, torch.Tensor | None]:
         """Lock what host memory holds and take slots for what follows, as many as there are up to ``most`` tokens.
 
         Without slots nothing has been locked.
         """
         host = self._host
-        parts, above = host.lock_prefix(found)
+        _, above = host.lock_prefix(found)
         if most > host.pool.available_size():
             host.evict_shortfall(most - host.pool.available_size())
         most = min(most, host.pool.available_size())
         slots = host.pool.alloc(most) if most else None
         if slots is None:
             host.dec_lock_ref(above)
-        return torch.cat([NO_SLOTS, *parts]), above, slots
+        return above, slots
 
     def end(self, saving: Saving, saved: bool) -> None:
         """All ranks know of the end of a save. saved: on all of them."""
@@ -176,26 +218,26 @@ class Saves:
         node, host, slots = saving.node, self._host, saving.slots
         self.unlock(saving)
         if saved:
-            held = len(saving.above_slots)
-            value = torch.cat([saving.above_slots, slots])
-            before = host.insert(InsertParams(key=saving.key, value=value)).prefix_len
+            before, last = host.insert_below(saving.above, saving.key, slots)
             # Others have saved the same meanwhile.
-            host.pool.free(slots[: before - held])
+            host.pool.free(slots[:before])
             self.saved_tokens += len(slots)
             if is_known(node):
-                note_known(host.peek(saving.key.token_ids, saving.key.extra_key).path[-1])
-            if saving.rest and getattr(node, _MARK):
-                self.to_come[node] = len(saving.key)
-            elif saving.rest:
+                note_known(last)
+            if not saving.rest:
+                setattr(node, _END, weakref.ref(last))
+            elif getattr(node, _MARK):
+                self.to_come[node] = Given(saving.held + len(slots), weakref.ref(last))
+            else:
                 self._save_above(node)
         else:
-            self._unmark(node, len(saving.above_slots))
+            self._unmark(node, saving.held)
             self.failed_tokens += len(slots)
             host.pool.free(slots)
         host.dec_lock_ref(saving.above)
 
     def _unmark(self, node: TreeNode, held: int) -> None:
-        """Of the path to ``node``, what is behind the ``held`` tokens in host memory is not there: its next use counts."""
+        """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
         path = self._path(node)
         end = sum(len(one.key) for one in path)
         for one in reversed(path):
@@ -233,10 +275,29 @@ class Saves:
         self.to_come.clear()
 
 
-# At the engine's nodes: whether it has been saved, or is to be.
+# At the engine's nodes: whether it has been saved, or is to be; and where in the tree over host memory it ends. What a
+# split takes from a node is its head, in either tree, so it keeps its end.
 _MARK = "in_host_memory"
+_END = "end_in_host_memory"
+NOTHING_YET = Given()
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
+
+
+def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
+    """The node that was noted, if it is still there."""
+    node = None if end is None else end()
+    return node if node is not None and host.has(node) else None
+
+
+def _slots_of(nodes: Sequence[TreeNode], start: int, stop: int) -> torch.Tensor:
+    """The slots of so many tokens of ``nodes``, counted from the start of the first; on the device, int64."""
+    parts = []
+    for node in nodes:
+        if start < len(node.key) and stop > 0:
+            parts.append(node.value[max(start, 0) : stop])
+        start, stop = start - len(node.key), stop - len(node.key)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_below(node: TreeNode, others: Iterable[TreeNode]) -> bool:

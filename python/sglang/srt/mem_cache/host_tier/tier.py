@@ -18,7 +18,7 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool, kv_pool_of
 from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves, Saving
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, host_tree
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
 from sglang.srt.mem_cache.known_prefixes import is_known
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
@@ -64,7 +64,7 @@ class Load:
 class HostTier:
     """Host memory below the tree of one rank."""
 
-    def __init__(self, tree: DecodeRadixCache, host: DecodeRadixCache, memory: HostMemory, hits: int):
+    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
         """host: the tree over host memory. hits: see `Saves`."""
         self.tree, self.host, self.memory = tree, host, memory
         self.saves = Saves(tree, host, memory, hits)
