@@ -68,7 +68,7 @@ class Given(NamedTuple):
 class Saves:
     """The saves of one rank, under way and to come.
 
-    All ranks begin the same in the same step, since their trees are the same; what has ended they agree on.
+    Those under way are the same on all ranks, whatever their trees hold; see `agreed.py`.
     """
 
     def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
@@ -79,6 +79,8 @@ class Saves:
         self.under_way: list[Saving] = []
         # In order. A node that has been saved, or is to be, is marked; see `_MARK`.
         self.to_come: dict[TreeNode, Given] = {}
+        # Whether there may be any on some rank. It goes by what was called, not by what came of it: the same on all.
+        self.looking = False
         # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed.
         self.saved_tokens = self.dropped_tokens = self.failed_tokens = 0
 
@@ -120,21 +122,42 @@ class Saves:
 
     # ---- steps ----
 
-    def start(self) -> None:
-        """Begin saves, as far as they do not hold too much of the pool; of a large node a part."""
-        left = self._limit - self.tokens
+    def start(self) -> list[Saving]:
+        """Begin saves, as far as they do not hold too much of the pool; of a large node a part.
+
+        They are under way when `take` is told of them.
+        """
+        left, begun = self._limit - self.tokens, []
         if not self.to_come or left <= 0:
-            return
+            return []
         saving = {saving.node for saving in self.under_way}
         for node in list(self.to_come):
             if left <= 0:
-                return
+                break
             if not _is_below(node, saving):
-                begun = self._begin(node, left, self.to_come.pop(node))
-                if begun is not None:
-                    self.under_way.append(begun)
+                one = self._begin(node, left, self.to_come.pop(node))
+                if one is not None:
+                    begun.append(one)
                     saving.add(node)
-                    left -= len(begun.slots)
+                    left -= len(one.slots)
+        return begun
+
+    def take(self, begun: Sequence[Saving]) -> None:
+        """All ranks have begun these, and have as many to come."""
+        self.under_way += begun
+        self.looking = bool(self.to_come)
+
+    def give_up(self, savings: Sequence[Saving]) -> None:
+        """Ranks differ, and all come here: these are not saved, nor what is to come. The next use of it counts."""
+        for saving in savings:
+            if saving.copy is not None:
+                saving.copy.wait()
+            self._drop(saving)
+        self.under_way = [saving for saving in self.under_way if saving not in savings]
+        for node, given in self.to_come.items():
+            self._unmark(node, given.tokens)
+        self.to_come.clear()
+        self.looking = False
 
     def _begin(self, node: TreeNode, most: int, given: Given) -> Saving | None:
         """Begin to save what host memory lacks of the path to ``node``, at most so many tokens; None if nothing.
@@ -216,25 +239,33 @@ class Saves:
         """All ranks know of the end of a save. saved: on all of them."""
         self.under_way.remove(saving)
         node, host, slots = saving.node, self._host, saving.slots
+        if not saved:
+            self._drop(saving)
+            return
         self.unlock(saving)
-        if saved:
-            before, last = host.insert_below(saving.above, saving.key, slots)
-            # Others have saved the same meanwhile.
-            host.pool.free(slots[:before])
-            self.saved_tokens += len(slots)
-            if is_known(node):
-                note_known(last)
-            if not saving.rest:
-                setattr(node, _END, weakref.ref(last))
-            elif getattr(node, _MARK):
-                self.to_come[node] = Given(saving.held + len(slots), weakref.ref(last))
-            else:
-                self._save_above(node)
-        else:
-            self._unmark(node, saving.held)
-            self.failed_tokens += len(slots)
-            host.pool.free(slots)
+        before, last = host.insert_below(saving.above, saving.key, slots)
+        # Others have saved the same meanwhile.
+        host.pool.free(slots[:before])
         host.dec_lock_ref(saving.above)
+        self.saved_tokens += len(slots)
+        if is_known(node):
+            note_known(last)
+        if not saving.rest:
+            setattr(node, _END, weakref.ref(last))
+            return
+        self.looking = True
+        if getattr(node, _MARK):
+            self.to_come[node] = Given(saving.held + len(slots), weakref.ref(last))
+        else:
+            self._save_above(node)
+
+    def _drop(self, saving: Saving) -> None:
+        """Give back what a save holds whose copy has ended, or was never begun."""
+        self.unlock(saving)
+        self._unmark(saving.node, saving.held)
+        self.failed_tokens += len(saving.slots)
+        self._host.pool.free(saving.slots)
+        self._host.dec_lock_ref(saving.above)
 
     def _unmark(self, node: TreeNode, held: int) -> None:
         """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
@@ -273,6 +304,7 @@ class Saves:
         """The trees are reset; copies have ended."""
         self.under_way.clear()
         self.to_come.clear()
+        self.looking = False
 
 
 # At the engine's nodes: whether it has been saved, or is to be; and where in the tree over host memory it ends. What a

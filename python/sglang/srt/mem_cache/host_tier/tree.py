@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
@@ -106,11 +107,24 @@ class HostTierRadixCache(DecodeRadixCache):
     def nodes_in_use(self) -> list[TreeNode]:
         return [] if self.tier is None else self.tier.saves.locked()
 
+    def drop_unlocked(self) -> None:
+        """Of both trees, and with it what is being saved, which would go on to differ."""
+        if self.tier is not None:
+            self.tier.drop_unlocked()
+        super().drop_unlocked()
+
     def reset(self) -> None:
         """Resets both trees, when copies have ended."""
         if self.tier is not None:
             self.tier.reset()
         super().reset()
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """What is in the tree then may be to be saved, on this rank or on another."""
+        result = super().insert(params)
+        if self.tier is not None:
+            self.tier.saves.looking = True
+        return result
 
     def _record_store_event(self, node: TreeNode) -> None:
         """A new leaf is saved."""
