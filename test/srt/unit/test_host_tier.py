@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.checks import check_free, free_bytes
+from sglang.srt.mem_cache.host_tier.checks import check_free, draft_part, free_bytes
 from sglang.srt.mem_cache.host_tier.tier import HITS
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from speculating_loop import SpeculatingLoop
@@ -741,9 +742,62 @@ def test_memory_that_a_container_leaves(files, free, tmp_path):
     assert (found, whose) == (free, "this container") if free is not None else whose == "this machine" and found > 0
 
 
-def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path):
-    args = SimpleNamespace(hicache_size=0, tp_size=4, nnodes=2)
-    check_free(args, tmp_path)
-    args.hicache_size = 10**6
-    with pytest.raises(ValueError, match=r"--hicache-size 1000000 takes 2000000.0 GB of host memory for 2 ranks"):
+def asks_for_host_memory(**given: Any) -> Any:
+    defaults = {"hicache_size": 10**6, "tp_size": 1, "nnodes": 1, "dp_size": 1, "enable_dp_attention": False}
+    model = {"model_path": "model", "speculative_algorithm": None, "speculative_draft_model_path": None}
+    return SimpleNamespace(**{**defaults, **model, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp_size": 4, "nnodes": 2}, "1000000 takes 2000000.0 GB of host memory for 2 ranks"),
+        ({"tp_size": 2, "dp_size": 4}, "1000000 takes 8000000.0 GB of host memory for 8 ranks"),
+        # These share its ranks.
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, "takes 4000000.0 GB of host memory for 4 ranks"),
+    ],
+)
+def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path, given, says):
+    check_free(asks_for_host_memory(**{**given, "hicache_size": 0}), tmp_path)
+    with pytest.raises(ValueError, match=f"--hicache-size .*{says}"):
+        check_free(asks_for_host_memory(**given), tmp_path)
+
+
+def sizes(layers: int, heads: int = 0, head_dim: int = 0, latent: int = 0) -> Any:
+    """What a model keeps of a token."""
+    return SimpleNamespace(
+        num_hidden_layers=layers,
+        attention_arch=AttentionArch.MLA if latent else AttentionArch.MHA,
+        get_num_kv_heads=lambda tp_size: max(1, heads // tp_size),
+        head_dim=head_dim,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "tp_size", "part"),
+    [
+        (sizes(32, 8, 128), sizes(1, 8, 128), 1, 1 / 32),
+        # Each rank has a head of the draft at least.
+        (sizes(16, 8, 128), sizes(1, 2, 128), 8, 1 / 16),
+        (sizes(60, latent=576), sizes(1, 16, 128), 1, 4096 / (60 * 576)),
+    ],
+)
+def test_the_drafts_kv_takes_host_memory_too(tmp_path, monkeypatch, model, draft, tp_size, part):
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda args, **options: draft)
+    args = asks_for_host_memory(
+        tp_size=tp_size,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="draft",
+        speculative_draft_model_revision=None,
+        get_model_config=lambda: model,
+    )
+    assert draft_part(args) == part
+    with pytest.raises(
+        ValueError, match=f"with KV of the draft beside it, takes {10**6 * (1 + part) * tp_size:.1f} GB"
+    ):
         check_free(args, tmp_path)
+    # A draft that cannot be read is the engine's to refuse.
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda args, **options: broken())
+    assert draft_part(args) == 0
