@@ -6,18 +6,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from decode_world import HostSizes, World, aborted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from overlapped_loop import Loop, LoopEnds
+from ranks import assert_same
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.checks import check_free, free_bytes
+from sglang.srt.mem_cache.host_tier.checks import check_free, draft_part, free_bytes
 from sglang.srt.mem_cache.host_tier.tier import HITS
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from speculating_loop import SpeculatingLoop
 from test_life_of_a_request import Life
 from test_speculation import ask
@@ -385,6 +391,52 @@ def test_the_head_of_a_leaf_that_left_before_it_was_saved_is_saved(under_way):
     one.check()
 
 
+def insert(one: World, prompt: list[int]) -> None:
+    """What a request with that prompt leaves in the tree."""
+    held = one.tree.peek(prompt, None)
+    slots = torch.cat([*(node.value for node in held.path), one.tree.pool.alloc(len(prompt) - held.length)])
+    one.tree.insert(InsertParams(key=RadixKey(prompt), value=slots))
+
+
+def test_a_save_looks_at_what_is_new_of_its_conversation(monkeypatch):
+    """A turn cost the scheduler as much as the whole conversation, and each part of a long prompt as much as all."""
+    one = world(size=256, host=512)
+    prompt = tokens(1, 192)
+    looked_at: list[int] = []
+    descend = one.tier.host.reader.descend
+
+    def counted(node, length, token_ids, extra_key):
+        looked_at.append(len(token_ids) - length)
+        return descend(node, length, token_ids, extra_key)
+
+    monkeypatch.setattr(one.tier.host.reader, "descend", counted)
+    for length in range(160, 192, 8):
+        insert(one, prompt[:length])
+        settle(one)
+        looked_at.clear()
+    insert(one, prompt)
+    settle(one)
+    # What host memory has of it, and where it then ends.
+    assert sum(looked_at) == 16 and one.tier.saves.saved_tokens == 192
+    assert one.tier.host.peek(prompt, None).length == 192
+
+
+def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
+    one = world(size=256, host=512)
+    prompt = tokens(1, 64)
+    insert(one, prompt[:32])
+    settle(one)
+    one.tier.host.evict_shortfall(8)
+    insert(one, prompt)
+    settle(one)
+    assert one.tier.host.peek(prompt, None).length == 64 and one.tier.saves.saved_tokens == 72
+    # And all of it.
+    one.tier.host.evict_shortfall(64)
+    insert(one, prompt + tokens(9, 4))
+    settle(one)
+    assert one.tier.host.peek(prompt + tokens(9, 4), None).length == 68 and one.tier.audit() == []
+
+
 @pytest.mark.parametrize("cause", ["no room", "no copy"])
 def test_all_of_a_path_that_was_not_saved_is_when_it_is_used_again(monkeypatch, cause):
     one = world(late=True, size=128, host=512)
@@ -483,6 +535,81 @@ def test_tp_ranks_save_and_load_the_same(pair, broken_rank, prefix, saved):
     first, second = pair.run(on_ranks, broken_rank)
     assert first == second
     assert first[:3] == [(prefix, None), True, saved] and first[-1] == 0
+
+
+def saves_after_an_error(rank: int, failing: int) -> list[Any]:
+    """An admission that evicts what waits to be saved fails on one rank before it has evicted anything."""
+    one = world(late=True, size=128, host=512, group=dist.group.WORLD)
+    serve_to_end(one, tokens(500, 32))
+    one.step()
+    for prompt in (tokens(1, 4), tokens(2, 8)):
+        serve_to_end(one, prompt)
+    one.step()
+    assert one.tier.saves.under_way and len(one.tier.saves.to_come) == 2
+    # A page more than is free.
+    decode_req = one.arrive(tokens(200, 88))
+    one.handshake(decode_req)
+    lock = one.tree.lock_prefix
+    if rank == failing:
+        one.tree.lock_prefix = broken
+    one.step()
+    one.tree.lock_prefix = lock
+    assert len(one.tier.saves.to_come) == 1 + (rank == failing)
+    told: list[Any] = []
+    for _ in range(6):
+        for failed in one.transfer.quarantine:
+            failed.kv_receiver.quiet = True
+        one.tier.memory.wait()
+        one.step()
+        told.append((len(one.tier.saves.under_way), len(one.transfer.queue), len(one.transfer.quarantine)))
+        one.check()
+    # What they differ in is given up, and they save again.
+    told += [aborted(decode_req.req), comes_together(one)]
+    return told
+
+
+def comes_together(one: World) -> list[Any]:
+    """Steps of ranks that differ until a request is admitted; then it is saved."""
+    prompt = tokens(77, 32)
+    decode_req = one.arrive(prompt)
+    one.handshake(decode_req)
+    steps = 0
+    while decode_req in one.queue.queue and steps < 200:
+        one.step()
+        steps += 1
+    one.complete(decode_req)
+    one.step()
+    one.finish(decode_req.req)
+    settle(one)
+    one.check()
+    return [steps, one.tier.host.peek(prompt, None).length, one.tier.figures()]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_poll_the_same_saves_when_an_admission_has_failed_on_one(pair, failing):
+    """One polled a save that the other had not begun, in the reduction of transfers: both hung."""
+    *_, failed, (steps, stored, _) = assert_same(pair.run(saves_after_an_error, failing))
+    assert failed and stored == 32
+    assert 1 < steps <= DISAGREEMENTS + 2
+
+
+def host_memory_differs(rank: int, differing: int, late: bool) -> list[Any]:
+    one = world(late=late, size=128, host=512, group=dist.group.WORLD)
+    saved(one, tokens(1, 32))
+    # With late copies one is being saved then, and another waits.
+    serve_to_end(one, tokens(50, 32))
+    serve_to_end(one, tokens(90, 32))
+    if rank == differing:
+        one.tier.host.evict_shortfall(8)
+    return comes_together(one)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("differing", [0, 1])
+def test_ranks_that_differ_in_host_memory_give_that_up_too(pair, differing, late):
+    """Only the device's tree was dropped then: nobody was admitted ever again."""
+    steps, stored, _ = assert_same(pair.run(host_memory_differs, differing, late))
+    assert 1 < steps <= DISAGREEMENTS + 2 and stored == 32
 
 
 # ---- beside prompts that are computed here ----
@@ -615,9 +742,62 @@ def test_memory_that_a_container_leaves(files, free, tmp_path):
     assert (found, whose) == (free, "this container") if free is not None else whose == "this machine" and found > 0
 
 
-def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path):
-    args = SimpleNamespace(hicache_size=0, tp_size=4, nnodes=2)
-    check_free(args, tmp_path)
-    args.hicache_size = 10**6
-    with pytest.raises(ValueError, match=r"--hicache-size 1000000 takes 2000000.0 GB of host memory for 2 ranks"):
+def asks_for_host_memory(**given: Any) -> Any:
+    defaults = {"hicache_size": 10**6, "tp_size": 1, "nnodes": 1, "dp_size": 1, "enable_dp_attention": False}
+    model = {"model_path": "model", "speculative_algorithm": None, "speculative_draft_model_path": None}
+    return SimpleNamespace(**{**defaults, **model, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp_size": 4, "nnodes": 2}, "1000000 takes 2000000.0 GB of host memory for 2 ranks"),
+        ({"tp_size": 2, "dp_size": 4}, "1000000 takes 8000000.0 GB of host memory for 8 ranks"),
+        # These share its ranks.
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, "takes 4000000.0 GB of host memory for 4 ranks"),
+    ],
+)
+def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path, given, says):
+    check_free(asks_for_host_memory(**{**given, "hicache_size": 0}), tmp_path)
+    with pytest.raises(ValueError, match=f"--hicache-size .*{says}"):
+        check_free(asks_for_host_memory(**given), tmp_path)
+
+
+def sizes(layers: int, heads: int = 0, head_dim: int = 0, latent: int = 0) -> Any:
+    """What a model keeps of a token."""
+    return SimpleNamespace(
+        num_hidden_layers=layers,
+        attention_arch=AttentionArch.MLA if latent else AttentionArch.MHA,
+        get_num_kv_heads=lambda tp_size: max(1, heads // tp_size),
+        head_dim=head_dim,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "tp_size", "part"),
+    [
+        (sizes(32, 8, 128), sizes(1, 8, 128), 1, 1 / 32),
+        # Each rank has a head of the draft at least.
+        (sizes(16, 8, 128), sizes(1, 2, 128), 8, 1 / 16),
+        (sizes(60, latent=576), sizes(1, 16, 128), 1, 4096 / (60 * 576)),
+    ],
+)
+def test_the_drafts_kv_takes_host_memory_too(tmp_path, monkeypatch, model, draft, tp_size, part):
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda args, **options: draft)
+    args = asks_for_host_memory(
+        tp_size=tp_size,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="draft",
+        speculative_draft_model_revision=None,
+        get_model_config=lambda: model,
+    )
+    assert draft_part(args) == part
+    with pytest.raises(
+        ValueError, match=f"with KV of the draft beside it, takes {10**6 * (1 + part) * tp_size:.1f} GB"
+    ):
         check_free(args, tmp_path)
+    # A draft that cannot be read is the engine's to refuse.
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda args, **options: broken())
+    assert draft_part(args) == 0

@@ -220,7 +220,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
-        self.ranks = Ranks(self.gloo_group, lambda: tree.evict_shortfall(tree.evictable_size()))
+        self.ranks = Ranks(self.gloo_group, tree.drop_unlocked)
         local, gate = self.transfer_queue.local, self.transfer_queue.gate
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())

@@ -117,13 +117,18 @@ def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
     return bool((low == -negated).all())
 
 
+def is_alone(group: dist.ProcessGroup) -> bool:
+    """Whether there is one rank in ``group``."""
+    return dist.get_world_size(group) == 1
+
+
 def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
     """What each poller says, the least of all ranks.
 
     One rank alone has nobody to ask. The engine's reduction would still wait for a thread of gloo's, which a busy host
     gives no core for longer than a step takes.
     """
-    if dist.get_world_size(group) > 1 or engine.FAILURE_PROB > 0:
+    if not is_alone(group) or engine.FAILURE_PROB > 0:
         return engine.poll_and_all_reduce(pollers, group)
     return [int(poller.poll()) for poller in pollers]
 
@@ -196,7 +201,7 @@ class Ranks:
         return None
 
     def _note_disagreement(self, told: Agreement) -> None:
-        """If skipping steps does not help for long, give up what the ranks can differ in: the unlocked tree.
+        """If skipping steps does not help for long, give up what the ranks can differ in: the unlocked trees.
 
         All ranks see each disagreement in the same step, so they also come here together.
         """
@@ -205,9 +210,9 @@ class Ranks:
             return
         logger.error(
             "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, "
-            "available for windows, evictable, retracted, order and rows, version of the leaders): "
+            "available for windows, evictable, retracted, order with rows and host memory, version of the leaders): "
             "lowest %s, highest %s. "
-            "The unlocked part of the tree is dropped on all of them.",
+            "The unlocked part of the tree, and of host memory, is dropped on all of them.",
             self.disagreements,
             told.low,
             told.high,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import agreed_polls
+from sglang.srt.disaggregation.decode_agreement import agreed_polls, is_alone
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import prepare_abort
@@ -46,12 +46,12 @@ def poll_transfers(
 
     What is being saved to the host ``tier``, if there is one, is agreed on with it.
     """
-    saves = () if tier is None else tier.begin_step()
-    pollers = [*queue, *map(Writers, quarantine), *saves]
+    saves = None if tier is None else tier.begin_step(alone=is_alone(group))
+    pollers = [*queue, *map(Writers, quarantine), *(() if saves is None else saves.pollers())]
     polls = agreed_polls(pollers, group) if pollers else []
     written = polls[len(queue) : len(queue) + len(quarantine)]
-    if tier is not None:
-        tier.end_saves(saves, polls[len(queue) + len(quarantine) :])
+    if saves is not None:
+        saves.end(polls[len(queue) + len(quarantine) :])
     return polls[: len(queue)], [dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success]
 
 

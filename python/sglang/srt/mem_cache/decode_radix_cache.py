@@ -228,6 +228,10 @@ class DecodeRadixCache(RadixCache):
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
         return EvictResult(num_tokens_evicted=evict_leaves(self, params.num_tokens, exact=False))
 
+    def drop_unlocked(self) -> None:
+        """Evict all that requests have not locked: TP ranks do, if they differ in it."""
+        self.evict_shortfall(self.evictable_size())
+
     def evict_to_watermark(self) -> None:
         """Evict what the free list lacks to the watermark, a few leaves at a time; nothing that a request waits for.
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["check_free", "free_bytes"]
+__all__ = ["check_free", "draft_part", "free_bytes"]
 
 # What the engine leaves to others.
 LEFT_BYTES = 10 * 1024**3
@@ -50,12 +51,44 @@ def check_free(args: ServerArgs, cgroup: Path = CGROUP) -> None:
     """
     if not args.hicache_size:
         return
-    ranks = args.tp_size // args.nnodes
-    needed = args.hicache_size * 10**9 * ranks
+    # Without DP attention each replica has ranks of its own.
+    replicas = 1 if args.enable_dp_attention else args.dp_size
+    ranks = args.tp_size * replicas // args.nnodes
+    draft = draft_part(args)
+    asked = f"{args.hicache_size}, with KV of the draft beside it," if draft else str(args.hicache_size)
+    needed = args.hicache_size * (1 + draft) * 10**9 * ranks
     free, whose = free_bytes(cgroup)
     if needed > free - LEFT_BYTES:
         raise ValueError(
-            f"--hicache-size {args.hicache_size} takes {needed / 1e9:.1f} GB of host memory for {ranks} ranks, and "
+            f"--hicache-size {asked} takes {needed / 1e9:.1f} GB of host memory for {ranks} ranks, and "
             f"{whose} has {free / 1e9:.1f} GB free, of which {LEFT_BYTES / 1e9:.1f} are left to others. Give less, or "
             "leave --enable-hierarchical-cache out."
         )
+
+
+def draft_part(args: ServerArgs) -> float:
+    """KV of a token of the draft model, which is kept at the same slots, over that of the model; 0 without a draft.
+
+    A draft that is part of the model is refused with a host tier.
+    """
+    path = args.speculative_draft_model_path
+    if args.speculative_algorithm is None or path in (None, args.model_path):
+        return 0.0
+    # Not at the top: the options are made before what it needs.
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        revision = args.speculative_draft_model_revision
+        draft = ModelConfig.from_server_args(args, model_path=path, model_revision=revision, is_draft_model=True)
+    except Exception:
+        # The engine says what is wrong with it, when it loads it.
+        return 0.0
+    tp_size = args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
+    return _token_size(draft, tp_size) / _token_size(args.get_model_config(), tp_size)
+
+
+def _token_size(config: ModelConfig, tp_size: int) -> int:
+    """Numbers that one rank keeps of a token."""
+    if config.attention_arch.name == "MLA":
+        return config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    return config.num_hidden_layers * config.get_num_kv_heads(tp_size) * config.head_dim * 2

@@ -6,19 +6,20 @@ Upstream: none is known that saves what enters a decode tree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.known_prefixes import is_known, note_known
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
     from sglang.srt.mem_cache.host_tier.memory import Copy, HostMemory
+    from sglang.srt.mem_cache.host_tier.tree import HostTree
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["Saves", "Saving"]
@@ -33,15 +34,15 @@ SAVING_PART = 1 / 8
 class Saving:
     """A save under way.
 
-    node: of the device's tree, locked. key: up to where the tree in host memory will hold it. above, above_slots: what
-    that holds already, locked. slots: where the rest goes. copy: None if it could not be begun. rest: whether more of
-    the node is left to save.
+    node: of the device's tree, locked. above: where what the tree in host memory holds of its path ends, locked; held:
+    how many tokens that is. key, slots: what is added below that, and where it goes. copy: None if it could not be
+    begun. rest: whether more of the node is left to save.
     """
 
     node: TreeNode
-    key: RadixKey
     above: TreeNode
-    above_slots: torch.Tensor
+    held: int
+    key: RadixKey
     slots: torch.Tensor
     copy: Copy | None
     rest: bool
@@ -54,21 +55,32 @@ class Saving:
         return int(KVPoll.Success if self.copy.done() else KVPoll.Transferring)
 
 
+class Given(NamedTuple):
+    """What of a node that is to be saved host memory has been given already.
+
+    tokens: from the prompt's start. end: where they end in the tree over host memory, for as long as that is there.
+    """
+
+    tokens: int = 0
+    end: weakref.ref[TreeNode] | None = None
+
+
 class Saves:
     """The saves of one rank, under way and to come.
 
-    All ranks begin the same in the same step, since their trees are the same; what has ended they agree on.
+    Those under way are the same on all ranks, whatever their trees hold; see `agreed.py`.
     """
 
-    def __init__(self, tree: DecodeRadixCache, host: DecodeRadixCache, memory: HostMemory, hits: int):
+    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
         """tree, host: of the device's pool, and of host memory. hits: after how many uses a node is saved."""
         self._tree, self._host, self._memory, self.hits = tree, host, memory, hits
         page = tree.page_size
         self._limit = max(page, int(tree.pool_size * SAVING_PART) // page * page)
         self.under_way: list[Saving] = []
-        # In order, each with the tokens up to which host memory has been given it already, from the prompt's start. A
-        # node that has been saved, or is to be, is marked; see `_MARK`.
-        self.to_come: dict[TreeNode, int] = {}
+        # In order. A node that has been saved, or is to be, is marked; see `_MARK`.
+        self.to_come: dict[TreeNode, Given] = {}
+        # Whether there may be any on some rank. It goes by what was called, not by what came of it: the same on all.
+        self.looking = False
         # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed.
         self.saved_tokens = self.dropped_tokens = self.failed_tokens = 0
 
@@ -91,7 +103,7 @@ class Saves:
         """``node`` is new, or has been met again."""
         if node.hit_count >= self.hits and not getattr(node, _MARK, False):
             setattr(node, _MARK, True)
-            self.to_come[node] = 0
+            self.to_come[node] = NOTHING_YET
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """``upper`` has taken the first tokens of ``lower``. A save of that is of both."""
@@ -106,93 +118,154 @@ class Saves:
     def _save_above(self, node: TreeNode) -> None:
         """``node`` was to be saved and is gone: what is left of its path is to be."""
         if getattr(node.parent, _MARK, False):
-            self.to_come.setdefault(node.parent, 0)
+            self.to_come.setdefault(node.parent, NOTHING_YET)
 
     # ---- steps ----
 
-    def start(self) -> None:
-        """Begin saves, as far as they do not hold too much of the pool; of a large node a part."""
-        left = self._limit - self.tokens
+    def start(self) -> list[Saving]:
+        """Begin saves, as far as they do not hold too much of the pool; of a large node a part.
+
+        They are under way when `take` is told of them.
+        """
+        left, begun = self._limit - self.tokens, []
         if not self.to_come or left <= 0:
-            return
+            return []
         saving = {saving.node for saving in self.under_way}
         for node in list(self.to_come):
             if left <= 0:
-                return
+                break
             if not _is_below(node, saving):
-                begun = self._begin(node, left, self.to_come.pop(node))
-                if begun is not None:
-                    self.under_way.append(begun)
+                one = self._begin(node, left, self.to_come.pop(node))
+                if one is not None:
+                    begun.append(one)
                     saving.add(node)
-                    left -= len(begun.slots)
+                    left -= len(one.slots)
+        return begun
 
-    def _begin(self, node: TreeNode, most: int, given: int) -> Saving | None:
+    def take(self, begun: Sequence[Saving]) -> None:
+        """All ranks have begun these, and have as many to come."""
+        self.under_way += begun
+        self.looking = bool(self.to_come)
+
+    def give_up(self, savings: Sequence[Saving]) -> None:
+        """Ranks differ, and all come here: these are not saved, nor what is to come. The next use of it counts."""
+        for saving in savings:
+            if saving.copy is not None:
+                saving.copy.wait()
+            self._drop(saving)
+        self.under_way = [saving for saving in self.under_way if saving not in savings]
+        for node, given in self.to_come.items():
+            self._unmark(node, given.tokens)
+        self.to_come.clear()
+        self.looking = False
+
+    def _begin(self, node: TreeNode, most: int, given: Given) -> Saving | None:
         """Begin to save what host memory lacks of the path to ``node``, at most so many tokens; None if nothing.
 
-        given: tokens that it has been given before. If these had to make room for others, the rest is not saved: they
-        would take it from each other for ever.
+        If what it has been given before had to make room for others, the rest is not saved: they would take it from
+        each other for ever. Cost: tokens behind what is known to be in host memory, and the nodes above.
         """
         path = self._path(node)
-        tokens = [token for one in path for token in one.key.token_ids]
-        found = self._host.peek(tokens, node.key.extra_key)
-        lacks = len(tokens) - found.length
+        end, below, skipped = self._end_of_known(path, given)
+        parts = [one.key.token_ids for one in below]
+        tokens = parts[0] if len(parts) == 1 else [token for part in parts for token in part]
+        found = self._host.peek_below(end, tokens, skipped, node.key.extra_key)
+        lacks = sum(len(one.key) for one in path) - found.length
         if not lacks:
+            self._note_end(path, found.length, found.path[-1], found.in_last)
             return None
-        above_slots, above, slots = self._take(found, min(lacks, most) if found.length >= given else 0)
+        above, slots = self._take(found, min(lacks, most) if found.length >= given.tokens else 0)
         if slots is None:
             self._unmark(node, found.length)
             self.dropped_tokens += lacks
             return None
-        end = found.length + len(slots)
-        key = RadixKey(tokens[:end], node.key.extra_key, is_bigram=self._tree.is_eagle)
-        source = torch.cat([one.value for one in path])[found.length : end]
+        self._note_end(path, found.length, above, found.in_last)
+        start = len(tokens) - lacks
+        stop = start + len(slots)
+        key = RadixKey(tokens[start:stop], node.key.extra_key, is_bigram=self._tree.is_eagle)
         self._tree.inc_lock_ref(node)
         copy = None
         try:
-            copy = self._memory.save(slots, source)
+            copy = self._memory.save(slots, _slots_of(below, start, stop))
         except Exception as e:
             # Maybe on this rank only: all learn of it with the next reduction.
             logger.error("A copy of %d tokens to host memory failed", len(slots), exc_info=e)
-        return Saving(node, key, above, above_slots, slots, copy, rest=end < len(tokens))
+        return Saving(node, above, found.length, key, slots, copy, rest=len(slots) < lacks)
 
-    def _take(self, found: PrefixPeek, most: int) -> tuple[torch.Tensor, TreeNode, torch.Tensor | None]:
+    def _end_of_known(self, path: Sequence[TreeNode], given: Given) -> tuple[TreeNode, Sequence[TreeNode], int]:
+        """Where host memory is known to hold the tokens of ``path`` up to.
+
+        Returns its node that ends there, the nodes of the path from there on, and the tokens of the first of these that
+        lie before.
+        """
+        host = self._host
+        end = sum(len(one.key) for one in path)
+        last = _live(host, given.end)
+        for i in range(len(path) - 1, -1, -1):
+            saved = _live(host, getattr(path[i], _END, None))
+            if saved is not None:
+                return saved, path[i + 1 :], 0
+            end -= len(path[i].key)
+            if last is not None and given.tokens >= end:
+                return last, path[i:], given.tokens - end
+        return host.root_node, path, 0
+
+    def _note_end(self, path: Sequence[TreeNode], length: int, node: TreeNode, in_last: int) -> None:
+        """Host memory holds so many tokens of ``path``, up to ``in_last`` of its ``node``."""
+        end = sum(len(one.key) for one in path)
+        for one in reversed(path):
+            if end <= length:
+                if end == length and in_last == len(node.key):
+                    setattr(one, _END, weakref.ref(node))
+                return
+            end -= len(one.key)
+
+    def _take(self, found: PrefixPeek, most: int) -> tuple[TreeNode, torch.Tensor | None]:
         """Lock what host memory holds and take slots for what follows, as many as there are up to ``most`` tokens.
 
         Without slots nothing has been locked.
         """
         host = self._host
-        parts, above = host.lock_prefix(found)
+        _, above = host.lock_prefix(found)
         if most > host.pool.available_size():
             host.evict_shortfall(most - host.pool.available_size())
         most = min(most, host.pool.available_size())
         slots = host.pool.alloc(most) if most else None
         if slots is None:
             host.dec_lock_ref(above)
-        return torch.cat([NO_SLOTS, *parts]), above, slots
+        return above, slots
 
     def end(self, saving: Saving, saved: bool) -> None:
         """All ranks know of the end of a save. saved: on all of them."""
         self.under_way.remove(saving)
         node, host, slots = saving.node, self._host, saving.slots
+        if not saved:
+            self._drop(saving)
+            return
         self.unlock(saving)
-        if saved:
-            held = len(saving.above_slots)
-            value = torch.cat([saving.above_slots, slots])
-            before = host.insert(InsertParams(key=saving.key, value=value)).prefix_len
-            # Others have saved the same meanwhile.
-            host.pool.free(slots[: before - held])
-            self.saved_tokens += len(slots)
-            if is_known(node):
-                note_known(host.peek(saving.key.token_ids, saving.key.extra_key).path[-1])
-            if saving.rest and getattr(node, _MARK):
-                self.to_come[node] = len(saving.key)
-            elif saving.rest:
-                self._save_above(node)
-        else:
-            self._unmark(node, len(saving.above_slots))
-            self.failed_tokens += len(slots)
-            host.pool.free(slots)
+        before, last = host.insert_below(saving.above, saving.key, slots)
+        # Others have saved the same meanwhile.
+        host.pool.free(slots[:before])
         host.dec_lock_ref(saving.above)
+        self.saved_tokens += len(slots)
+        if is_known(node):
+            note_known(last)
+        if not saving.rest:
+            setattr(node, _END, weakref.ref(last))
+            return
+        self.looking = True
+        if getattr(node, _MARK):
+            self.to_come[node] = Given(saving.held + len(slots), weakref.ref(last))
+        else:
+            self._save_above(node)
+
+    def _drop(self, saving: Saving) -> None:
+        """Give back what a save holds whose copy has ended, or was never begun."""
+        self.unlock(saving)
+        self._unmark(saving.node, saving.held)
+        self.failed_tokens += len(saving.slots)
+        self._host.pool.free(saving.slots)
+        self._host.dec_lock_ref(saving.above)
 
     def _unmark(self, node: TreeNode, held: int) -> None:
         """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
@@ -231,12 +304,32 @@ class Saves:
         """The trees are reset; copies have ended."""
         self.under_way.clear()
         self.to_come.clear()
+        self.looking = False
 
 
-# At the engine's nodes: whether it has been saved, or is to be.
+# At the engine's nodes: whether it has been saved, or is to be; and where in the tree over host memory it ends. What a
+# split takes from a node is its head, in either tree, so it keeps its end.
 _MARK = "in_host_memory"
+_END = "end_in_host_memory"
+NOTHING_YET = Given()
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
+
+
+def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
+    """The node that was noted, if it is still there."""
+    node = None if end is None else end()
+    return node if node is not None and host.has(node) else None
+
+
+def _slots_of(nodes: Sequence[TreeNode], start: int, stop: int) -> torch.Tensor:
+    """The slots of so many tokens of ``nodes``, counted from the start of the first; on the device, int64."""
+    parts = []
+    for node in nodes:
+        if start < len(node.key) and stop > 0:
+            parts.append(node.value[max(start, 0) : stop])
+        start, stop = start - len(node.key), stop - len(node.key)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_below(node: TreeNode, others: Iterable[TreeNode]) -> bool:

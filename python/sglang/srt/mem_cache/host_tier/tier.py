@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.host_tier.agreed import SavesStep
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool, kv_pool_of
-from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves, Saving
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, host_tree
+from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
 from sglang.srt.mem_cache.known_prefixes import is_known
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
@@ -64,7 +64,7 @@ class Load:
 class HostTier:
     """Host memory below the tree of one rank."""
 
-    def __init__(self, tree: DecodeRadixCache, host: DecodeRadixCache, memory: HostMemory, hits: int):
+    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
         """host: the tree over host memory. hits: see `Saves`."""
         self.tree, self.host, self.memory = tree, host, memory
         self.saves = Saves(tree, host, memory, hits)
@@ -109,16 +109,9 @@ class HostTier:
 
     # ---- a step ----
 
-    def begin_step(self) -> list[Saving]:
-        """Begin saves; returns all under way, which the ranks are to poll together."""
-        self.saves.start()
-        return list(self.saves.under_way)
-
-    def end_saves(self, saves: Sequence[Saving], polls: Sequence[int]) -> None:
-        """Take in what the ranks have agreed on of ``saves``."""
-        for saving, poll in zip(saves, polls, strict=True):
-            if poll != KVPoll.Transferring:
-                self.saves.end(saving, saved=poll == KVPoll.Success)
+    def begin_step(self, alone: bool) -> SavesStep:
+        """Begin saves. alone: whether there is one rank."""
+        return SavesStep(self.saves, alone)
 
     # ---- figures ----
 
@@ -149,6 +142,11 @@ class HostTier:
         return [*faults, f"host memory: nobody holds {unheld} tokens"] if unheld else faults
 
     # ---- ends ----
+
+    def drop_unlocked(self) -> None:
+        """Ranks differ, and all come here: end all saves, and evict what no request has locked."""
+        self.saves.give_up(self.saves.under_way)
+        self.host.drop_unlocked()
 
     def reset(self) -> None:
         """The device's tree is reset: so is this one, when all copies have ended."""

@@ -8,27 +8,76 @@ Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#3032
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
 if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-__all__ = ["HostTierRadixCache", "host_tree"]
+__all__ = ["HostTierRadixCache", "HostTree", "host_tree"]
 
 
-def host_tree(tree: DecodeRadixCache, size: int) -> DecodeRadixCache:
+class HostTree(DecodeRadixCache):
+    """The tree over host memory. It can be gone on with from a node, without a look at the tokens above."""
+
+    def has(self, node: TreeNode) -> bool:
+        """Whether a node, not the root, is still in the tree."""
+        return node.parent.children.get(self.get_child_key_fn(node.key)) is node
+
+    def peek_below(self, node: TreeNode, token_ids: Sequence[Any], start: int, extra_key: str | None) -> PrefixPeek:
+        """As `peek`, of a prompt of which the tree has what ends with ``node``. Cost: what follows, and its depth.
+
+        token_ids: a part of the prompt, as the tree's `keys_of`, of which ``start`` tokens end with that node.
+        """
+        path: list[TreeNode] = []
+        above = node
+        while above is not self.root_node:
+            path.append(above)
+            above = above.parent
+        path.reverse()
+        in_last = len(node.key) if path else 0
+        for child, span in self.reader.descend(node, start, token_ids, extra_key):
+            path.append(child)
+            in_last = span
+        length = sum(len(one.key) for one in path[:-1]) + in_last
+        evictable = sum(len(one.key) for one in path[:-1] if one.lock_ref == 0)
+        if path and path[-1].lock_ref == 0:
+            evictable += in_last
+        return PrefixPeek(length, evictable, path, in_last)
+
+    def insert_below(self, node: TreeNode, key: RadixKey, slots: torch.Tensor) -> tuple[int, TreeNode]:
+        """Insert what follows ``node``. Returns how many tokens of that were there, and the node that it ends with.
+
+        To the eviction policy all of the path has been used, as with `insert`.
+        """
+        now, above = time.monotonic(), node
+        while above is not self.root_node:
+            above.last_access_time = now
+            self._inc_hit_count(above)
+            above = above.parent
+        before = self._insert_helper(node, key, slots)
+        for child, _ in self.reader.descend(node, 0, key.token_ids, key.extra_key):
+            node = child
+        return before, node
+
+
+def host_tree(tree: DecodeRadixCache, size: int) -> HostTree:
     """A tree over ``size`` slots in host memory, from the second page on, for what ``tree`` holds or has held."""
     page, dtype = tree.page_size, tree.pool.dtype
     if page == 1:
         slots: Any = TokenToKVPoolAllocator(size, dtype, "cpu", None, need_sort=False)
     else:
         slots = PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", None, need_sort=False)
-    host = DecodeRadixCache(
+    host = HostTree(
         CacheInitParams(
             disable=False,
             req_to_token_pool=None,
@@ -58,11 +107,24 @@ class HostTierRadixCache(DecodeRadixCache):
     def nodes_in_use(self) -> list[TreeNode]:
         return [] if self.tier is None else self.tier.saves.locked()
 
+    def drop_unlocked(self) -> None:
+        """Of both trees, and with it what is being saved, which would go on to differ."""
+        if self.tier is not None:
+            self.tier.drop_unlocked()
+        super().drop_unlocked()
+
     def reset(self) -> None:
         """Resets both trees, when copies have ended."""
         if self.tier is not None:
             self.tier.reset()
         super().reset()
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """What is in the tree then may be to be saved, on this rank or on another."""
+        result = super().insert(params)
+        if self.tier is not None:
+            self.tier.saves.looking = True
+        return result
 
     def _record_store_event(self, node: TreeNode) -> None:
         """A new leaf is saved."""
