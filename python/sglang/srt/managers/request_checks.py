@@ -17,13 +17,11 @@ import re
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 __all__ = [
     "KEY_CHECKS",
@@ -352,8 +350,8 @@ def check_request(
 
 
 @cache
-def _types(kind: type) -> TypeAdapter:
-    return TypeAdapter(kind)
+def _types() -> TypeAdapter:
+    return TypeAdapter(GenerateReqInput)
 
 
 def check_types(obj: GenerateReqInput) -> None:
@@ -363,7 +361,7 @@ def check_types(obj: GenerateReqInput) -> None:
     """
     given = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
     try:
-        typed = _types(type(obj)).validate_python(given)
+        typed = _types().validate_python(given)
     except ValidationError as e:
         wrong = e.errors()[0]
         raise ValueError(f"{wrong['loc'][0]} has a wrong type: {wrong['msg']}.") from None
