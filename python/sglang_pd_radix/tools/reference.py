@@ -106,6 +106,10 @@ VARIABLES = (
 #: Of the engine, and of libraries, where this package gives them a meaning of its own or asks to set them.
 ENGINE_VARIABLES = (
     Variable(
+        "SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat", "all", "a route of requests, which a worker that drains refuses too"
+    ),
+    Variable("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate", "all", "the same"),
+    Variable(
         "SGLANG_TIMEOUT_KEEP_ALIVE",
         "5",
         "all",
