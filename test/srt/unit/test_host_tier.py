@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.local_prefill import Policy
@@ -591,6 +592,38 @@ def test_ranks_poll_the_same_saves_when_an_admission_has_failed_on_one(pair, fai
     *_, failed, (steps, stored, _) = assert_same(pair.run(saves_after_an_error, failing))
     assert failed and stored == 32
     assert 1 < steps <= DISAGREEMENTS + 2
+
+
+def reductions(rank: int) -> list[int]:
+    """Of transfers: while a request that has ended is saved, and after that; and the same of what was saved before."""
+    one = world(size=128, host=512, group=dist.group.WORLD)
+    counted: list[int] = []
+    reduce = decode_agreement.engine.poll_and_all_reduce
+
+    def counting(pollers, group):
+        counted.append(len(pollers))
+        return reduce(pollers, group)
+
+    decode_agreement.engine.poll_and_all_reduce = counting
+    told = []
+    try:
+        for _ in range(2):
+            serve_to_end(one, tokens(1, 32))
+            counted.clear()
+            settle(one)
+            told.append(len(counted))
+            counted.clear()
+            settle(one)
+            told.append(len(counted))
+    finally:
+        decode_agreement.engine.poll_and_all_reduce = reduce
+    return told
+
+
+def test_ranks_with_nothing_to_save_reduce_nothing(pair):
+    saving, after, known, later = assert_same(pair.run(reductions))
+    # Parts of 16 tokens at most; and once to hear that nothing is to come.
+    assert saving <= 5 and known == 1 and after == later == 0
 
 
 def host_memory_differs(rank: int, differing: int, late: bool) -> list[Any]:
