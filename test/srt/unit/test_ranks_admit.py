@@ -12,9 +12,9 @@ from decode_world import World, aborted
 from ranks import assert_same
 from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import SHARED_FIGURES, WINDOW, agree
+from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS, SHARED_FIGURES, WINDOW, agree
 from test_followers import asked, queue, sent
-from test_traps import Rank, serve, tokens
+from test_traps import Rank, serve, serve_to_end, tokens
 
 
 def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
@@ -373,3 +373,24 @@ def resume_fails(rank: int, failing: int, where: str) -> list[Any]:
 def test_a_request_that_one_rank_cannot_resume_is_aborted_on_all(pair, failing, where):
     """Else they go on with different batches."""
     assert assert_same(pair.run(resume_fails, failing, where)) == [True, False, True]
+
+
+def retracted_beside_another_tree(rank: int, differing: int) -> tuple[int, int]:
+    """A retracted request, nobody in the queue, and 4 tokens that one rank's tree has lost."""
+    world = World(size=256, page_size=4, group=dist.group.WORLD)
+    serve_to_end(world, tokens(1, 32))
+    world.retract(serve(world, tokens(90, 24), max_new=60).req)
+    if rank == differing:
+        world.tree.evict_shortfall(4)
+    steps = 0
+    while world.queue.retracted_queue and steps < 4 * DISAGREEMENTS:
+        world.step()
+        steps += 1
+    return steps, len(world.queue.retracted_queue)
+
+
+@pytest.mark.parametrize("differing", [0, 1])
+def test_ranks_that_differ_resume_after_all(pair, differing):
+    """Nobody else is there to find out that they do, and who has been retracted waited for ever."""
+    steps, left = assert_same(pair.run(retracted_beside_another_tree, differing))
+    assert DISAGREEMENTS <= steps <= DISAGREEMENTS + 2 and not left

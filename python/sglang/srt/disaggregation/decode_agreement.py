@@ -208,13 +208,18 @@ class Ranks:
         self.disagreements += 1
         if self.disagreements % DISAGREEMENTS:
             return
-        logger.error(
-            "TP ranks have disagreed for %d steps about what decode holds (queue length, rooms, available, "
-            "available for windows, evictable, retracted, order with rows and host memory, version of the leaders): "
-            "lowest %s, highest %s. "
-            "The unlocked part of the tree, and of host memory, is dropped on all of them.",
+        self.give_up(
             self.disagreements,
-            told.low,
-            told.high,
+            "queue length, rooms, available, available for windows, evictable, retracted, order with rows and host "
+            f"memory, version of the leaders: lowest {told.low}, highest {told.high}",
+        )
+
+    def give_up(self, steps: int, figures: str) -> None:
+        """Drop what the ranks can differ in. All come here in the same step. figures: that were not the same."""
+        logger.error(
+            "TP ranks have disagreed for %d steps about what decode holds (%s). "
+            "The unlocked part of the tree, and of host memory, is dropped on all of them.",
+            steps,
+            figures,
         )
         self._give_up()

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.admission_step import Blocked
+from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, LiveReqs, Memory
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -47,6 +48,8 @@ class Resumption:
         # The first that did not fit; and the first with which steps would become too long, and when.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
+        # Steps in a row in which the ranks had other memory.
+        self._differed = 0
 
     def resume(
         self,
@@ -61,7 +64,7 @@ class Resumption:
         """
         resumed: list[Req] = []
         failed = 0
-        if not retracted or not self._ranks.are_alike(self._memory.figures()):
+        if not retracted or not self._is_alike():
             return resumed, failed
         if self._held is not None and self._held == (retracted[0].rid, version()):
             return resumed, failed
@@ -98,6 +101,17 @@ class Resumption:
         if self._gate is not None:
             self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
         return resumed, failed
+
+    def _is_alike(self) -> bool:
+        """Whether all ranks have the same memory. With nobody in the queue, only here is it found that they do not."""
+        figures = self._memory.figures()
+        if self._ranks.are_alike(figures):
+            self._differed = 0
+            return True
+        self._differed += 1
+        if self._differed % DISAGREEMENTS == 0:
+            self._ranks.give_up(self._differed, f"memory, with which retracted requests would be resumed: {figures}")
+        return False
 
     def _is_blocked(self, req: Req, free: Memory, kept: Memory, version: Callable[[], tuple[int, ...]]) -> bool:
         """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough.
