@@ -91,9 +91,28 @@ class HostLife(Life):
             self.world.step()
             self.world.decode()
             self.world.check()
+        self.ends_with_a_load()
         super().teardown()
         assert tier.audit() == []
         LIVES.append((tier.saves.saved_tokens, tier.loaded_tokens, tier.failed_loads))
+
+
+    def ends_with_a_load(self):
+        """Whatever was before, what is used often enough is saved, and comes back."""
+        tier, prompt = self.world.tier, [3] * 20
+        for _ in range(tier.saves.hits):
+            saved(self.world, prompt)
+        self.evict()
+        before = tier.loaded_tokens
+        decode_req = admit(self.world, prompt)
+        assert tier.loaded_tokens > before
+        tier.memory.wait()
+        self.world.complete(decode_req)
+        self.world.step()
+        self.world.finish(decode_req.req)
+        for _ in range(40):
+            tier.memory.wait()
+            self.world.step()
 
 
 LIVES: list[tuple[int, int, int]] = []
