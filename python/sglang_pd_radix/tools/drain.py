@@ -16,6 +16,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import local_session
 from .operate.reading import (
+    SILENT,
     TIMEOUT_S,
     UNTOLD,
     Rank,
@@ -65,21 +66,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def leave(gateway: str, url: str) -> None:
-    """Have ``gateway`` take a worker out. Raises PdRadixError if it cannot, or it is the last of its kind."""
-    known = {worker["url"].rstrip("/"): worker for worker in gateway_workers(gateway)}
-    worker = known.get(url)
-    if worker is None:
-        raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(sorted(known)) or 'none'}")
-    kind = worker.get("worker_type")
-    others = [other for other in known.values() if other.get("worker_type") == kind and _serves(other)]
-    if len(others) - _serves(worker) < 1:
+    """Have ``gateway`` take a worker out, with all its ranks.
+
+    Raises PdRadixError if it cannot, or it is the last of its kind.
+    """
+    known = gateway_workers(gateway)
+    # A gateway may have its DP ranks as workers.
+    ours = [worker for worker in known if worker["url"] == url]
+    if not ours:
+        others = sorted({worker["url"] for worker in known})
+        raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}")
+    kind = ours[0].get("worker_type")
+    if not any(worker.get("worker_type") == kind and _serves(worker) for worker in known if worker not in ours):
         raise PdRadixError(f"{url} is the last {kind} worker of {gateway}: start another one first")
     with local_session() as session:
-        reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
-    if not reply.ok:
-        raise PdRadixError(f"{gateway} does not let go of {url}: HTTP {reply.status_code} {reply.text[:200]}")
+        for worker in ours:
+            reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
+            if not reply.ok:
+                raise PdRadixError(f"{gateway} does not let go of {url}: HTTP {reply.status_code} {reply.text[:200]}")
     until = time.monotonic() + 30
-    while any(other["url"].rstrip("/") == url and _serves(other) for other in gateway_workers(gateway)):
+    while any(other["url"] == url and _serves(other) for other in gateway_workers(gateway)):
         if time.monotonic() > until:
             raise PdRadixError(f"{gateway} has said that it lets go of {url}, and still uses it after 30 s")
         time.sleep(LOOK_S)
@@ -96,8 +102,8 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
     while True:
         ranks = reader.look().ranks
         # One that is busy takes its time to answer. Nobody listens where one has ended.
-        if all(rank.error == "does not answer" for rank in ranks) and not _listens(url):
-            raise PdRadixError(f"{url} does not answer")
+        if all(rank.error == SILENT for rank in ranks) and not _listens(url):
+            raise PdRadixError(f"{url} {SILENT}")
         left = _left(ranks, url)
         now = time.monotonic()
         if left:
@@ -138,7 +144,7 @@ def _left(ranks: list[Rank], url: str) -> str:
             states["requests"] = count
             continue
         if rank.error and rank.error != UNTOLD:
-            return rank.error
+            return "not answered yet" if rank.error == SILENT else f"answered {rank.error}"
         idle &= rank.idle
         for state, count in rank.requests.items():
             states[state] = states.get(state, 0) + count

@@ -93,7 +93,7 @@ def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
 
 
 def _serves(gateway: str, url: str) -> bool:
-    found = [worker for worker in gateway_workers(gateway) if worker["url"].rstrip("/") == url]
+    found = [worker for worker in gateway_workers(gateway) if worker["url"] == url]
     return any(worker.get("is_healthy") and worker.get("status", "ready") == "ready" for worker in found)
 
 

@@ -303,7 +303,7 @@ GENERATE: dict[str, list] = {
     "extra_key": ["a", ["a", "b"]],
     "routing_key": [],
     "no_logs": [],
-    "custom_labels": [],
+    "custom_labels": [{"a": "b"}],
     "return_bytes": [],
     "return_entropy": [],
     "external_trace_header": [],
@@ -366,7 +366,7 @@ COMPLETION: dict[str, list] = {
     "extra_key": ["a", ["a", "b"]],
     "cache_salt": ["a", ["a", "b"]],
     "priority": [2**63],
-    "custom_labels": [],
+    "custom_labels": [{"a": "b"}],
 }
 CHAT: dict[str, list] = {
     **{name: COMPLETION[name] for name in COMPLETION if name in ChatCompletionRequest.model_fields},

@@ -13,6 +13,7 @@ from test_top import POOL, Worker, workers
 
 from sglang_pd_radix.tools import cli, drain
 from sglang_pd_radix.tools.operate import reading
+from sglang_pd_radix.tools.operate.reading import addresses
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_what_it_has_is_waited_for(found, capsys):
     assert "has 2 running" in said and "has ended what it had" in said
 
 
-def test_a_worker_that_takes_its_time_to_answer_is_waited_for(found, monkeypatch):
+def test_a_worker_that_takes_its_time_to_answer_is_waited_for(found, monkeypatch, capsys):
     """A long chunk, a kernel that is compiled: the gateway has let go by then, and the rest of the time is its own."""
     gateway, _, worker, _ = found
     monkeypatch.setattr(reading, "TIMEOUT_S", 0.3)
@@ -80,6 +81,26 @@ def test_a_worker_that_takes_its_time_to_answer_is_waited_for(found, monkeypatch
     Timer(1.5, answers_again).start()
     assert drained(gateway, worker) == 0
     assert gateway.let_go == ["/workers/id-1"]
+    assert f"{worker.address} has not answered yet" in capsys.readouterr().err
+
+
+def test_all_ranks_of_its_address_are_let_go_of(found, capsys):
+    """With --dp-aware a gateway has each DP rank as a worker."""
+    gateway, prefill, worker, other = found
+    listed = gateway.answers["/workers"]["workers"]
+    for one in listed:
+        one["url"] += "@0"
+    ranks = [{**one, "id": one["id"] + "-1", "url": one["url"][:-1] + "1"} for one in listed]
+    listed += ranks
+    # Its ranks are no other workers.
+    assert drained(gateway, prefill) == 1
+    assert "the last prefill worker" in capsys.readouterr().err and not gateway.let_go
+    assert addresses([], gateway.address, None) == [f"http://{one.address}" for one in (prefill, worker, other)]
+    assert drained(gateway, worker) == 0
+    assert gateway.let_go == ["/workers/id-1", "/workers/id-1-1"]
+    assert all(one["status"] == "draining" for one in listed if one["id"].startswith("id-1"))
+    assert drained(gateway, other) == 1
+    assert "the last decode worker" in capsys.readouterr().err
 
 
 def test_what_comes_late_is_waited_for_too(found):

@@ -48,6 +48,25 @@ def test_a_name_is_as_good_as_an_address(gateway):
     assert gateway.let_go == ["/workers/here"]
 
 
+def test_all_of_its_ranks_are_let_go_of(gateway):
+    """With --dp-aware a gateway has each DP rank as a worker: the digits behind the last @ are its number."""
+    listed = gateway.answers["/workers"]["workers"]
+    for rank, one in enumerate(listed):
+        one["url"] += f"@{rank}"
+    listed.append({"id": "more", "url": f"http://localhost:{PORT}@1", "worker_type": "decode"})
+
+    def let_go(path: str) -> int:
+        gateway.let_go.append(path)
+        for one in listed:
+            if path == f"/workers/{one['id']}":
+                one["status"] = "draining"
+        return 202
+
+    gateway.on_delete = let_go
+    gateway_notice.leave(gateway.url, "decode", PORT, {"127.0.0.1"})
+    assert gateway.let_go == ["/workers/here", "/workers/more"]
+
+
 @pytest.mark.parametrize(
     "role, port, said",
     [("decode", 9, "it knows no decode worker at port 9"), ("encode", PORT, "it knows no encode worker")],

@@ -8,9 +8,11 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import prometheus_client
 import pytest
 import sglang
 from sglang.srt.disaggregation.refusal import RefusedRooms
@@ -27,6 +29,7 @@ from sglang.srt.entrypoints.openai.serving_transcription import OpenAIServingTra
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import SAMPLING_CHECKS, check_names, check_request
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.observability import metrics_collector
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 VOCAB = 100
@@ -234,6 +237,51 @@ def test_what_the_engine_serves_passes_and_no_more(name, temperature):
             none = value is None and name != "skip_special_tokens"
             fatal = name in NOT_SERVED and not none and (name != "top_k" or temperature) and NOT_SERVED[name](value)
             assert bool(refusal(params, stream=True)) == bool(impossible or fatal), (params, refusal(params))
+
+
+LABELS = [
+    None,
+    {},
+    {"tenant": "a"},
+    {"tenant": "a", "model_name": "b"},
+    {"a": "b"},
+    {"tenant": "a", "a": "b"},
+    {"": ""},
+]
+
+
+def test_labels_that_the_engines_metrics_take_pass_and_no_more(monkeypatch):
+    """The engine's own metrics, with each of its ways to count: what one does not take ends the process of a worker."""
+    with monkeypatch.context() as patch:
+        # Not among those of this process, which other tests look at.
+        registry = prometheus_client.CollectorRegistry()
+        for kind in (prometheus_client.Counter, prometheus_client.Histogram):
+            patch.setattr(prometheus_client, kind.__name__, partial(kind, registry=registry))
+        args = SimpleNamespace(prompt_tokens_buckets=None, generation_tokens_buckets=None)
+        known = {"model_name": "m", "tenant": ""}
+        collector = metrics_collector.TokenizerMetricsCollector(args, known, collect_tokens_histogram=True)
+
+    def counts(labels: dict[str, str]) -> bool:
+        try:
+            collector.observe_time_to_first_token(labels, 1.0)
+            collector.observe_inter_token_latency(labels, 1.0, 1)
+            collector.observe_one_aborted_request(labels)
+        except ValueError:
+            return False
+        return True
+
+    made = manager(None)
+    made.enable_metrics, made.metrics_collector = True, collector
+    for labels in LABELS:
+        obj = GenerateReqInput(input_ids=[1], custom_labels=labels)
+        obj.normalize_batch_and_arguments()
+        try:
+            made._validate_rid_not_in_flight(obj)
+            passes = True
+        except ValueError as e:
+            passes = False
+            assert "custom_labels" in str(e)
+        assert passes == counts({**known, **(labels or {})}), labels
 
 
 OLLAMA = {

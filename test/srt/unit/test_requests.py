@@ -681,6 +681,8 @@ def test_a_request_that_nobody_has_given_types(monkeypatch, options, said):
     with pytest.raises(ValueError, match=said):
         asyncio.run(ask(vertex_generate, **options))
     assert asyncio.run(ask(vertex_generate, routed_dp_rank="1")).routed_dp_rank == 1
+    # The engine serves what is null.
+    assert asyncio.run(ask(vertex_generate, stream=None, log_metrics=None)).log_metrics is None
     asyncio.run(ask(ask, **options))
     with pytest.raises(ValueError, match=said):
         check_types(GenerateReqInput(**options))

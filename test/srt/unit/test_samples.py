@@ -366,6 +366,41 @@ def test_prefill_that_is_told_later_gives_its_warmup_up():
     run(test())
 
 
+def test_samples_of_a_request_that_nobody_has_given_types():
+    """Of Vertex AI: with its samples it has fields of the engine's own forms, which are no types of a client's."""
+
+    def vertex_generate() -> None:
+        pass
+
+    async def ask(prefill: Manager, **more):
+        request = SimpleNamespace(scope={"endpoint": vertex_generate})
+        async for out in prefill.generate_request(body(**more), request):
+            return out
+
+    async def test():
+        for told in (True, False):
+            prefill = Manager(DisaggregationMode.PREFILL, False)
+            if told:
+                prefill.samples.announced([11, 12])
+            with pytest.raises(ValueError, match="stream has a wrong type"):
+                await ask(prefill, stream="perhaps")
+            # Decode finds it out by itself.
+            assert [sent.room for sent in prefill.send_to_scheduler.got] == [11, 12]
+            prefill = Manager(DisaggregationMode.PREFILL, False)
+            if told:
+                prefill.samples.announced([11, 12])
+            task = asyncio.ensure_future(ask(prefill))
+            await until(lambda prefill=prefill: prefill.send_to_scheduler.requests, task)
+            if not told:
+                prefill.samples.announced([11, 12])
+            await until(lambda prefill=prefill, n=6 + (not told): len(prefill.send_to_scheduler.requests) == n, task)
+            for message in prefill.send_to_scheduler.requests:
+                prefill.answer(message)
+            assert len(await task) == 6
+
+    run(test())
+
+
 def test_prefill_that_is_not_told_does_what_the_engine_does():
     """Decode without the flag, or without the package."""
 

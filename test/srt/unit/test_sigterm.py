@@ -374,6 +374,26 @@ def test_a_request_whose_body_is_still_coming_is_one(worker):
     assert status == 0, log
 
 
+def test_what_is_refused_is_not_waited_for(monkeypatch, tmp_path):
+    """A gateway that asks again and again, with bodies that take their time, would keep a worker from ending."""
+    monkeypatch.setattr(drain, "CLOSE_S", 1.0)
+    worker = Worker(tmp_path, 15)
+    try:
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(worker.ask, {"seconds": 2})
+            time.sleep(0.5)
+            began = time.monotonic()
+            worker.terminate()
+            time.sleep(0.5)
+            connection, _ = half_sent(worker, {"seconds": 2})
+            assert running.result() == (200, '"done"')
+            status, _, log = worker.end()
+            connection.close()
+    finally:
+        worker.kill()
+    assert status == 0 and time.monotonic() - began < 10, log
+
+
 @pytest.mark.parametrize("worker", [1], indirect=True)
 def test_a_request_whose_body_does_not_come_is_cut_off(worker):
     connection, _ = half_sent(worker, {"seconds": 2})

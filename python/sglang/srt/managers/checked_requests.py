@@ -67,8 +67,7 @@ class CheckedRequests(Base):
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
         try:
-            if _has_no_types(request) and isinstance(obj, GenerateReqInput):
-                check_types(obj)
+            self._give_types(obj, request)
             async for out in super().generate_request(obj, request):
                 for item in out if isinstance(out, list) else [out]:
                     if getattr(obj, "needs_top_logprobs", False):
@@ -99,6 +98,13 @@ class CheckedRequests(Base):
             for rid, state in states.items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
+
+    @staticmethod
+    def _give_types(obj, request) -> None:
+        """Raise ValueError for a field of another type, where FastAPI has not looked. With rooms for samples it has
+        been looked at, and has fields of the engine's own forms."""
+        if isinstance(obj, GenerateReqInput) and not obj.samples and _has_no_types(request):
+            check_types(obj)
 
     async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:
         await asyncio.gather(*map(asyncio.wrap_future, told), return_exceptions=True)

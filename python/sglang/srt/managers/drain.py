@@ -162,6 +162,8 @@ class Drain:
 
     def __init__(self, server: uvicorn.Server, app: Any, timeout_s: float) -> None:
         self.server, self.app, self.timeout_s = server, app, timeout_s
+        # The server's exchanges with work that had begun when the door was closed.
+        self.inside: list[Any] = []
 
     @staticmethod
     def of(args: Any) -> Drain | None:
@@ -201,6 +203,8 @@ class Drain:
             for part in rooms_of(body, samples=prefill):
                 manager._tell_peer(part, REASON)
 
+        cycles = (getattr(connection, "cycle", None) for connection in self.server.server_state.connections)
+        self.inside = [cycle for cycle in cycles if cycle and brings_work(cycle.scope)]
         self.app.middleware_stack = Door(self.app.middleware_stack, refused)
         logger.info("Shutting down: no new request is taken; %d are here", len(manager.rid_to_state))
 
@@ -239,9 +243,11 @@ class Drain:
         return "" if rests else "the scheduler is not idle"
 
     def _under_way(self) -> int:
-        """Requests whose HTTP exchange is not over: of which a body is still coming, nobody else knows."""
-        cycles = (getattr(connection, "cycle", None) for connection in self.server.server_state.connections)
-        return sum(1 for cycle in cycles if cycle and not cycle.response_complete and brings_work(cycle.scope))
+        """Requests with which the server is not done: of one whose body is still coming, nobody else knows.
+
+        What came to the closed door is not among them: it may come again and again.
+        """
+        return sum(1 for cycle in self.inside if not (cycle.response_complete or cycle.disconnected))
 
     @staticmethod
     def _hopeless(manager: Any) -> bool:

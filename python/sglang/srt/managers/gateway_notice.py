@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Collection
@@ -23,6 +24,8 @@ __all__ = ["VARIABLE", "gateways", "leave", "leave_all", "own_addresses"]
 VARIABLE = "SGLANG_DISAGGREGATION_GATEWAYS"
 # Seconds that a gateway has to answer, and to let go; between two looks whether it has.
 ANSWER_S, LEAVE_S, LOOK_S = 3.0, 10.0, 0.1
+# Of a gateway with --dp-aware, behind the address of a worker: each of its DP ranks is one there.
+_RANK = re.compile(r"@\d+$")
 
 
 def gateways() -> list[str]:
@@ -66,7 +69,8 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
 def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> None:
     """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
 
-    Raises RuntimeError if it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
+    Of all its ranks, where the gateway has those. Raises RuntimeError if it knows none, or uses it after `LEAVE_S`
+    seconds; requests' errors.
     """
     with requests.Session() as session:
         # A proxy has no business between the two.
@@ -89,6 +93,6 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> Non
 
 
 def _is_at(url: str, port: int, addresses: Collection[str]) -> bool:
-    parts = urlsplit(url)
+    parts = urlsplit(_RANK.sub("", url))
     default = 443 if parts.scheme == "https" else 80
     return (parts.port or default) == port and not _addresses(parts.hostname or "").isdisjoint(addresses)

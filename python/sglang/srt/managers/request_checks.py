@@ -357,9 +357,11 @@ def _types() -> TypeAdapter:
 def check_types(obj: GenerateReqInput) -> None:
     """Give the fields of a request the types that they are declared with, as FastAPI does. Raises ValueError.
 
-    Of a request that the engine has made of an object without types, before it is normalised.
+    Of a request that the engine has made of an object without types, before it is normalised. What is null there it
+    serves as what is left out.
     """
-    given = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    given = {name: value for name, value in fields.items() if value is not None}
     try:
         typed = _types().validate_python(given)
     except ValidationError as e:

@@ -105,6 +105,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
 
         as_sent = copy.copy(obj)
         try:
+            self._give_types(obj, request)
             obj.normalize_batch_and_arguments()
             samples.give_rooms(obj, as_sent.rid)
         except ValueError as e:

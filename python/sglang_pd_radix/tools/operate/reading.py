@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,11 @@ from ..cluster.local_http import http
 
 # Seconds for which a worker may take to answer.
 TIMEOUT_S = 5.0
-# The error of a worker of a pair that answers, and has no figures for its requests.
+# The error of a worker that is asked in vain, and of one of a pair that answers, and has no figures for its requests.
+SILENT = "does not answer"
 UNTOLD = "does not tell its requests: without this package, or with an older one"
+# Of a gateway with --dp-aware, behind the address of a worker: each of its DP ranks is one there.
+_RANK = re.compile(r"@\d+$")
 # Counters of a rank: prefill's, decode's and those of both. Ours to theirs.
 _COUNTERS = {
     "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
@@ -119,11 +123,15 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
 
 
 def gateway_workers(gateway: str) -> list[dict[str, Any]]:
-    """What a gateway says of each of its workers. Raises PdRadixError if it does not."""
+    """What a gateway says of each of its workers; of several, their DP ranks, the ``url`` is the same.
+
+    Raises PdRadixError if it does not.
+    """
     url = base_url(gateway) + "/workers"
     status, content = http(url, timeout=TIMEOUT_S)
     try:
-        return [worker | {"url": str(worker["url"])} for worker in json.loads(content)["workers"]]
+        listed = json.loads(content)["workers"]
+        return [worker | {"url": _RANK.sub("", str(worker["url"]).rstrip("/"))} for worker in listed]
     except (ValueError, TypeError, KeyError) as error:
         said = content.decode(errors="replace")[:200]
         raise PdRadixError(f"{url} names no workers (HTTP {status}): {said}") from error
@@ -171,7 +179,7 @@ def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
     except (ValueError, TypeError, KeyError):
         info, states = None, []
     if info is None:
-        said = content.decode(errors="replace")[:80] if status else "does not answer"
+        said = content.decode(errors="replace")[:80] if status else SILENT
         return [Rank(worker, error=f"HTTP {status}: {said}" if status else said)], []
     role = {"null": "engine"}.get(info.get("disaggregation_mode"), info.get("disaggregation_mode") or "?")
     counted = _counters(url)
