@@ -96,7 +96,6 @@ class HostLife(Life):
         assert tier.audit() == []
         LIVES.append((tier.saves.saved_tokens, tier.loaded_tokens, tier.failed_loads))
 
-
     def ends_with_a_load(self):
         """Whatever was before, what is used often enough is saved, and comes back."""
         tier, prompt = self.world.tier, [3] * 20
