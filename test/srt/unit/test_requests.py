@@ -662,7 +662,7 @@ def test_labels_that_the_metrics_do_not_have(monkeypatch):
 )
 def test_a_request_that_nobody_has_given_types(monkeypatch, options, said):
     """The route for Vertex AI makes it of whatever the client has sent; all others have been checked."""
-    worker = manager(DisaggregationMode.NULL)
+    worker = manager(DisaggregationMode.PREFILL)
     worker.own_states = {}
 
     async def generate(self, obj, request):
@@ -684,6 +684,9 @@ def test_a_request_that_nobody_has_given_types(monkeypatch, options, said):
     # The engine serves what is null.
     assert asyncio.run(ask(vertex_generate, stream=None, log_metrics=None)).log_metrics is None
     asyncio.run(ask(ask, **options))
+    # A server by itself is the engine's.
+    worker.disaggregation_mode = DisaggregationMode.NULL
+    asyncio.run(ask(vertex_generate, **options))
     with pytest.raises(ValueError, match=said):
         check_types(GenerateReqInput(**options))
 

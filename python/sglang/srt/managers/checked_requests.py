@@ -99,11 +99,12 @@ class CheckedRequests(Base):
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
 
-    @staticmethod
-    def _give_types(obj, request) -> None:
+    def _give_types(self, obj, request) -> None:
         """Raise ValueError for a field of another type, where FastAPI has not looked. With rooms for samples it has
-        been looked at, and has fields of the engine's own forms."""
-        if isinstance(obj, GenerateReqInput) and not obj.samples and _has_no_types(request):
+        been looked at, and has fields of the engine's own forms. A server by itself takes what it can use of any."""
+        if not isinstance(obj, GenerateReqInput) or self.disaggregation_mode == DisaggregationMode.NULL:
+            return
+        if not obj.samples and _has_no_types(request):
             check_types(obj)
 
     async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:

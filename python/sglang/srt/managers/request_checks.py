@@ -45,7 +45,8 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1
 MAX_TOP_LOGPROBS = 128
 # Numbers that are still ones as a float32, and a logit together with one.
 MAX_FLOAT, MAX_BIAS = 3e38, 1e38
-MAX_TIME = 1e12
+# Seconds, of which nanoseconds are a number too.
+MAX_TIME = 1e290
 # Below it, the engine samples greedily, and looks at no top_k.
 GREEDY = 1e-6
 # Requests that one may be split into.
@@ -245,7 +246,7 @@ REQUEST_CHECKS: dict[str, Check] = {
     "custom_logit_processor": _text,
     "lora_id": _text,
     "sampling_params": _mapping,
-    # Seconds since 1970, of which the engine makes whole nanoseconds.
+    # Seconds since 1970.
     "received_time": _number(-MAX_TIME, MAX_TIME),
     # Of all in a batch of which one asks for logprobs.
     "top_logprobs_num": _whole(-INT32, INT32),
