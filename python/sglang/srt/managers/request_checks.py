@@ -266,7 +266,6 @@ KEY_CHECKS: dict[str, Check] = {"extra_key": _key, "priority": _whole(-INT64, IN
 # What FastAPI has checked against the type in GenerateReqInput (`check_types` where it has not), and what is harmless
 # beyond that or checked elsewhere: labels by `check_labels`.
 UNCHECKED = {
-    "custom_labels",
     "http_worker_ipc",
     "text",
     "input_ids",
@@ -294,6 +293,7 @@ UNCHECKED = {
     "conversation_id",
     "routing_key",
     "no_logs",
+    "custom_labels",
     "return_bytes",
     "return_entropy",
     "external_trace_header",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.host_tier.tree import is_in, path_to
 from sglang.srt.mem_cache.known_prefixes import is_known, note_known
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -165,7 +166,7 @@ class Saves:
         If what it has been given before had to make room for others, the rest is not saved: they would take it from
         each other for ever. Cost: tokens behind what is known to be in host memory, and the nodes above.
         """
-        path = self._path(node)
+        path = path_to(self._tree, node)
         end, below, skipped = self._end_of_known(path, given)
         parts = [one.key.token_ids for one in below]
         tokens = parts[0] if len(parts) == 1 else [token for part in parts for token in part]
@@ -269,21 +270,13 @@ class Saves:
 
     def _unmark(self, node: TreeNode, held: int) -> None:
         """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
-        path = self._path(node)
+        path = path_to(self._tree, node)
         end = sum(len(one.key) for one in path)
         for one in reversed(path):
             if end <= held:
                 return
             setattr(one, _MARK, False)
             end -= len(one.key)
-
-    def _path(self, node: TreeNode) -> list[TreeNode]:
-        """The nodes from below the root to ``node``."""
-        path = []
-        while node is not self._tree.root_node:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
 
     def unlock(self, saving: Saving) -> None:
         """Let go of the node on the device. The copy must have ended."""
@@ -319,7 +312,7 @@ NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
     """The node that was noted, if it is still there."""
     node = None if end is None else end()
-    return node if node is not None and host.has(node) else None
+    return node if node is not None and is_in(host, node) else None
 
 
 def _slots_of(nodes: Sequence[TreeNode], start: int, stop: int) -> torch.Tensor:

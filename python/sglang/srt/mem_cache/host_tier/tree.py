@@ -23,27 +23,32 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-__all__ = ["HostTierRadixCache", "HostTree", "host_tree"]
+__all__ = ["HostTierRadixCache", "HostTree", "host_tree", "is_in", "path_to"]
+
+
+def is_in(tree: DecodeRadixCache, node: TreeNode) -> bool:
+    """Whether a node, not the root, is still where its parent has it."""
+    return node.parent.children.get(tree.get_child_key_fn(node.key)) is node
+
+
+def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
+    """The nodes from below the root to ``node``."""
+    path = []
+    while node is not tree.root_node:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
 
 
 class HostTree(DecodeRadixCache):
     """The tree over host memory. It can be gone on with from a node, without a look at the tokens above."""
-
-    def has(self, node: TreeNode) -> bool:
-        """Whether a node, not the root, is still in the tree."""
-        return node.parent.children.get(self.get_child_key_fn(node.key)) is node
 
     def peek_below(self, node: TreeNode, token_ids: Sequence[Any], start: int, extra_key: str | None) -> PrefixPeek:
         """As `peek`, of a prompt of which the tree has what ends with ``node``. Cost: what follows, and its depth.
 
         token_ids: a part of the prompt, as the tree's `keys_of`, of which ``start`` tokens end with that node.
         """
-        path: list[TreeNode] = []
-        above = node
-        while above is not self.root_node:
-            path.append(above)
-            above = above.parent
-        path.reverse()
+        path = path_to(self, node)
         in_last = len(node.key) if path else 0
         for child, span in self.reader.descend(node, start, token_ids, extra_key):
             path.append(child)
@@ -135,7 +140,7 @@ class HostTierRadixCache(DecodeRadixCache):
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
         """A node that is met again may now be worth it; or it could not be saved before."""
         super()._inc_hit_count(node, chunked)
-        if self.tier is not None and node.parent.children.get(self.get_child_key_fn(node.key)) is node:
+        if self.tier is not None and is_in(self, node):
             self.tier.saves.used(node)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
