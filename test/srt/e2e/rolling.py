@@ -33,12 +33,13 @@ class Load:
 
     Every second prompt is a new one: those that a decode worker has had go there again, and a worker that has just
     come would get none. failed: what went wrong, with the seconds since the beginning: no answer, or not that of the
-    first time.
+    first time. pages: how many, of ``page`` tokens, all answered prompts had that decode did not hold.
     """
 
-    def __init__(self, url: str, clients: int = 4):
+    def __init__(self, url: str, clients: int = 4, page: int = 16):
         self.url, self.over, self.began = url, threading.Event(), time.monotonic()
-        self.answered, self.failed = 0, []
+        self.answered, self.failed, self.page, self.pages = 0, [], page, 0
+        self.lock = threading.Lock()
         self.prompts = prompts()
         self.truth = [self.ask(prompt, stream=False) for prompt in self.prompts]
         self.threads = [threading.Thread(target=self.talk, args=(n,)) for n in range(clients)]
@@ -52,6 +53,9 @@ class Load:
         last = json.loads(lines[-1][6:]) if stream else reply.json()
         if last["meta_info"]["finish_reason"]["type"] != "length":
             raise RuntimeError(f"it ended: {last['meta_info']['finish_reason']}")
+        held = (last["meta_info"].get("cached_tokens_details") or {}).get("decode_prefix", 0)
+        with self.lock:
+            self.pages += -(-(len(prompt) - held) // self.page)
         return last["output_ids"]
 
     def talk(self, n: int) -> None:

@@ -23,14 +23,15 @@ def cluster(clusters, model):
     clusters.stop()
 
 
-def drain(cluster, process) -> float:
-    """Drain and end a worker with the command; returns the seconds that this took."""
+def drain(cluster, process, *, end: bool = True) -> float:
+    """Drain a worker with the command, and end it, or leave it empty; returns the seconds that this took."""
     command = [sys.executable, "-m", "sglang_pd_radix.tools.cli", "drain", process.url]
-    command += ["--gateway", cluster.router_url, "--pid", str(process.pid), "--timeout", "60"]
+    command += ["--gateway", cluster.router_url, "--timeout", "60", *(["--pid", str(process.pid)] if end else ())]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    wait(lambda: process.returncode() is not None)
+    if end:
+        wait(lambda: process.returncode() is not None)
     wait(lambda: process.url not in known(cluster))
     return time.monotonic() - began
 

@@ -38,7 +38,7 @@ def cluster(clusters, model, seen):
         decode=2,
         decode_args=[[FLAG, *HOST, *SMALL], [FLAG, *LOCAL]],
         common_args=["--page-size", "16", *traced],
-        router_args=traced,
+        router_args=[*traced, "--log-level", "info"],
         backend="nixl",
     )
     clusters.stop()
@@ -138,7 +138,7 @@ def test_a_prompt_that_decode_computes(cluster, seen):
 
 
 def test_through_the_gateway(cluster, seen):
-    """The client's trace has what both workers did: smg hands its traceparent on."""
+    """The client's trace has what the gateway and both workers did: smg hands its traceparent on."""
     client = "ab" * 16
     reply = requests.post(
         cluster.router_url + "/generate",
@@ -151,8 +151,16 @@ def test_through_the_gateway(cluster, seen):
     def halves(spans: list[Span]) -> set[str]:
         return {span.name.split(" Req")[0] for span in spans if span.trace == client and " Req" in span.name}
 
-    spans = seen.wait(lambda spans: halves(spans) == {"prefill", "decode"})
+    def gateway(spans: list[Span]) -> list[Span]:
+        return [span for span in spans if span.trace == client and span.service == "smg"]
+
+    spans = seen.wait(lambda spans: halves(spans) == {"prefill", "decode"} and bool(gateway(spans)))
     assert {*PREFILL, *DECODE} <= {span.name for span in spans if span.trace == client}
+    (whole,) = gateway(spans)
+    assert (whole.parent, whole.attributes["path"]) == ("cd" * 8, "/generate")
+    stages = [span for span in spans if span.trace == client and span.name in (*PREFILL, *DECODE)]
+    assert whole.start <= min(span.start for span in stages)
+    print({span.name: span.parent for span in spans if span.trace == client}, whole.span)
 
 
 def test_nothing_was_told_twice_or_left_open(cluster, seen):

@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.mooncake import conn, wire
+from sglang.srt.disaggregation.mooncake import conn, failed_sessions, wire
 from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
@@ -957,8 +957,9 @@ def overhear(rank: Rank) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("how", ["failed elsewhere", "given up meanwhile", "not written"])
-def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str) -> None:
+def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str, monkeypatch) -> None:
     """A second word would end the next request of the room, and let its pages go while they are written to."""
+    monkeypatch.setattr(failed_sessions, "FIRST_S", 0)
     (prefill,), (decode,) = world.prefill, world.decode
     request = world.request(1, 24, 4).bootstrap(fenced=True)
     heard, asked = overhear(decode), overhear(prefill)
@@ -984,10 +985,48 @@ def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str) -> Non
     assert [frames[:3] for frames in heard[:-1]] == [[b"1", b"%d" % KVPoll.Failed, b"0"]] and len(heard[0]) == 4
     again = world.request(1, 24, 4)
     prefill.library.result = 0
-    prefill.manager.failed_sessions.clear()
-    prefill.manager.session_failures.clear()
     again.bootstrap().send().finish()
     again.assert_landed()
+    world.assert_books_closed()
+
+
+def lost_write(world: World, room: int, prefix: int | None = 4) -> str:
+    """What the client of a request hears whose KV cannot be written, or is not."""
+    request = world.request(room, 24, prefix).bootstrap()
+    request.send().wait_senders(KVPoll.Failed)
+    (why,) = reasons(request.senders)
+    request.wait_receivers(KVPoll.Failed)
+    reasons(request.receivers)
+    return why
+
+
+def test_a_write_that_failed_costs_the_requests_of_a_moment(world: World) -> None:
+    """The engine writes nothing to a decode worker of which one write has failed, until that is restarted."""
+    now = [100.0]
+    (prefill,) = world.prefill
+    prefill.manager.failed_sessions = failed_sessions.FailedSessions(lambda: now[0])
+    prefill.library.result = -1
+    assert "Failed to send kv chunk" in lost_write(world, 1)
+    prefill.library.result = 0
+    assert "is not alive" in lost_write(world, 2)
+    now[0] += failed_sessions.FIRST_S
+    for room in (3, 4):
+        request = world.request(room, 24, 4).bootstrap().send()
+        request.finish()
+        request.assert_landed()
+    world.assert_books_closed()
+
+
+def test_a_decode_without_the_flag_is_left_to_the_engine(world: World, monkeypatch) -> None:
+    monkeypatch.setattr(failed_sessions, "FIRST_S", 0)
+    (prefill,) = world.prefill
+    prefill.library.result = -1
+    assert "Failed to send kv chunk" in lost_write(world, 1, None)
+    prefill.library.result = 0
+    assert "is not alive" in lost_write(world, 2, None)
+    # It is restarted at the same address.
+    world.decode[0].manager.connection_pool.clear()
+    world.request(3, 24, None).bootstrap().send().finish()
     world.assert_books_closed()
 
 

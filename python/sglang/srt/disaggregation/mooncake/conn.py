@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import wire
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
 from sglang.srt.disaggregation.mooncake.decode_inbox import DecodeInbox
+from sglang.srt.disaggregation.mooncake.failed_sessions import FailedSessions
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
 from sglang.srt.disaggregation.mooncake.staging import StagingKVManager
 from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
@@ -87,11 +88,12 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
-        self.failed_sessions: set[str] = set()
+        self.failed_sessions = failed_sessions = FailedSessions()
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
         super().__init__(*args, **kwargs)
+        self.failed_sessions = failed_sessions
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only messages that it can read."""
@@ -116,6 +118,8 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {session!r} does not end in a port")
+            # The engine asks whether it has failed, which after a pause is a try.
+            self.failed_sessions.remove(session)
             return True
         self.inbox.take(message)
         return False
@@ -154,6 +158,8 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                     bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
                 )
         for info in writes:
+            if info.names_prefix:
+                self.failed_sessions.try_again(info.mooncake_session_id)
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
             states = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
@@ -185,6 +191,13 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             # The request fails for that, and decode is told so.
             self.end_notices.undelivered(room, peer)
             raise
+
+    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: list) -> int:
+        """Adds that a session to which a write has failed is written to again once a write has succeeded."""
+        failed = super()._transfer_data(mooncake_session_id, transfer_blocks)
+        if not failed and transfer_blocks:
+            self.failed_sessions.remove(mooncake_session_id)
+        return failed
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
         """A state that could not be written fails the room; the engine goes on to report a success.
@@ -261,11 +274,6 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         if threading.get_ident() in self.queued.writers:
             return self.request_status.get(bootstrap_room, KVPoll.Success)
         return super().check_status(bootstrap_room)
-
-    @property
-    def _rank(self) -> int:
-        """The number by which decode tells the prefill ranks of a request apart; the engine's."""
-        return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
 
     def end_room(self, room: int, reason: str | None = None) -> None:
         """Wakes the chunks of the room that wait for staging memory."""

@@ -203,6 +203,11 @@ class StagingKVManager(Base):
         )
         return sent, False
 
+    @property
+    def _rank(self) -> int:
+        """The number by which decode tells the prefill ranks of a request apart; the engine's."""
+        return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
+
     def why_ungranted(self, room: int, infos: Iterable[TransferInfo], since: float) -> str | None:
         """Why ``room``, whose request came ``since`` then, will get no staging memory of decode any more, if so."""
         waited = self.watched_queues.waited_s(room)
