@@ -17,6 +17,8 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.patching import loader, registry
 from sglang_pd_radix.supplied import pegaflow_host
 
+from . import process_group
+
 # Libraries with native parts are asked in processes of their own: one may hang, crash or print. All start at once.
 TIMEOUT = 20.0
 _PROBES = {
@@ -134,16 +136,21 @@ def ask(probes: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
 
     A snippet that raises, dies or takes longer than ``timeout`` seconds answers ``{"error": reason}``.
     """
-    children = {name: _start(code) for name, code in probes.items()}
+    children: dict[str, subprocess.Popen[str]] = {}
+    with process_group.ends_held_back():
+        for name, code in probes.items():
+            children[name] = _start(code)
     deadline = time.monotonic() + timeout
     answers: dict[str, dict[str, Any]] = {}
-    for name, child in children.items():
-        try:
-            output, _ = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            answers[name] = _read(output, child.returncode)
-        except subprocess.TimeoutExpired:
-            answers[name] = {"error": f"no answer within {timeout:.0f} s"}
-        finally:
+    try:
+        for name, child in children.items():
+            try:
+                output, _ = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                answers[name] = _read(output, child.returncode)
+            except subprocess.TimeoutExpired:
+                answers[name] = {"error": f"no answer within {timeout:.0f} s"}
+    finally:
+        for child in children.values():
             _end(child)
     return answers
 

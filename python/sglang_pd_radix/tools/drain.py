@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import requests
+
 from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import local_session
@@ -31,6 +33,8 @@ from .progress import Display
 # Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
 # before may still be on its way.
 LOOK_S, QUIET_S = 0.2, 2.0
+# Seconds in which the gateway has to have let go.
+LET_GO_S = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Drain it. Returns the exit code."""
-    if args.timeout <= 0:
+    if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
+    if args.pid is not None:
+        check_pid(args.pid)
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
     with Display() as steps:
@@ -76,18 +82,27 @@ def leave(gateway: str, url: str) -> None:
     if not ours:
         others = sorted({worker["url"] for worker in known})
         raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}")
+    nameless = [worker for worker in ours if "id" not in worker]
+    if nameless:
+        raise PdRadixError(f"{gateway} gives {url} no id by which it could be taken out: is that smg?")
     kind = ours[0].get("worker_type")
     if not any(worker.get("worker_type") == kind and _serves(worker) for worker in known if worker not in ours):
         raise PdRadixError(f"{url} is the last {kind} worker of {gateway}: start another one first")
+    said = "has said that it lets go"
     with local_session() as session:
         for worker in ours:
-            reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
+            try:
+                reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
+            except requests.RequestException as error:
+                # Whether it has heard of it, its list tells.
+                said = f"was asked to let go and did not answer ({error})"
+                continue
             if not reply.ok:
                 raise PdRadixError(f"{gateway} does not let go of {url}: HTTP {reply.status_code} {reply.text[:200]}")
-    until = time.monotonic() + 30
+    until = time.monotonic() + LET_GO_S
     while any(other["url"] == url and _serves(other) for other in gateway_workers(gateway)):
         if time.monotonic() > until:
-            raise PdRadixError(f"{gateway} has said that it lets go of {url}, and still uses it after 30 s")
+            raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {LET_GO_S} s")
         time.sleep(LOOK_S)
 
 
@@ -150,6 +165,16 @@ def _left(ranks: list[Rank], url: str) -> str:
             states[state] = states.get(state, 0) + count
     said = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if count)
     return said or ("" if idle else "something that no queue has")
+
+
+def check_pid(pid: int) -> None:
+    """Raise PdRadixError where ``pid`` is no process that could be ended. 0 and less are groups, and everybody."""
+    try:
+        if pid <= 1:
+            raise ProcessLookupError("no process of a worker has that number")
+        os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        raise PdRadixError(f"--pid {pid}: {error}") from error
 
 
 def end(pid: int, deadline: float) -> None:

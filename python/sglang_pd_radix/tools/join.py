@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Have it taken in. Returns the exit code."""
-    if args.timeout <= 0:
+    if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout

@@ -10,7 +10,9 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
 # Removes a Python program's shared memory and semaphores once its processes are gone. Killed, it leaves them behind.
 _TRACKER = b"multiprocessing.resource_tracker"
@@ -54,6 +56,28 @@ def wait_gone(group: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while members(group) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def ends_held_back() -> Iterator[None]:
+    """Hold back the signals that end this process, and what else their handlers do, until the block is left.
+
+    For what must not be cut in two. By handlers and not by a mask, which a process that is started would inherit; only
+    the main thread has them. What is ignored stays so.
+    """
+    came: list[int] = []
+    held = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) not in (None, signal.SIG_IGN):
+                held[signum] = signal.signal(signum, lambda one, frame: came.append(one))
+    try:
+        yield
+    finally:
+        for signum, handler in held.items():
+            signal.signal(signum, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def main() -> None:

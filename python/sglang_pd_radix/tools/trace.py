@@ -16,6 +16,8 @@ from .cluster.local_http import http
 from .operate.reading import TIMEOUT_S, addresses
 
 VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
+# In the place of a status: 200, and not what a worker says.
+OTHER = -1
 
 #: What a stage is, by the role of the worker; "" for both.
 STAGES = {
@@ -80,8 +82,11 @@ def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
 def _ask(urls: Sequence[str], question: dict[str, Any]) -> list[dict[str, Any]]:
     def ask(url: str) -> tuple[int, list[dict[str, Any]]]:
         status, content = http(f"{url}/ended_requests?{urlencode(question)}", timeout=TIMEOUT_S)
-        found = json.loads(content)["requests"] if status == 200 else []
-        return status, [record | {"worker": url.partition("//")[2]} for record in found]
+        try:
+            found = json.loads(content)["requests"] if status == 200 else []
+            return status, [record | {"worker": url.partition("//")[2]} for record in found]
+        except (ValueError, TypeError, KeyError):
+            return OTHER, []
 
     with ThreadPoolExecutor(len(urls)) as pool:
         answers = list(pool.map(ask, urls))
@@ -92,7 +97,8 @@ def _ask(urls: Sequence[str], question: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _why(status: int) -> str:
-    return {0: "does not answer", 404: f"{VARIABLE} is not set there"}.get(status, f"HTTP {status}")
+    words = {0: "does not answer", 404: f"{VARIABLE} is not set there", OTHER: "something else answers there"}
+    return words.get(status, f"HTTP {status}")
 
 
 def as_text(records: Iterable[dict[str, Any]]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -122,9 +123,50 @@ def check_pegaflow() -> None:
 
 
 def check_json(path: Path | None) -> None:
-    """Raise PdRadixError if ``path``, where a result is to be written, has no directory."""
+    """Raise PdRadixError if ``path``, where a result is to be written, has no directory or is one."""
     if path and not path.absolute().parent.is_dir():
         raise PdRadixError(f"--json {path}: there is no directory {path.absolute().parent}")
+    if path and path.is_dir():
+        raise PdRadixError(f"--json {path}: that is a directory, give a file")
+
+
+def owner(path: Path) -> int | None:
+    """The process of the deployment that a file of ``pd-radix up --json`` describes; None if there is no such file."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def check_unowned(path: Path | None) -> None:
+    """Raise PdRadixError if ``path`` describes a deployment that runs."""
+    pid = owner(path) if path else None
+    if pid is not None and Path(f"/proc/{pid}").exists():
+        raise PdRadixError(f"--json {path}: it describes a deployment that runs, of process {pid}; give another file")
+
+
+def check_log_dir(path: Path | None) -> None:
+    """Make ``path``, where logs go. Raises PdRadixError if it cannot be made."""
+    try:
+        if path:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PdRadixError(f"--log-dir {path}: it cannot be made: {error.strerror or error}") from error
+
+
+def check_port(host: str, port: int | None) -> None:
+    """Raise PdRadixError if the router could not listen there; workers would be started for nothing."""
+    if port is None:
+        return
+    if not 1 <= port <= 65535:
+        raise PdRadixError(f"--port {port}: give 1 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise PdRadixError(f"--host {host} --port {port}: {error.strerror or error}") from error
 
 
 def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
@@ -138,8 +180,11 @@ def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write ``document`` so that a reader finds either nothing or all of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(document, indent=2) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(document, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
@@ -147,6 +192,9 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     if args.timeout <= 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
     check_json(args.json)
+    check_unowned(args.json)
+    check_log_dir(args.log_dir)
+    check_port(args.host, args.port)
     pegaflow = split_options(getattr(args, "pegaflow_args", ""), "--pegaflow-args")
     if pegaflow and not args.pegaflow:
         raise PdRadixError("--pegaflow-args is for the server that --pegaflow starts: add --pegaflow")
@@ -208,7 +256,8 @@ def run(args: argparse.Namespace) -> int:
         raise PdRadixError(f"cannot write {args.json or 'the addresses'}: {error.strerror or error}") from error
     finally:
         cluster.stop()
-        if args.json:
+        # Another one may have written its own meanwhile.
+        if args.json and owner(args.json) == os.getpid():
             with contextlib.suppress(OSError):
                 args.json.unlink()
     _say(f"stopped; logs are in {cluster.log_dir}")

@@ -141,6 +141,24 @@ def test_probes_cannot_hang_crash_or_confuse_the_doctor() -> None:
     assert answers["hangs"] == {"error": "no answer within 3 s"}
 
 
+def test_no_probe_outlives_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while it waits for the first."""
+    children = []
+
+    def started(code: str, start=doctor._start):
+        children.append(start(code))
+        return children[-1]
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "_start", started)
+    monkeypatch.setattr(doctor, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.ask({"good": "answer = {}", "hangs": "import time; time.sleep(60)"}, timeout=30)
+    assert len(children) == 2 and all(child.poll() is not None for child in children)
+
+
 def test_real_probes_answer_here() -> None:
     answers = doctor.ask(doctor._PROBES, 60)
     assert "error" not in answers["loader"] and answers["loader"]["active"], answers["loader"]

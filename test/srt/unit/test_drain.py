@@ -180,3 +180,48 @@ def test_a_worker_that_nobody_knows_and_one_that_is_gone(found, capsys):
     gateway.on_delete = lambda path: 500
     assert drained(gateway, worker) == 1
     assert "does not let go" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", "1", "99999999999", str(2**22 + 1)])
+def test_what_is_no_process_is_refused_before_anything_is_done(found, capsys, monkeypatch, pid):
+    """0 is a group and -1 everybody."""
+    ended = []
+    monkeypatch.setattr(drain, "end", lambda *args: ended.append(args))
+    gateway, _, worker, _ = found
+    assert cli.main(["drain", worker.address, "--gateway", gateway.address, f"--pid={pid}"]) == 1
+    assert f"--pid {pid}: " in capsys.readouterr().err and not gateway.let_go and not ended
+
+
+def test_a_gateway_that_hangs_up_is_believed_by_its_list(found, capsys, monkeypatch):
+    gateway, _, worker, other = found
+    let_go = gateway.on_delete
+
+    def hangs_up(path: str) -> int:
+        let_go(path)
+        raise ConnectionResetError
+
+    gateway.on_delete = hangs_up
+    monkeypatch.setattr(gateway.server, "handle_error", lambda *args: None)
+    assert drained(gateway, worker) == 0
+    monkeypatch.setattr(drain, "LET_GO_S", 0.3)
+    gateway.answers["/workers"]["workers"].append(
+        {"id": "more", "url": "http://127.0.0.1:9", "worker_type": "decode", "is_healthy": True, "status": "ready"}
+    )
+    gateway.on_delete = lambda path: int("no")
+    assert drained(gateway, other) == 1
+    said = capsys.readouterr().err
+    assert "was asked to let go and did not answer" in said and "still uses it" in said and "Traceback" not in said
+
+
+def test_a_gateway_of_another_kind(found, capsys):
+    gateway, _, worker, _ = found
+    for one in gateway.answers["/workers"]["workers"]:
+        del one["id"]
+    assert drained(gateway, worker) == 1
+    assert "no id" in capsys.readouterr().err
+
+
+def test_a_time_out_that_is_no_number(found, capsys):
+    gateway, _, worker, _ = found
+    assert drained(gateway, worker, "--timeout", "nan") == 1
+    assert "--timeout is nan" in capsys.readouterr().err and not gateway.let_go

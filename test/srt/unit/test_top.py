@@ -157,6 +157,34 @@ def test_where_the_workers_are_from(tmp_path):
         addresses([], None, str(file))
     with pytest.raises(PdRadixError, match="--gateway URL"):
         addresses([], None, None)
+    with workers(1) as (gateway,):
+        gateway.answers["/workers"] = {"workers": []}
+        with pytest.raises(PdRadixError, match="has no workers"):
+            addresses([], gateway.address, None)
+
+
+@pytest.mark.parametrize("address", ["::1:30000", "grpc://h:1", "http://", "h:70000", "a b:1", ""])
+def test_what_cannot_be_asked_is_refused(address):
+    with pytest.raises(PdRadixError, match="give HOST:PORT"):
+        addresses([address], None, None)
+
+
+@pytest.mark.parametrize("address", ["h", "10.0.0.1:1", "[::1]:30000", "https://user:word@h.example/behind/"])
+def test_what_can_be_asked(address):
+    assert addresses([address], None, None) == [(address if "//" in address else f"http://{address}").rstrip("/")]
+
+
+@pytest.mark.parametrize(
+    "says", ["<html>log in</html>", [], {}, {"internal_states": [None]}, {"internal_states": []}, [{"a": 1}], "null"]
+)
+def test_something_else_at_an_address_costs_the_others_nothing(says):
+    """A proxy, say. It is not taken for a worker that has nothing, either."""
+    with workers(2) as (worker, other):
+        worker.says("decode", POOL, metrics="<html>log in</html>")
+        other.answers["/get_server_info"] = says
+        first, second = Reader([f"http://{worker.address}", f"http://{other.address}"]).look().ranks
+    assert first.pool and not first.counters
+    assert second.error.startswith("HTTP 200") and not second.idle
 
 
 def test_one_shot_json(capsys):

@@ -155,3 +155,6 @@ def test_nobody_knows(pair, capsys):
     assert cli.main(["trace", "x", prefill.address, "127.0.0.1:9"]) == 1
     said = capsys.readouterr().err
     assert f"{trace.VARIABLE} is not set there" in said and "does not answer" in said
+    prefill.answers["/ended_requests?rid=x"] = "<html>log in</html>"
+    assert cli.main(["trace", "x", prefill.address]) == 1
+    assert "something else answers there" in capsys.readouterr().err

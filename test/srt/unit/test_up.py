@@ -177,6 +177,9 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "m/x", "--decode-args", "--a 'b"], "--decode-args.*quotes"),
         (["--model-path", "m/x", "--prefill", "0"], "at least one"),
         (["--model-path", "m/x", "--json", "/no/such/dir/f.json"], "no directory"),
+        (["--model-path", "m/x", "--json", "/"], "that is a directory"),
+        (["--model-path", "m/x", "--log-dir", "/dev/null/x"], "--log-dir /dev/null/x: it cannot be made"),
+        (["--model-path", "m/x", "--port", "70000"], "give 1 to 65535"),
         (["--model-path", "m/x", "--timeout", "0"], "above 0"),
         (["--model-path", "m/x", "--", "--port", "1"], "--port is set by"),
         (["--model-path", "m/x", "--pegaflow-args", "--pool-size 1gb"], "add --pegaflow"),
@@ -594,6 +597,51 @@ def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "ended while starting" in err
+
+
+def test_an_interrupt_leaves_no_server_that_nobody_knows(fake, tmp_path, monkeypatch):
+    """`demo`, `bench`, `verify` have no handlers of their own: it comes when a process is there and not noted."""
+    popen, started = subprocess.Popen, []
+
+    def interrupted(*args, **options):
+        started.append(popen(*args, **options))
+        if len(started) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    cluster = Cluster("org/model", commands=fake, log_dir=tmp_path / "logs")
+    with pytest.raises(KeyboardInterrupt):
+        cluster.start()
+    # The watchdog, and two servers.
+    assert len(started) == 3 and all(one.poll() is not None for one in started)
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_one_file_for_two_deployments(fake, tmp_path):
+    """The second is refused, and the first leaves a file that is another's by then."""
+    file = tmp_path / "up.json"
+    first = start_up(fake, tmp_path)
+    wait_for(file.exists, "no JSON file", 30)
+    second = start_up(fake, tmp_path)
+    _, err = second.communicate(timeout=20)
+    assert second.returncode == 1 and f"a deployment that runs, of process {first.pid}" in err and file.exists()
+    file.write_text(json.dumps({"owner_pid": os.getpid()}))
+    first.send_signal(signal.SIGTERM)
+    _, err = first.communicate(timeout=20)
+    assert first.returncode == 0, err
+    assert json.loads(file.read_text()) == {"owner_pid": os.getpid()}
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = start_up(fake, tmp_path, "--port", str(taken.getsockname()[1]))
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and "Address already in use" in err and "starting" not in err
 
 
 def test_killed_owner_leaves_no_orphans(fake, tmp_path):

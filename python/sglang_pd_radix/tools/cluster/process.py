@@ -92,6 +92,11 @@ class Family:
         self._watchdog: subprocess.Popen[bytes] | None = None
 
     def start(self, process: Process) -> None:
+        """Start it, and have the watchdog know; in one piece, since nobody else would end what is not known."""
+        with process_group.ends_held_back():
+            self._start(process)
+
+    def _start(self, process: Process) -> None:
         if self._watchdog is None:
             self._watchdog = subprocess.Popen(
                 [sys.executable, "-I", "-S", process_group.__file__],

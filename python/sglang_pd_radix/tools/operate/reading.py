@@ -22,6 +22,8 @@ SILENT = "does not answer"
 UNTOLD = "does not tell its requests: without this package, or with an older one"
 # Of a gateway with --dp-aware, behind the address of a worker: each of its DP ranks is one there.
 _RANK = re.compile(r"@\d+$")
+# What can be asked. Without brackets the port of an IPv6 address could not be told from its end.
+_URL = re.compile(r"https?://([^/@\s]+@)?(\[[^\]/\s]+\]|[^:/@\[\]\s]+)(:(?P<port>\d+))?(/\S*)?")
 # Counters of a rank: prefill's, decode's and those of both. Ours to theirs.
 _COUNTERS = {
     "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
@@ -99,8 +101,12 @@ def totals(ranks: Iterable[Rank]) -> dict[str, Any]:
 
 
 def base_url(address: str) -> str:
-    """``HOST:PORT``, or a URL, as a URL that paths are appended to."""
-    return (address if "//" in address else f"http://{address}").rstrip("/")
+    """``HOST:PORT``, or a URL, as a URL that paths are appended to. Raises PdRadixError for what is neither."""
+    url = (address if "//" in address else f"http://{address}").rstrip("/")
+    parts = _URL.fullmatch(url)
+    if parts is None or int(parts["port"] or 80) > 65535:
+        raise PdRadixError(f"{address}: give HOST:PORT or http://HOST:PORT, an IPv6 address in brackets")
+    return url
 
 
 def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) -> list[str]:
@@ -117,6 +123,8 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
             found += [process["url"] for process in processes if process["role"] in ("prefill", "decode", "engine")]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PdRadixError(f"{deployment} is no file of pd-radix up --json: {error}") from error
+    if not found and (gateway or deployment):
+        raise PdRadixError(f"{gateway or deployment} has no workers")
     if not found:
         raise PdRadixError("name workers (HOST:PORT ...), --gateway URL or --deployment FILE")
     return list(dict.fromkeys(url.rstrip("/") for url in found))
@@ -170,19 +178,27 @@ class Reader:
 
 
 def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
-    """The ranks of one worker, and its oldest requests."""
+    """The ranks of one worker, and its oldest requests; at least one rank, of something else one with an error."""
     worker = url.partition("//")[2]
     status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
     try:
         info = json.loads(content) if status == 200 else None
-        states = info["internal_states"] if info else []
-    except (ValueError, TypeError, KeyError):
-        info, states = None, []
-    if info is None:
-        said = content.decode(errors="replace")[:80] if status else SILENT
-        return [Rank(worker, error=f"HTTP {status}: {said}" if status else said)], []
-    role = {"null": "engine"}.get(info.get("disaggregation_mode"), info.get("disaggregation_mode") or "?")
-    counted = _counters(url)
+        if info is not None and info["internal_states"]:
+            return _ranks(worker, info, _counters(url))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        # Something else listens there, or stands before it.
+        pass
+    said = content.decode(errors="replace")[:80] if status else SILENT
+    return [Rank(worker, error=f"HTTP {status}: {said}" if status else said)], []
+
+
+def _ranks(
+    worker: str, info: dict[str, Any], counted: Mapping[str, dict[str, float]]
+) -> tuple[list[Rank], list[dict[str, Any]]]:
+    """What a worker says of its ranks and of its oldest requests. Of what is none, errors of many kinds."""
+    states = info["internal_states"]
+    mode = info.get("disaggregation_mode") or "?"
+    role = "engine" if mode == "null" else mode
     ranks, oldest = [], []
     for number, state in enumerate(states):
         pool = state.get("kv_pool", {})
@@ -225,7 +241,12 @@ def _counters(url: str) -> dict[str, dict[str, float]]:
     if status != 200:
         return found
     ours = {theirs: name for name, theirs in _COUNTERS.items()}
-    for family in text_string_to_metric_families(content.decode(errors="replace")):
+    try:
+        families = list(text_string_to_metric_families(content.decode(errors="replace")))
+    except ValueError:
+        # A page of something that stands before the worker.
+        return found
+    for family in families:
         for sample in family.samples:
             if sample.name in ours:
                 of_rank = found.setdefault(sample.labels.get("dp_rank", ""), {})
