@@ -20,6 +20,20 @@ PAGE = 4
 PATIENT = Limits(threshold=1, base_s=20.0)
 
 
+class ByHand(StorageThreads):
+    """Reads and writes when a test says so, in its thread."""
+
+    def _start(self, name: str, run: Any) -> None:
+        """None."""
+
+    def run(self, count: int) -> None:
+        """So many reads and writes of those that wait."""
+        buffer = self.pages.buffer()
+        for waiting, args in (self._reads, (buffer, lambda: None)), (self._writes, (buffer,)):
+            for _ in range(min(count, waiting.qsize())):
+                waiting.get()(*args)
+
+
 class StorageWorld(World):
     """One decode rank. folder: absolute, or below the engine's directory."""
 
@@ -34,19 +48,20 @@ class StorageWorld(World):
         limits: Limits = PATIENT,
         writes: bool = True,
         page_size: int = PAGE,
+        threads: type[StorageThreads] = StorageThreads,
         **options: Any,
     ):
         super().__init__(size=size, page_size=page_size, host=HostSizes(host, 1, late), **options)
         pages = HostPages([pool for _, pool in self.tier.memory.pools], self.page_size)
         self.files = PageFiles(str(folder), pages.page_bytes)
-        self.threads = StorageThreads(self.files, pages, str(folder))
+        self.threads = threads(self.files, pages, str(folder))
         self.storage = HostStorage(self.tier.host, self.threads, limits, writes)
         self.tier.storage = self.storage
         # The queue was made before it.
         self.queue.loads = type(self.queue.loads)(self.tree)
 
-    def arrive(self, prompt: list[int], **options: Any) -> DecodeRequest:
-        decode_req = super().arrive(prompt, **options)
+    def arrive(self, prompt: list[int], *args: Any, **options: Any) -> DecodeRequest:
+        decode_req = super().arrive(prompt, *args, **options)
         # As `DecodePreallocQueue.add`, which this world goes without.
         self.queue.schedule.entry_of(decode_req)
         if decode_req.req.bootstrap_host == "10.0.0.1":

@@ -159,10 +159,10 @@ def test_a_storage_that_hangs_costs_its_hit_and_a_while(world, name):
     two.check()
     # What comes late is written to nobody's pages, which `check` would find.
     taken = two.tier.host.pool.alloc(two.tier.host.pool.available_size())
-    stored = two.tier.memory.pools[0][1].kv_buffer.clone()
+    stored = two.tier.memory.pools[0][1].kv_buffer.view(torch.uint8).clone()
     gate.open.set()
     two.until(lambda: not any(two.threads._since), step=False)
-    assert torch.equal(two.tier.memory.pools[0][1].kv_buffer, stored)
+    assert torch.equal(two.tier.memory.pools[0][1].kv_buffer.view(torch.uint8), stored)
     two.tier.host.pool.free(taken)
     two.check()
 

@@ -28,9 +28,7 @@ from sglang.srt.mem_cache.pegaflow.scheduler import PegaFlowScheduler
 __all__ = ["Scheduler"]
 
 
-class Scheduler(
-    SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, HostStorageScheduler, engine.Scheduler
-):
+class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, HostStorageScheduler, engine.Scheduler):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
 
     What the engine has in its mixins is overridden in their modules.

@@ -37,7 +37,7 @@ class KvTransferCounters:
         return cls._made[key]
 
     def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None):
-        self.enabled = enabled
+        self.enabled, self._host_totals = enabled, dict[str, int]()
         if not enabled:
             return
         # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
@@ -103,7 +103,6 @@ class KvTransferCounters:
             self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
             self._fetched = counter("decode_storage_fetched_tokens", "Tokens that a storage brought to host memory.")
             self._written = counter("decode_storage_written_tokens", "Tokens of host memory written to a storage.")
-            self._host_totals: dict[str, int] = {}
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")

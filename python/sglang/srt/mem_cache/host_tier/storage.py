@@ -3,7 +3,7 @@
 storage_keys.py     what pages are called; storage_files.py: the engine's file backend
 storage_pages.py    bytes of pages in host memory; storage_threads.py: threads
 storage_writes.py   what is written; storage_tree.py: the tree over host memory, which knows what its pages are called
-storage_fetches.py  what requests wait for
+storage_fetches.py  what requests wait for; storage_reads.py: what threads do for one of them
 
 Only what host memory holds is promised to a prefill: a fetch that fails, or takes too long, costs its hit.
 

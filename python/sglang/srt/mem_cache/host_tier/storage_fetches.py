@@ -12,15 +12,13 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.host_tier.storage_keys import page_names
+from sglang.srt.mem_cache.host_tier.storage_reads import Fetch, look, read_pages
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Fetch", "Fetches", "Limits"]
+__all__ = ["Fetches", "Limits"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,43 +49,6 @@ class Limits(NamedTuple):
     threshold: int = 256
     base_s: float = 1.0
     per_ki_s: float = 0.25
-
-
-@dataclass(eq=False)
-class Fetch:
-    """What one request waits for.
-
-    tokens: its prompt up to what can be reused, whole pages, as the tree's `keys_of`. held: how many of these host
-    memory had when it was asked, and before: what the last page of them is called; worth: how many must be found.
-    found: how many the storage has, from the start, 0 if too few, None while that is not known; the threads write that,
-    ``names`` of pages from ``held`` on, ``come`` (pages read) and ``ended``.
-    """
-
-    rid: str
-    watch: Watch | None
-    host_watch: Watch | None
-    tokens: Sequence[Any] = ()
-    held: int = 0
-    before: bytes = b""
-    worth: int = 0
-    deadline: float = 0.0
-    found: int | None = None
-    names: list[bytes] = field(default_factory=list)
-    # What all ranks have found; and from then on, when it is being read: where to, behind which node, which is locked.
-    agreed: int | None = None
-    above: TreeNode | None = None
-    start: int = 0
-    slots: torch.Tensor | None = None
-    come: int = 0
-    ended: bool = False
-    failed: bool = False
-    # Nothing is written to its slots when it is closed.
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
-
-    @property
-    def loading(self) -> bool:
-        return self.slots is not None or self.failed
 
 
 class Fetches:
@@ -134,7 +95,7 @@ class Fetches:
             return False
         fetch.worth = known + self._least
         fetch.deadline = time.monotonic() + self.limits.base_s + self.limits.per_ki_s * lacks / 1024
-        self._threads.read(lambda buffer, beat: self._look(fetch, beat))
+        self._threads.read(lambda buffer, beat: look(fetch, self._threads, page, beat))
         return True
 
     def is_done(self, rid: str) -> bool:
@@ -269,7 +230,7 @@ class Fetches:
         skip = (held - fetch.held) // self._page
         names = fetch.names[skip : skip + tokens // self._page]
         pages = [int(page) for page in self._threads.pages.numbers(slots)]
-        self._threads.read(lambda buffer, beat: self._read(fetch, names, pages, buffer, beat))
+        self._threads.read(lambda buffer, beat: read_pages(fetch, self._threads, names, pages, buffer, beat))
 
     def give_up(self) -> None:
         """Ranks differ, and all come here: the requests that wait go on."""
@@ -279,16 +240,14 @@ class Fetches:
     def forget(self) -> None:
         """Host memory is about to be emptied."""
         for fetch in self.open:
-            with fetch.lock:
-                fetch.closed = True
+            fetch.close()
         self.open.clear()
         self._waited_for.clear()
         self.brought.clear()
 
     def _close(self, fetch: Fetch, pages: int) -> None:
         """Its request goes on, with so many pages of what was read. Nothing more is written to its slots."""
-        with fetch.lock:
-            fetch.closed = True
+        fetch.close()
         self.open.remove(fetch)
         del self._waited_for[fetch.rid]
         host, slots, above = self._host, fetch.slots, fetch.above
@@ -296,9 +255,8 @@ class Fetches:
             tokens = pages * self._page
             known = 0
             if tokens:
-                key = RadixKey(
-                    fetch.tokens[fetch.start : fetch.start + tokens], fetch.host_watch.extra_key, is_bigram=host.is_eagle
-                )
+                come = fetch.tokens[fetch.start : fetch.start + tokens]
+                key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=host.is_eagle)
                 known = host.insert_fetched(above, key, slots[:tokens])
             # What came another way meanwhile, and what has not come.
             for unused in slots[:known], slots[tokens:]:
@@ -306,52 +264,6 @@ class Fetches:
                     host.pool.free(unused)
         if above is not None:
             host.dec_lock_ref(above)
-
-    # ---- in threads ----
-
-    def _look(self, fetch: Fetch, beat: Callable[[], None]) -> None:
-        """Find out how many pages the storage has behind what is held; by halving, since they came in order."""
-        found = 0
-        try:
-            names = page_names(fetch.tokens[fetch.held :], self._page, fetch.before)
-            low, high = 0, len(names)
-            while low < high and not fetch.closed:
-                beat()
-                # First the last: most often there is all of it, or nothing.
-                middle = high if high == len(names) else (low + high + 1) // 2
-                if self._threads.files.exists(names[middle - 1].hex()):
-                    low = middle
-                else:
-                    high = middle - 1
-            fetch.names, tokens = names, fetch.held + low * self._page
-            found = tokens if tokens >= fetch.worth else 0
-        finally:
-            fetch.found = found
-
-    def _read(
-        self,
-        fetch: Fetch,
-        names: Sequence[bytes],
-        pages: Sequence[int],
-        buffer: torch.Tensor,
-        beat: Callable[[], None],
-    ) -> None:
-        """Read pages into host memory, until one is not there."""
-        try:
-            for name, page in zip(names, pages, strict=True):
-                if fetch.closed:
-                    return
-                beat()
-                if self._threads.files.get(name.hex(), buffer) is None:
-                    break
-                with fetch.lock:
-                    if fetch.closed:
-                        return
-                    self._threads.pages.write(page, buffer)
-                    fetch.come += 1
-                self._threads.reading.ended()
-        finally:
-            fetch.ended = True
 
 
 def _least(facts: list[int], group: Any, alone: bool) -> list[int]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class StorageThreads:
         # When each reader began with the call that it is in; 0 if it is in none.
         self._since = [0.0] * READERS
         for i in range(READERS):
-            self._start(f"kv-storage-read-{i}", lambda i=i: self._read_on(i))
+            self._start(f"kv-storage-read-{i}", partial(self._read_on, i))
         self._start("kv-storage-write", self._write_on)
 
     @staticmethod

@@ -76,7 +76,7 @@ class HostTree(DecodeRadixCache):
 
 
 def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree) -> HostTree:
-    """A tree of this kind over ``size`` slots in host memory, from the second page on, for what ``tree`` holds or has held."""
+    """A tree of this kind over ``size`` slots in host memory, from the second page on; for what ``tree`` has held."""
     page, dtype = tree.page_size, tree.pool.dtype
     if page == 1:
         slots: Any = TokenToKVPoolAllocator(size, dtype, "cpu", None, need_sort=False)
