@@ -191,11 +191,12 @@ def test_who_reads_what_another_worker_has_written(worker, given, hit):
     assert two.serve(tokens(1, 24)) == hit
 
 
-def test_a_directory_that_cannot_be_made(worker, tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_made(worker, model, tmp_path, monkeypatch):
+    one = worker()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "file" / "kv"))
     with pytest.raises(ValueError, match="cannot use .*kv: .*SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
-        worker()
+        add_storage(one.tree, options(model), 0, 1)
 
 
 def scheduler_of(one: StorageWorld) -> Scheduler:
