@@ -263,6 +263,10 @@ class ServerArgs(engine.ServerArgs):
             from sglang.srt.mem_cache.host_tier import checks as host_tier
 
             host_tier.check_free(self)
+            if self.hicache_storage_backend is not None:
+                from sglang.srt.mem_cache.host_tier.storage_options import read_options
+
+                read_options(self.hicache_storage_backend_extra_config, self.hicache_storage_prefetch_policy)
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

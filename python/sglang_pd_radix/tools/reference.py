@@ -279,7 +279,8 @@ POOL_FIELDS = {
     "locks_released": "released: when idle, as many",
     "audit": "when idle, with the flag: every contradiction found in the tree and the pools; empty: none",
     "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory (size, available, evictable, "
-    "protected), on their way there (saving), and since the start saved, loaded, dropped and failed",
+    "protected), on their way there (saving), and since the start saved, loaded, dropped and failed; under `storage` "
+    "those that a storage below it was given and has brought",
     "window_size": "tokens of the pool of sliding windows",
     "window_available": "free ones; when idle all",
     "state_slots": "slots for states (linear attention)",
@@ -290,6 +291,7 @@ POOL_FIELDS = {
 DETAIL_FIELDS = {
     "decode_prefix": "tokens of the prompt that decode held",
     "decode_host": "of these, those that came from host memory (with `--enable-hierarchical-cache` on decode)",
+    "decode_storage": "of these, those that were fetched for this request (with `--hicache-storage-backend` too)",
     "transferred": "tokens that prefill sent; together the prompt",
     "decode_computed": "tokens that decode computes itself; only where it does",
     "transferred_bytes": "bytes sent, over all TP ranks",

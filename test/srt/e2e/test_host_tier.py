@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 import requests
-from pd import FLAG, TP2, Pair, conversations, counter, words
+from pd import FLAG, TP2, Pair, conversations, counter, pools, wait_idle, words
+
+from sglang_pd_radix.tools.cluster import Cluster
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
@@ -86,3 +89,71 @@ def test_flushes_and_aborts_between_saves_and_loads(clusters, model, truth, back
     pair.flush()
     assert conversations(pair) == truth["conversations"]
     pair.check_idle()
+
+
+class ByTurns:
+    """Asks two decode workers with one storage by turns, each when the other has written what it has."""
+
+    def __init__(self, cluster: Cluster, page: int):
+        self.pairs, self.page = [Pair(cluster, decode=i) for i in range(2)], page
+        self.told: list[dict] = []
+        self._turn = threading.Lock()
+        # By what a conversation begins with: how many turns it has had, and what is known of it then.
+        self._turns: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def __call__(self, ids: list[int], max_new: int) -> dict:
+        with self._turn:
+            turn, known = self._turns.get(tuple(ids[:20]), (0, 0))
+            pair = self.pairs[turn % 2]
+            reply = pair(ids, max_new)
+            end = time.monotonic() + 30
+            while any(pool["host"]["storage"]["waiting"] for pool in wait_idle(pair.decode_url)):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            # Of the last token of an answer there is no KV.
+            self._turns[tuple(ids[:20])] = turn + 1, (len(ids) + max_new - 1) // self.page * self.page
+            details = reply["meta_info"]["cached_tokens_details"]
+            assert details["decode_prefix"] == min(known, len(ids) // self.page * self.page), (turn, details)
+            assert details["transferred"] == len(ids) - details["decode_prefix"]
+            assert details["decode_storage"] <= details["decode_host"] <= details["decode_prefix"]
+            # The first turn of a conversation is new; of a later one, this worker lacks what the other one has done.
+            assert (details["decode_storage"] > 0) == (turn > 0)
+            self.told.append(details)
+            return reply
+
+
+@pytest.mark.parametrize("ranks", [[], TP2])
+def test_two_workers_share_a_storage(clusters, model, truth, backend, ranks, tmp_path):
+    """A conversation goes on at the other one, as if it had been there all the time."""
+    cluster = clusters.get(
+        model,
+        decode=2,
+        prefill_args=[ranks],
+        decode_args=[FLAG, *HOST, *ranks, "--hicache-storage-backend", "file"]
+        + ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}'],
+        decode_env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)},
+        backend=backend,
+        common_args=["--page-size", "16", "--chunked-prefill-size", "64", "--max-total-tokens", "4096"],
+    )
+    send = ByTurns(cluster, page=16)
+    assert conversations(send) == truth["conversations"]
+    sent = sum(one["transferred"] for one in send.told)
+    print(f"{sent} tokens sent, {sum(one['decode_storage'] for one in send.told)} fetched")
+    for pair in send.pairs:
+        pair.check_idle()
+        assert all(pool["host"]["storage"]["late"] == 0 for pool in pools(pair.decode_url))
+        assert counter(pair.decode_url, "sglang:decode_storage_fetched_tokens_total") > 0
+    # After a flush it is all there; when it has been cleared, nothing is.
+    first = send.pairs[0]
+    prompt = words(random.Random(7), 100)
+    answer = first(prompt, 4)["output_ids"]
+    wait_idle(first.decode_url)
+    first.flush(first.decode_url)
+    again = first(prompt, 4)
+    assert again["output_ids"] == answer and again["meta_info"]["cached_tokens_details"]["decode_storage"] == 96
+    assert requests.post(first.decode_url + "/hicache/storage-backend/clear", timeout=30).status_code == 200
+    wait_idle(first.decode_url)
+    first.flush(first.decode_url)
+    again = first(prompt, 4)
+    assert again["output_ids"] == answer and again["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
+    first.check_idle()

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.host_tier.memory import HostMemory
 from sglang.srt.mem_cache.host_tier.tier import HostTier
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, host_tree
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -227,9 +227,11 @@ class World(DecodeWorker):
         pools = [(self.kv, pool), *self.draft_pools(sizes, params.page_size)]
         memory = HostMemory(pools, "direct", lambda: None)
         memory = LateCopies(memory) if sizes.late else memory
-        self.tier = HostTier(tree, host_tree(tree, sizes.tokens), memory, sizes.hits)
+        self.tier = HostTier(tree, host_tree(tree, sizes.tokens, self.host_class), memory, sizes.hits)
         tree.attach(self.tier)
         return tree
+
+    host_class = HostTree
 
     def draft_pools(self, sizes: HostSizes, page_size: int) -> list:
         """More pools of KV at the same slots, each with one in host memory."""
@@ -499,9 +501,11 @@ class World(DecodeWorker):
         tier, host = self.tier, self.tier.host
         loads = [dr.load for dr in decode_reqs if dr.load is not None and dr.load.generation == host.generation]
         saves = tier.saves.under_way
-        assert not host.audit([load.node for load in loads] + [saving.above for saving in saves])
+        fetches = None if tier.storage is None else tier.storage.fetches
+        fetching = ([], 0) if fetches is None else (fetches.locked(), fetches.loading_tokens)
+        assert not host.audit([load.node for load in loads] + [saving.above for saving in saves] + fetching[0])
         in_tree = host.evictable_size() + host.protected_size()
-        assert host.pool.available_size() + in_tree + tier.saves.tokens == host.pool_size
+        assert host.pool.available_size() + in_tree + tier.saves.tokens + fetching[1] == host.pool_size
         watched = [dr.entry.host_watch for dr in self.queue.queue if dr.entry is not None]
         assert {watch for watch in watched if watch is not None} == set(host.watches)
         stored = tier.memory.pools[0][1].k_buffer[0]

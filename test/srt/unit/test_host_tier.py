@@ -750,13 +750,23 @@ def options(**given: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "given", "says"),
     [
-        (cache_support.DECODE, {"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+        (
+            cache_support.DECODE,
+            {"hicache_storage_backend": "mooncake"},
+            r"--hicache-storage-backend mooncake \(file is",
+        ),
+        (
+            cache_support.DECODE,
+            {"hicache_storage_backend": "file", "speculative_algorithm": "EAGLE"},
+            "--hicache-storage-backend and --speculative-algorithm",
+        ),
         (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "write_back"),
         (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],
 )
 def test_what_is_not_verified_with_it_is_refused(kind, given, says):
     cache_support.check(kind, options())
+    cache_support.check(kind, options(hicache_storage_backend="file"))
     with pytest.raises(ValueError, match=says):
         cache_support.check(kind, options(**given))
 

@@ -42,6 +42,7 @@ from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
+from sglang.srt.disaggregation.prefix_loads import PrefixLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.takeover import NoTakeovers, first_reason, make_takeovers, reason_of
@@ -208,10 +209,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _init_radix(self, tree: DecodeRadixCache) -> None:
         self.has_radix, self.radix = True, tree
-        # The same tree, where it loads from a PegaFlow server.
-        self.pegaflow = tree if isinstance(tree, PegaFlowTree) else None
-        if self.pegaflow is not None:
-            self.pegaflow.live = lambda: live_on_decode(self.live(), self.accounts.ahead)
+        self.loads = PrefixLoads(tree)
+        if isinstance(tree, PegaFlowTree):
+            tree.live = lambda: live_on_decode(self.live(), self.accounts.ahead)
         if tree.windows is not None:
             # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
             self.max_total_num_tokens = tree.pool_size
@@ -273,12 +273,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if is_warmup(req):
             return
         self.rooms[req.bootstrap_room] = decode_req
-        if self.pegaflow is not None:
-            try:
-                self.pegaflow.prefetch(req.rid, req.origin_input_ids, req.extra_key, req.priority or 0)
-            except Exception as e:
-                # On all ranks: they hash the same.
-                decode_req.lose(e)
+        self.loads.begin(decode_req)
 
     def _all_requests(self) -> list[DecodeRequest]:
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
@@ -348,7 +343,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not requests:
             # On all ranks alike: requests reach the queues of a TP group by broadcast.
             return Agreed((), requests)
-        polls = [poll_handshake(dr, self.pegaflow) for dr in requests]
+        polls = [poll_handshake(dr, self.loads) for dr in requests]
         if self.ranks.size == 1:
             self._take_polls(requests, polls)
             return self.schedule.decide(window)
@@ -389,9 +384,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not decode_reqs:
             return
         gone = {id(dr) for dr in decode_reqs}
-        if self.pegaflow is not None:
-            for decode_req in decode_reqs:
-                self.pegaflow.release_aborted_request(decode_req.req.rid)
+        for decode_req in decode_reqs:
+            self.loads.leave(decode_req)
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
         # Or the handshake of one that has failed would still be made.
         self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]

@@ -19,8 +19,8 @@ from sglang.srt.disaggregation.utils import prepare_abort
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.prefix_loads import PrefixLoads
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 __all__ = ["Announcements", "LiveRooms", "fail_unreached", "poll_handshake", "take_polls"]
 
@@ -110,13 +110,12 @@ def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:
             decode_req.lose(reason)
 
 
-def poll_handshake(decode_req: DecodeRequest, loads: PegaFlowTree | None) -> int:
+def poll_handshake(decode_req: DecodeRequest, loads: PrefixLoads) -> int:
     """What its receiver says, but a request whose prefix ``loads`` still brings has not shaken hands yet."""
     poll = decode_req.poll()
-    if loads is None or decode_req.phase is READY or poll != WAITING:
+    if decode_req.phase is READY or poll != WAITING or loads.is_done(decode_req):
         return poll
-    loaded = loads.check_prefetch_progress(decode_req.req.rid)
-    return poll if loaded else int(KVPoll.Bootstrapping)
+    return int(KVPoll.Bootstrapping)
 
 
 def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:

@@ -46,7 +46,7 @@ def poll_transfers(
 
     What is being saved to the host ``tier``, if there is one, is agreed on with it.
     """
-    saves = None if tier is None else tier.begin_step(alone=is_alone(group))
+    saves = None if tier is None else tier.begin_step(group, alone=is_alone(group))
     pollers = [*queue, *map(Writers, quarantine), *(() if saves is None else saves.pollers())]
     polls = agreed_polls(pollers, group) if pollers else []
     written = polls[len(queue) : len(queue) + len(quarantine)]

@@ -64,6 +64,8 @@ class HostLoads:
             begun = self._ranks.are_alike([begun]) and begun
         if begun and load is not None:
             req.load_start, req.host_prefix_len = load.start, load.end
+            if self._tier.storage is not None:
+                req.from_storage = self._tier.storage.brought(req.rid, load.start, load.end)
             return load.end
         logger.error(
             "KV of %s is not copied from host memory: it comes as if it were not there", req.rid, exc_info=error

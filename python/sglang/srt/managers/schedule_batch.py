@@ -62,6 +62,8 @@ class Req(engine.Req):
     # Tokens of its prompt that host memory had when it was admitted, and how many of these the tree had; 0: no more.
     host_prefix_len: int = 0
     load_start: int = 0
+    # Of those that came from host memory, how many a storage had brought there for this request.
+    from_storage: int = 0
     # Tokens of its prompt that decode computes itself; 0 where prefill does.
     computed_here: int = 0
     # Of cached_tokens, what prefill held; None where no decode tree admitted the request.

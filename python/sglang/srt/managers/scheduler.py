@@ -22,12 +22,13 @@ from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.storage_scheduler import HostStorageScheduler
 from sglang.srt.mem_cache.pegaflow.scheduler import PegaFlowScheduler
 
 __all__ = ["Scheduler"]
 
 
-class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, engine.Scheduler):
+class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, HostStorageScheduler, engine.Scheduler):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
 
     What the engine has in its mixins is overridden in their modules.
@@ -52,7 +53,7 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         kind = kv_cache_builder.kind_of(runner)
         kv_cache_builder.prepare(kind, args, lambda: self.tp_worker.get_memory_pool()[0])
         # Of the tree that the engine would build: this one keeps what it has in host memory itself.
-        self.enable_hierarchical_cache = False
+        self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
         self.tree_cache = kv_cache_builder.build(
             kind,
@@ -230,9 +231,9 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while an update waits for a rank that is not idle, or KV is being copied to host memory."""
-        tier = getattr(self.tree_cache, "tier", None)
-        if not self.postponed_updates and not (tier is not None and tier.saves.busy):
+        """Does not sleep while an update waits for a rank that is not idle, or KV comes into host memory."""
+        copying = getattr(self.tree_cache, "tier", None) is not None and self.tree_cache.busy
+        if not self.postponed_updates and not copying:
             super().maybe_sleep_on_idle()
 
     # ---- flushes ----

@@ -26,7 +26,8 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
 
         ``decode_prefix``, ``transferred`` and ``decode_computed`` (there only if decode computes the rest itself) are
         tokens and add up to the prompt; ``decode_host`` (with a host tier only) are those of the first that came from
-        host memory; the bytes are those of all TP ranks.
+        host memory, and ``decode_storage`` (with a storage below it only) those of these that were fetched for this
+        request; the bytes are those of all TP ranks.
         """
         details = super()._get_cached_tokens_details(req)
         if req.decode_prefix_len is None or req.transfer_prefix_len is None:
@@ -34,7 +35,10 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         prefix_len, sent = req.transfer_prefix_len, len(req.origin_input_ids) - req.transfer_prefix_len
         computed = {"decode_computed": sent} if req.computed_here else {}
         sent = 0 if computed else sent
-        host = {} if self.tree_cache.tier is None else {"decode_host": req.from_host}
+        tier = self.tree_cache.tier
+        host = {} if tier is None else {"decode_host": req.from_host}
+        if tier is not None and tier.storage is not None:
+            host["decode_storage"] = req.from_storage
         page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
         return {
             # Without a hit of prefill, the engine takes ``cached_tokens`` for one.

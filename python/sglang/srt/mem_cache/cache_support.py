@@ -35,6 +35,8 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 PEGAFLOW_FLAG = "--enable-pegaflow"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
+# The engine's storage backends that may be below a host tier.
+STORAGES = ("file",)
 # Architectures of which the same is known for a draft that is part of the model (MTP).
 OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
@@ -107,7 +109,15 @@ DECODE = CacheKind(
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
-                _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
+                # Of the others, the packages or servers have not been tried below a tree that keeps its promises.
+                _host_tier(
+                    f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} is)",
+                    lambda args: args.hicache_storage_backend not in (None, *STORAGES),
+                ),
+                _host_tier(
+                    "--hicache-storage-backend and --speculative-algorithm",
+                    lambda args: args.hicache_storage_backend is not None and args.speculative_algorithm is not None,
+                ),
                 _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
@@ -173,6 +183,7 @@ WINDOWS = CacheKind(
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-dp-attention"),
                 _switch("--enable-hierarchical-cache"),
+                _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
                 Rule(
                     "--disaggregation-decode-verify-pages, whose digests leave windows out",
                     lambda args: args.disaggregation_decode_verify_pages,
@@ -263,7 +274,7 @@ def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> No
 
 def markdown() -> str:
     """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
-    anyone = SimpleNamespace(speculative_algorithm="NAME")
+    anyone = SimpleNamespace(speculative_algorithm="NAME", hicache_storage_backend="NAME")
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
     for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW):
         names = [rule.name.format(args=anyone) for refused in kind.refused for rule in refused.rules]

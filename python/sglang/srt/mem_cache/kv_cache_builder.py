@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, CacheKind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.storage import add_storage
+from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.tier import add_host_tier
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 
@@ -77,5 +80,9 @@ def build(
     if not args.enable_hierarchical_cache:
         return DecodeRadixCache.take_over(engines)
     tree = HostTierRadixCache.take_over(engines)
-    add_host_tier(tree, args, forward_stream, None if drafts is None else drafts.token_to_kv_pool)
+    stored = args.hicache_storage_backend is not None
+    host_class = StoredHostTree if stored else HostTree
+    add_host_tier(tree, args, forward_stream, None if drafts is None else drafts.token_to_kv_pool, host_class)
+    if stored:
+        add_storage(tree, args, get_attention_tp_rank(), get_attention_tp_size())
     return tree

@@ -37,7 +37,7 @@ class KvTransferCounters:
         return cls._made[key]
 
     def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None):
-        self.enabled = enabled
+        self.enabled, self._host_totals = enabled, dict[str, int]()
         if not enabled:
             return
         # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
@@ -101,7 +101,8 @@ class KvTransferCounters:
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
             self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
-            self._host_totals: dict[str, int] = {}
+            self._fetched = counter("decode_storage_fetched_tokens", "Tokens that a storage brought to host memory.")
+            self._written = counter("decode_storage_written_tokens", "Tokens of host memory written to a storage.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -182,12 +183,16 @@ class KvTransferCounters:
         if self.enabled:
             self._overtaken.inc(num_requests)
 
-    def host(self, totals: Mapping[str, int]) -> None:
-        """What a host tier has copied since the start, in tokens."""
-        if self.enabled:
-            for name, made in ("loaded", self._loaded), ("saved", self._host_saved), ("dropped", self._dropped):
-                made.inc(totals[name] - self._host_totals.get(name, 0))
-                self._host_totals[name] = totals[name]
+    def host(self, totals: Mapping[str, Any]) -> None:
+        """What a host tier has copied since the start, in tokens, and under ``storage`` what is below it."""
+        if not self.enabled:
+            return
+        counted = {"loaded": self._loaded, "saved": self._host_saved, "dropped": self._dropped}
+        stored = {"fetched": self._fetched, "written": self._written}
+        for made, now in (counted, totals), (stored, totals.get("storage", {})):
+            for name in now.keys() & made:
+                made[name].inc(now[name] - self._host_totals.get(name, 0))
+                self._host_totals[name] = now[name]
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

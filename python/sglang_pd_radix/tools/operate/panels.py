@@ -258,5 +258,7 @@ SECTIONS = {
 #: Metrics of this package on no panel, each with the reason.
 ON_NO_PANEL: dict[str, str] = {
     "sglang:decode_host_saved_tokens_total": "what comes back from host memory says whether it is worth it",
+    "sglang:decode_storage_fetched_tokens_total": "part of what comes back from host memory",
+    "sglang:decode_storage_written_tokens_total": "what is fetched says whether it is worth it",
     "sglang:decode_host_dropped_tokens_total": "host memory that is full shows under the free part of each pool",
 }

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.host_tier.memory import Copy
+    from sglang.srt.mem_cache.host_tier.storage import HostStorage
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.mem_cache.radix_cache import TreeNode
     from sglang.srt.server_args import ServerArgs
@@ -68,6 +69,8 @@ class HostTier:
         """host: the tree over host memory. hits: see `Saves`."""
         self.tree, self.host, self.memory = tree, host, memory
         self.saves = Saves(tree, host, memory, hits)
+        # What is below it, if anything is.
+        self.storage: HostStorage | None = None
         # Tokens since the start that were copied back; and loads that failed.
         self.loaded_tokens = self.failed_loads = 0
 
@@ -109,8 +112,10 @@ class HostTier:
 
     # ---- a step ----
 
-    def begin_step(self, alone: bool) -> SavesStep:
-        """Begin saves. alone: whether there is one rank."""
+    def begin_step(self, group: Any, alone: bool) -> SavesStep:
+        """Begin saves, and take in what a storage has brought. alone: whether there is one rank in ``group``."""
+        if self.storage is not None:
+            self.storage.advance(group, alone)
         return SavesStep(self.saves, alone)
 
     # ---- figures ----
@@ -133,6 +138,7 @@ class HostTier:
             "dropped": saves.dropped_tokens,
             "failed_saves": saves.failed_tokens,
             "failed_loads": self.failed_loads,
+            **({} if self.storage is None else {"storage": self.storage.state()}),
         }
 
     def audit(self) -> list[str]:
@@ -146,22 +152,31 @@ class HostTier:
     def drop_unlocked(self) -> None:
         """Ranks differ, and all come here: end all saves, and evict what no request has locked."""
         self.saves.give_up(self.saves.under_way)
+        if self.storage is not None:
+            self.storage.give_up()
         self.host.drop_unlocked()
 
     def reset(self) -> None:
         """The device's tree is reset: so is this one, when all copies have ended."""
         self.memory.wait()
         self.saves.forget()
+        if self.storage is not None:
+            self.storage.forget()
         self.host.reset()
         self.host.pool.clear()
 
 
 def add_host_tier(
-    tree: HostTierRadixCache, args: ServerArgs, forward_stream: Callable[[], Any], draft_pool: Any = None
+    tree: HostTierRadixCache,
+    args: ServerArgs,
+    forward_stream: Callable[[], Any],
+    draft_pool: Any = None,
+    host_class: type[HostTree] = HostTree,
 ) -> None:
     """Put host memory, as the engine's options say, below an empty ``tree``. Raises ValueError.
 
     forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
+    host_class: of the tree over host memory.
     """
     kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
     check_size(args, kvcache)
@@ -173,7 +188,7 @@ def add_host_tier(
         pools.append((drafts, host_pool(drafts, args, tree.page_size, pool.size)))
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
     # The engine's allocators never give the first page away.
-    host = host_tree(tree, pool.size - tree.page_size)
+    host = host_tree(tree, pool.size - tree.page_size, host_class)
     tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy]))
     logger.info(
         "Decode keeps %d tokens in host memory, %.2f GB of this rank, below the %d of its pool.",

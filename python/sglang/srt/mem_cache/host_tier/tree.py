@@ -75,14 +75,14 @@ class HostTree(DecodeRadixCache):
         return before, node
 
 
-def host_tree(tree: DecodeRadixCache, size: int) -> HostTree:
-    """A tree over ``size`` slots in host memory, from the second page on, for what ``tree`` holds or has held."""
+def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree) -> HostTree:
+    """A tree of this kind over ``size`` slots in host memory, from the second page on; for what ``tree`` has held."""
     page, dtype = tree.page_size, tree.pool.dtype
     if page == 1:
         slots: Any = TokenToKVPoolAllocator(size, dtype, "cpu", None, need_sort=False)
     else:
         slots = PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", None, need_sort=False)
-    host = HostTree(
+    host = kind(
         CacheInitParams(
             disable=False,
             req_to_token_pool=None,
@@ -106,8 +106,9 @@ class HostTierRadixCache(DecodeRadixCache):
 
     @property
     def busy(self) -> bool:
-        """Whether something is being saved, or soon will be."""
-        return self.tier is not None and self.tier.saves.busy
+        """Whether something is being saved, or soon will be, or a request waits for a storage."""
+        tier = self.tier
+        return tier is not None and (tier.saves.busy or (tier.storage is not None and tier.storage.busy))
 
     def nodes_in_use(self) -> list[TreeNode]:
         return [] if self.tier is None else self.tier.saves.locked()

@@ -1,0 +1,148 @@
+"""A storage below host memory (L3): what has been there comes back into host memory before a request is admitted.
+
+storage_keys.py     what pages are called; storage_files.py: the engine's file backend
+storage_pages.py    bytes of pages in host memory; storage_threads.py: threads
+storage_writes.py   what is written; storage_tree.py: the tree over host memory, which knows what its pages are called
+storage_fetches.py  what requests wait for; storage_reads.py: what threads do for one of them
+
+Only what host memory holds is promised to a prefill: a fetch that fails, or takes too long, costs its hit.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles, directory
+from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, rank_folder
+from sglang.srt.mem_cache.host_tier.storage_options import read_options
+from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
+from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
+from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
+from sglang.srt.mem_cache.host_tier.storage_writes import Writes
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
+    from sglang.srt.mem_cache.prefix_watch import Watch
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["HostStorage", "add_storage"]
+
+logger = logging.getLogger(__name__)
+
+# Part of host memory that may wait to be written.
+WAITING_PART = 1 / 4
+
+
+class HostStorage:
+    """The storage of one rank."""
+
+    def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits, writes: bool = True):
+        """host: the tree over host memory, empty. writes: False where another rank writes the same."""
+        self._host, self.threads = host, threads
+        self.fetches = Fetches(host, threads, limits)
+        self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
+        host.writes, host.pages = self.writes, threads.pages
+        self.stopped = False
+        threads.write(lambda buffer: threads.files.remove_left())
+
+    # ---- requests ----
+
+    def fetch(self, rid: str, watch: Watch | None, host_watch: Watch | None, num_tokens: int) -> None:
+        """See `Fetches.ask`."""
+        if not self.stopped:
+            self.fetches.ask(rid, watch, host_watch, num_tokens)
+
+    def is_done(self, rid: str) -> bool:
+        """Whether ``rid`` waits for nothing."""
+        return self.fetches.is_done(rid)
+
+    def leave(self, rid: str) -> None:
+        """``rid`` has been admitted or is gone; on all ranks in the same step."""
+        self.fetches.leave(rid)
+
+    def brought(self, rid: str, start: int, end: int) -> int:
+        """How many of these tokens of its prompt were fetched for ``rid``, which is being admitted."""
+        first, last = self.fetches.brought.get(rid, (0, 0))
+        return max(0, min(last, end) - max(first, start))
+
+    def advance(self, group: Any, alone: bool) -> None:
+        """Once in a step, on all ranks of ``group``; alone: there is one."""
+        self.fetches.advance(group, alone)
+
+    # ---- figures ----
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits."""
+        return bool(self.fetches.open)
+
+    def state(self) -> dict[str, Any]:
+        """Tokens: being read and waiting to be written; the rest since the start. And requests that wait."""
+        return {
+            **asdict(self.threads.counters),
+            "dropped": self.writes.dropped,
+            "corrupt": self.threads.files.corrupt * self._host.page_size,
+            "loading": self.fetches.loading_tokens,
+            "waiting": self.writes.waiting,
+            "requests": len(self.fetches.open),
+            "in_use": not self.stopped,
+        }
+
+    # ---- ends ----
+
+    def give_up(self) -> None:
+        """Ranks differ, and all come here: requests go on without it."""
+        self.fetches.give_up()
+
+    def forget(self) -> None:
+        """Host memory is about to be emptied. What is stored stays."""
+        self.fetches.forget()
+        self.writes.forget()
+        self.threads.pages.given_away += 1
+
+    def clear(self) -> bool:
+        """Remove what this rank's workers have stored. Returns whether that was done."""
+        self.writes.forget()
+        self._host.cleared += 1
+        try:
+            return bool(self.threads.files.clear())
+        except OSError as e:
+            logger.error("The storage of KV could not be cleared", exc_info=e)
+            return False
+
+    def stop(self) -> None:
+        """Use it no more, ever: the weights are about to change."""
+        if not self.stopped:
+            self.stopped = True
+            self.writes.forget()
+            self.fetches.give_up()
+            self._host.writes = None
+
+
+def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_size: int) -> None:
+    """Put the storage that the options of a worker ask for below its host memory, which is empty. Raises ValueError.
+
+    tree: its tree over host memory is a `StoredHostTree`. tp_rank, tp_size: of the ranks that have parts of one KV.
+    """
+    tier = tree.tier
+    assert tier is not None and isinstance(tier.host, StoredHostTree)
+    host = tier.host
+    options = read_options(args.hicache_storage_backend_extra_config, args.hicache_storage_prefetch_policy)
+    pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
+    rank = None if pages.shared else tp_rank
+    folder = rank_folder(model_folder(args, options.weights), pages.made_of(), rank, tp_size)
+    try:
+        files = PageFiles(folder, pages.page_bytes)
+    except OSError as e:
+        raise ValueError(
+            f"--hicache-storage-backend file cannot use {directory()}: {e}. Make it, or name another directory with "
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR."
+        ) from e
+    logger.info("Decode stores what is in host memory in %s, %d bytes a page.", files.folder, pages.page_bytes)
+    threads = StorageThreads(files, pages, str(files.folder))
+    tier.storage = HostStorage(host, threads, options.limits, writes=not pages.shared or tp_rank == 0)

@@ -1,0 +1,157 @@
+"""The engine's file backend, with files that are whole or not there.
+
+The engine writes a file in place: a worker that is killed leaves a part of one under its name for ever, and who reads
+while another writes gets a part. Here a file is written beside and renamed, and says how long its page is and the
+checksum of it. Checked are length and checksum (CRC-32) of each page that is read: that finds files cut short and bits
+that have changed, not somebody who means harm. Whoever may write to the directory decides what the model reads.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import struct
+import threading
+import time
+import uuid
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+__all__ = ["PageFiles", "directory"]
+
+logger = logging.getLogger(__name__)
+
+# Mark, length and checksum of the page that follows.
+_HEADER = struct.Struct("<4sIQ")
+_MARK = b"PDR1"
+# What a worker that was killed has left half written is removed when it is as old.
+LEFT_S = 3600.0
+
+
+def directory() -> Path:
+    """The engine's directory for files."""
+    # The engine's default, which its class does not say apart.
+    from sglang.srt.environ import envs
+
+    return Path(envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or "/tmp/hicache")
+
+
+class PageFiles(HiCacheFile):
+    """Pages of one rank, each in a file. Any number of processes may read and write the same folder.
+
+    Pages are uint8 tensors of ``page_bytes``. What a method raises is an OSError; a file that is not there, or is not
+    what was written, is none.
+    """
+
+    def __init__(self, folder: str, page_bytes: int):
+        """folder: below the engine's directory. Raises OSError if it can neither be found nor made."""
+        root = directory()
+        # Not by the engine, which fails where two workers begin at once.
+        root.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            HiCacheStorageConfig(
+                tp_rank=0,
+                tp_size=1,
+                pp_rank=0,
+                pp_size=1,
+                is_mla_model=True,
+                enable_storage_metrics=False,
+                is_page_first_layout=False,
+                model_name=None,
+            )
+        )
+        self.folder, self.page_bytes = root / folder, page_bytes
+        self.file_path = str(self.folder)
+        self._parts = self.folder / "parts"
+        # Files that were not what had been written.
+        self.corrupt = 0
+        self._make()
+
+    def _make(self) -> None:
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            # Of a directory that may only be read, a worker reads what others have put there.
+            if not self.folder.is_dir():
+                raise
+
+    def remove_left(self) -> None:
+        """Remove what others have left half written."""
+        with contextlib.suppress(OSError):
+            for part in self._parts.iterdir():
+                if time.time() - part.stat().st_mtime > LEFT_S:
+                    part.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> str:
+        return f"{self.file_path}/{key}.bin"
+
+    def exists(self, key: str) -> bool:
+        """Whether there is a file as long as it has to be."""
+        try:
+            return os.stat(self._path(key)).st_size == _HEADER.size + self.page_bytes
+        except FileNotFoundError:
+            return False
+
+    def get(self, key: str, target_location: torch.Tensor, target_sizes: Any = None) -> torch.Tensor | None:
+        """Read a page into ``target_location``; None if there is none. A file that is no page is removed."""
+        page = memoryview(target_location.numpy())
+        header = bytearray(_HEADER.size)
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                read = file.readinto(header) + file.readinto(page)
+                longer = file.read(1)
+        except FileNotFoundError:
+            return None
+        mark, checksum, length = _HEADER.unpack(header)
+        whole = read == _HEADER.size + self.page_bytes and not longer and length == self.page_bytes
+        if whole and mark == _MARK and checksum == zlib.crc32(page):
+            return target_location
+        self.corrupt += 1
+        if self.corrupt == 1:
+            logger.warning("%s is not what was written: such files are removed, and counted from now on.", key)
+        # Or it would never be written again.
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(key))
+        return None
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Write a page. Where the folder has gone it is made anew."""
+        # Processes in several containers may have one number.
+        part = self._parts / uuid.uuid4().hex
+        page = memoryview(value.numpy())
+        try:
+            try:
+                file = open(part, "wb", buffering=0)
+            except FileNotFoundError:
+                self._parts.mkdir(parents=True, exist_ok=True)
+                file = open(part, "wb", buffering=0)
+            with file:
+                for data in (_HEADER.pack(_MARK, zlib.crc32(page), self.page_bytes), page):
+                    left = memoryview(data)
+                    while left:
+                        # On a disk that is about to be full, a part is written first.
+                        left = left[file.write(left) :]
+            os.replace(part, self._path(key))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        return True
+
+    def clear(self) -> bool:
+        """Remove all pages of this rank, also those of other workers with the same model."""
+        gone = self.folder.with_name(f"{self.folder.name}.gone-{uuid.uuid4().hex}")
+        with contextlib.suppress(FileNotFoundError):
+            # At once for who reads, however many there are.
+            os.rename(self.folder, gone)
+        self._make()
+        threading.Thread(target=shutil.rmtree, args=(gone,), kwargs={"ignore_errors": True}, daemon=True).start()
+        return True

@@ -1,0 +1,106 @@
+"""What pages of KV are called in a storage below host memory, so that nobody reads another's.
+
+A page is named by a chain of hashes of the tokens up to its end, which begins with the prompt's ``extra_key`` (salt,
+adapter). All else that KV depends on is in the name of the folder: model and weights, the options that change KV, page
+size, what a page is made of, and the TP rank. The engine's own names have of these only the tokens, the model's name
+and the TP rank: its hierarchical cache cannot share pages with this one, nor tell two models of one name apart.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_id"]
+
+# Advanced when what is in a file, or how it is named, changes.
+VERSION = 1
+# Options by which the KV of the same tokens of the same model may differ.
+_OPTIONS = (
+    "dtype",
+    "hicache_mem_layout",
+    "json_model_override_args",
+    "kv_cache_dtype",
+    "load_format",
+    "model_impl",
+    "page_size",
+    "quantization",
+    "quantization_param_path",
+    "speculative_algorithm",
+    "torchao_config",
+)
+
+
+def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[bytes]:
+    """A hash for each whole page of ``token_ids``, ints or, with a draft, pairs of them.
+
+    before: the hash of the page that ends where they begin, or `first_hash`.
+    """
+    if token_ids and isinstance(token_ids[0], tuple):
+        return page_hashes([token for pair in token_ids for token in pair], 2 * page_size, before)
+    return page_hashes(token_ids, page_size, before)
+
+
+def weights_id(model_path: str, revision: str | None) -> str:
+    """A digest of which weights ``model_path`` names: of each file, its name, size and content or time of change.
+
+    Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. Raises
+    ValueError if the files are not on this machine.
+    """
+    path = Path(model_path)
+    if not path.exists():
+        try:
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+        except Exception as error:
+            raise ValueError(
+                f"--hicache-storage-backend cannot tell which weights {model_path!r} has, since they are not on this "
+                "machine: download them first, give a directory as --model-path, or name them with "
+                '--hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all workers with them.'
+            ) from error
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        blob, stat = file.resolve(), file.stat()
+        content = blob.name if file.is_symlink() and blob.parent.name == "blobs" else stat.st_mtime_ns
+        digest.update(f"{file.name}\0{stat.st_size}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def model_folder(args: ServerArgs, weights: str | None) -> str:
+    """The part of a folder's name that the options tell. weights: what they are called, None: look at the files.
+
+    Raises ValueError where they cannot be looked at.
+    """
+    options = {name: getattr(args, name, None) for name in _OPTIONS}
+    if args.load_format == "dummy":
+        # These are made up at start.
+        options["random_seed"] = args.random_seed
+    options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision)}
+    draft = args.speculative_draft_model_path
+    if args.speculative_algorithm is not None and draft not in (None, args.model_path):
+        options["draft"] = weights_id(draft, args.speculative_draft_model_revision)
+    text = json.dumps(options, sort_keys=True, default=str)
+    name = Path(args.model_path.rstrip("/")).name or "model"
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def rank_folder(model: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:
+    """The folder of one TP rank: its part of the heads or, with ``tp_rank`` None (MLA), what all ranks have alike.
+
+    made_of: what a page is made of (pools, their shape, layout and number format).
+    """
+    shape = hashlib.sha256(repr(list(made_of)).encode()).hexdigest()[:16]
+    return f"{model}/{shape}-tp{'all' if tp_rank is None else tp_rank}of{1 if tp_rank is None else tp_size}"

@@ -1,0 +1,80 @@
+"""The engine's options of a storage, as a decode worker reads them.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
+
+__all__ = ["StorageOptions", "read_options"]
+
+_OPTION = "--hicache-storage-backend-extra-config"
+# By the name in the option, of which type, and the field of `Limits`.
+_LIMITS: dict[str, tuple[Any, str]] = {
+    "prefetch_threshold": (int, "threshold"),
+    "prefetch_timeout_base": ((int, float), "base_s"),
+    "prefetch_timeout_per_ki_token": ((int, float), "per_ki_s"),
+}
+
+
+class StorageOptions(NamedTuple):
+    """weights: what the weights are called, None: go by their files."""
+
+    limits: Limits
+    weights: str | None
+
+
+def read_options(extra: str | None, policy: str) -> StorageOptions:
+    """Read ``--hicache-storage-backend-extra-config`` and ``--hicache-storage-prefetch-policy``. Raises ValueError.
+
+    extra: JSON, or ``@`` and the path of a JSON, TOML or YAML file, as the engine takes it.
+    """
+    if policy == "wait_complete":
+        raise ValueError(
+            "--hicache-storage-prefetch-policy wait_complete would have requests wait for a storage that hangs. On "
+            "decode give timeout, or leave it out."
+        )
+    given = _load(extra) if extra else {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{_OPTION} is {extra!r}: give an object.")
+    unknown = sorted(set(given) - {*_LIMITS, "weights"})
+    if unknown:
+        raise ValueError(f"{_OPTION} has {', '.join(unknown)}; decode knows {', '.join([*_LIMITS, 'weights'])}.")
+    limits = {}
+    for name, (kind, field) in _LIMITS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < float("inf"):
+            raise ValueError(f"{_OPTION} has {name} {value!r}: give a number of 0 or more.")
+        limits[field] = value
+    weights = given.get("weights")
+    if weights is not None and not (isinstance(weights, str) and weights):
+        raise ValueError(f"{_OPTION} has weights {weights!r}: give a name.")
+    return StorageOptions(Limits(**limits), weights)
+
+
+def _load(extra: str) -> Any:
+    try:
+        if not extra.startswith("@"):
+            return json.loads(extra)
+        path = Path(extra[1:])
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text)
+        if path.suffix == ".toml":
+            import tomllib
+
+            return tomllib.loads(text)
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            return yaml.safe_load(text)
+    except Exception as e:
+        raise ValueError(f"{_OPTION} {extra!r} cannot be read: {e}.") from e
+    raise ValueError(f"{_OPTION} {extra!r}: give a file that ends in .json, .toml or .yaml.")

@@ -1,0 +1,113 @@
+"""What has come into host memory is written to a storage, once: in a thread, which holds nothing of host memory.
+
+It reads a page, and then looks whether the page has been given away meanwhile. So an eviction waits for no storage,
+and TP ranks, whose storages are not equally fast, hold the same.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
+
+__all__ = ["Write", "Writes"]
+
+
+@dataclass(eq=False)
+class Write:
+    """Pages to be written: names, numbers in host memory, how often each had been given away by then.
+
+    lost: whether one of them was not written, nor is there.
+    """
+
+    names: Sequence[bytes]
+    pages: np.ndarray
+    given_away: np.ndarray
+    lost: bool = False
+
+
+class Writes:
+    """The writes of one rank. Tokens that wait are bounded; what comes beyond that is dropped."""
+
+    def __init__(self, threads: StorageThreads, most_tokens: int, writes: bool):
+        """writes: False where another rank writes for this one."""
+        self._threads, self._pages = threads, threads.pages
+        self._most, self._writes = most_tokens, writes
+        # Tokens that wait, written by two threads: what was handed over, and what has been seen to.
+        self._handed = self._seen = 0
+        # Tokens that were not even handed over.
+        self._refused = 0
+        # Advanced when what waits must not be written any more, and when what was written has been removed.
+        self._epoch = 0
+
+    @property
+    def waiting(self) -> int:
+        """Tokens."""
+        return self._handed - self._seen
+
+    @property
+    def dropped(self) -> int:
+        """Tokens since the start that were not written, nor were there."""
+        return self._refused + self._threads.counters.dropped
+
+    def add(self, names: Sequence[bytes], slots: torch.Tensor) -> Write:
+        """Write the pages of ``slots``, int64 on the CPU, in their order."""
+        pages = self._pages.numbers(slots)
+        write = Write(names, pages, self._pages.given_away[pages])
+        tokens = len(slots)
+        if not self._writes:
+            return write
+        if self.waiting + tokens > self._most or self._threads.writing.pausing:
+            write.lost = True
+            self._refused += tokens
+            return write
+        self._handed += tokens
+        epoch = self._epoch
+        self._threads.write(lambda buffer: self._run(write, buffer, epoch))
+        return write
+
+    def forget(self) -> None:
+        """Nothing that waits is written."""
+        self._epoch += 1
+
+    def _run(self, write: Write, buffer: torch.Tensor, epoch: int) -> None:
+        page_size, counters, trouble = self._pages.page_size, self._threads.counters, self._threads.writing
+        left = len(write.names) * page_size
+        try:
+            for name, page, given_away in zip(write.names, write.pages, write.given_away, strict=True):
+                if self._epoch != epoch or trouble.pausing:
+                    break
+                counted = self._write_one(name.hex(), int(page), int(given_away), buffer)
+                setattr(counters, counted, getattr(counters, counted) + page_size)
+                write.lost = write.lost or counted == "dropped"
+                left -= page_size
+        except Exception as e:
+            trouble.came(e)
+            counters.failed += page_size
+            left -= page_size
+        finally:
+            if left or write.lost:
+                write.lost = True
+                counters.dropped += left
+            self._seen += len(write.names) * page_size
+
+    def _write_one(self, key: str, page: int, given_away: int, buffer: torch.Tensor) -> str:
+        """What became of it, as a counter is called."""
+        files = self._threads.files
+        if files.exists(key):
+            return "known"
+        self._pages.read(page, buffer)
+        if self._pages.given_away[page] != given_away:
+            return "dropped"
+        if not files.set(key, buffer):
+            raise OSError(f"page {key} was refused")
+        self._threads.writing.ended()
+        return "written"

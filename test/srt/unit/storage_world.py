@@ -1,0 +1,128 @@
+"""A decode worker with a storage below its host memory: the engine's file backend, in a folder of a test's."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from decode_world import HostSizes, World
+from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.mem_cache.host_tier.storage import HostStorage
+from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
+from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
+from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
+
+PAGE = 4
+# As long as a test may take on a busy host.
+PATIENT = Limits(threshold=1, base_s=20.0)
+
+
+class ByHand(StorageThreads):
+    """Reads and writes when a test says so, in its thread."""
+
+    def _start(self, name: str, run: Any) -> None:
+        """None."""
+
+    def run(self, count: int) -> None:
+        """So many reads and writes of those that wait."""
+        buffer = self.pages.buffer()
+        for waiting, args in (self._reads, (buffer, lambda: None)), (self._writes, (buffer,)):
+            for _ in range(min(count, waiting.qsize())):
+                waiting.get()(*args)
+
+
+class StorageWorld(World):
+    """One decode rank. folder: absolute, or below the engine's directory."""
+
+    host_class = StoredHostTree
+
+    def __init__(
+        self,
+        folder: Path | str,
+        host: int = 256,
+        size: int = 64,
+        late: bool = False,
+        limits: Limits = PATIENT,
+        writes: bool = True,
+        page_size: int = PAGE,
+        threads: type[StorageThreads] = StorageThreads,
+        **options: Any,
+    ):
+        super().__init__(size=size, page_size=page_size, host=HostSizes(host, 1, late), **options)
+        pages = HostPages([pool for _, pool in self.tier.memory.pools], self.page_size)
+        self.files = PageFiles(str(folder), pages.page_bytes)
+        self.threads = threads(self.files, pages, str(folder))
+        self.storage = HostStorage(self.tier.host, self.threads, limits, writes)
+        self.tier.storage = self.storage
+        # The queue was made before it.
+        self.queue.loads = type(self.queue.loads)(self.tree)
+
+    def arrive(self, prompt: list[int], *args: Any, **options: Any) -> DecodeRequest:
+        decode_req = super().arrive(prompt, *args, **options)
+        # As `DecodePreallocQueue.add`, which this world goes without.
+        self.queue.schedule.entry_of(decode_req)
+        if decode_req.req.bootstrap_host == "10.0.0.1":
+            self.queue.loads.begin(decode_req)
+        return decode_req
+
+    def _flush(self) -> bool:
+        """With the same weights."""
+        weights = self.weights
+        done = super()._flush()
+        self.weights = weights
+        return done
+
+    # ---- until something has come about ----
+
+    def until(self, come: Any, step: bool = True) -> None:
+        end = time.monotonic() + 20
+        while not come():
+            assert time.monotonic() < end, "it has not come about"
+            if step:
+                self.step()
+                self.check()
+            time.sleep(0.001)
+
+    def admit(self, prompt: list[int], **options: Any) -> DecodeRequest:
+        decode_req = self.arrive(prompt, **options)
+        self.handshake(decode_req)
+        self.until(lambda: decode_req not in self.queue.queue)
+        return decode_req
+
+    def settle(self) -> None:
+        """Saved, and written."""
+        self.until(lambda: self.tier.memory.wait() or not self.tier.saves.busy)
+        self.settle_alone()
+
+    def settle_alone(self) -> None:
+        """Written; no step is taken for it."""
+        self.until(lambda: not self.storage.writes.waiting, step=False)
+
+    def serve(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:
+        """A whole request; how many tokens of it were not sent."""
+        decode_req = self.admit(prompt, max_new=max_new, **options)
+        receiver = decode_req.kv_receiver
+        self.tier.memory.wait()
+        self.complete(decode_req)
+        self.step()
+        self.check()
+        while decode_req.req in self.running:
+            self.decode()
+        self.settle()
+        self.check()
+        return receiver.prefix_len
+
+    def forget(self) -> None:
+        """All but what is stored is gone."""
+        assert self.flush()
+        self.kv.k_buffer[0].fill_(-1)
+        self.tier.memory.pools[0][1].kv_buffer.fill_(-1)
+
+    def stored(self) -> list[Path]:
+        return sorted(self.files.folder.glob("*.bin"))
+
+    def close(self) -> None:
+        self.threads.close()

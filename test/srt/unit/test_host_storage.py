@@ -1,0 +1,560 @@
+"""A storage below host memory: what comes back from it, for whom, and that a storage which fails costs hits only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from decode_world import aborted
+from ranks import assert_same
+from sglang.srt.mem_cache.host_tier import storage_threads
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+from storage_world import PAGE, PATIENT, StorageWorld
+from test_traps import tokens
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Makes decode workers with one storage."""
+    made = []
+
+    def make(**options) -> StorageWorld:
+        made.append(StorageWorld(options.pop("folder", tmp_path), **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+# ---- what comes back ----
+
+
+def test_what_has_left_host_memory_comes_back(world):
+    one = world()
+    prompt = tokens(1, 24)
+    assert one.serve(prompt) == 0
+    one.forget()
+    decode_req = one.admit(prompt + tokens(9, 10))
+    req = decode_req.req
+    assert (decode_req.kv_receiver.prefix_len, req.from_host, req.from_storage) == (24, 24, 24)
+    one.complete(decode_req)
+    one.step()
+    one.check()
+    state = one.tier.state()["storage"]
+    assert (state["fetched"], state["late"], state["loading"], state["requests"]) == (24, 0, 0, 0)
+    assert one.storage.fetches.brought == {}
+
+
+def test_what_another_worker_has_generated_comes_from_there(world):
+    """Neither its prompt nor its answer is sent."""
+    one, two = world(), world()
+    prompt = tokens(1, 24)
+    one.serve(prompt, max_new=9)
+    # 7, then 5 seven times; of the last token of an answer there is no KV.
+    assert two.serve(prompt + [7] + [5] * 7 + [1, 2, 3]) == 32
+    assert two.tier.state()["storage"]["fetched"] == 32
+
+
+def test_only_what_is_missing_in_host_memory_is_fetched(world):
+    one, two = world(), world()
+    one.serve(tokens(1, 40))
+    assert two.serve(tokens(1, 20)) == two.tier.state()["storage"]["fetched"] == 20
+    decode_req = two.admit(tokens(1, 40))
+    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host, decode_req.req.from_storage) == (20, 20, 20)
+    assert two.tier.state()["storage"]["fetched"] == 40
+    two.check()
+    assert two.tier.host.peek(tokens(1, 40), None).length == 40
+
+
+def test_what_is_stored_is_not_written_again(world):
+    one, two = world(), world()
+    one.serve(tokens(1, 24))
+    assert one.tier.state()["storage"]["written"] == 24
+    two.storage.stopped = True
+    two.serve(tokens(1, 24))
+    state = two.tier.state()["storage"]
+    assert (state["written"], state["known"]) == (0, 24)
+    one.forget()
+    one.serve(tokens(1, 24) + tokens(9, 4))
+    # What was fetched need not be looked at.
+    state = one.tier.state()["storage"]
+    assert (state["written"], state["known"]) == (28, 0)
+
+
+def test_prompts_of_another_extra_key_are_not_the_same(world):
+    one = world()
+    one.serve(tokens(1, 24), extra_key="a")
+    one.forget()
+    assert one.serve(tokens(1, 24), extra_key="b") == 0
+    assert one.serve(tokens(1, 24)) == 0
+    one.forget()
+    assert one.serve(tokens(1, 24), extra_key="a") == 24
+
+
+def test_a_short_prompt_is_not_asked_for(world):
+    one = world(limits=PATIENT._replace(threshold=32))
+    one.serve(tokens(1, 24))
+    one.forget()
+    assert one.serve(tokens(1, 24)) == 0 and one.tier.state()["storage"]["fetched"] == 0
+    one.forget()
+    # It has too little of this one.
+    assert one.serve(tokens(1, 24) + tokens(9, 20)) == 0
+
+
+def test_a_prompt_longer_than_host_memory_takes_what_goes_in(world):
+    one, two = world(host=512, size=512), world(host=64, size=512)
+    prompt = tokens(1, 200)
+    one.serve(prompt)
+    decode_req = two.admit(prompt)
+    # Half of host memory may be read into at once.
+    assert decode_req.req.from_storage == 32
+    two.complete(decode_req)
+    two.step()
+    two.check()
+
+
+# ---- a storage that fails ----
+
+BRIEF = PATIENT._replace(base_s=0.2, per_ki_s=0.0)
+
+
+class Gate:
+    """A storage that hangs until a test opens it."""
+
+    def __init__(self, files: PageFiles, name: str):
+        self.open, self.calls, self._call = threading.Event(), 0, getattr(files, name)
+        setattr(files, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        assert self.open.wait(30)
+        return self._call(*args)
+
+
+@pytest.mark.parametrize("name", ["exists", "get"])
+def test_a_storage_that_hangs_costs_its_hit_and_a_while(world, name):
+    one, two = world(), world(limits=BRIEF)
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    gate = Gate(two.files, name)
+    waiting = two.arrive(prompt)
+    two.handshake(waiting)
+    # Others pass it.
+    passing = two.admit(tokens(50, 3))
+    assert waiting in two.queue.queue
+    two.until(lambda: waiting not in two.queue.queue)
+    assert (waiting.kv_receiver.prefix_len, waiting.req.from_storage) == (0, 0)
+    assert two.tier.state()["storage"]["late"] == 1 and two.storage.fetches.loading_tokens == 0
+    for decode_req in (waiting, passing):
+        two.complete(decode_req)
+    two.step()
+    two.check()
+    # What comes late is written to nobody's pages, which `check` would find.
+    taken = two.tier.host.pool.alloc(two.tier.host.pool.available_size())
+    stored = two.tier.memory.pools[0][1].kv_buffer.view(torch.uint8).clone()
+    gate.open.set()
+    two.until(lambda: not any(two.threads._since), step=False)
+    assert torch.equal(two.tier.memory.pools[0][1].kv_buffer.view(torch.uint8), stored)
+    two.tier.host.pool.free(taken)
+    two.check()
+
+
+def test_what_has_come_in_time_counts(world):
+    """A slow storage: the first pages are there when the time is up."""
+    one, two = world(), world(limits=BRIEF)
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    get, gate, calls = two.files.get, threading.Event(), []
+
+    def slow(*args):
+        calls.append(args)
+        if len(calls) > 3:
+            gate.wait(30)
+        return get(*args)
+
+    two.files.get = slow
+    decode_req = two.admit(prompt)
+    assert decode_req.req.from_storage == 12 and two.tier.state()["storage"]["late"] == 1
+    gate.set()
+    two.complete(decode_req)
+    two.step()
+    two.check()
+
+
+def test_who_hangs_is_not_asked(world, monkeypatch):
+    monkeypatch.setattr(storage_threads, "HANGS_S", 0.05)
+    one = world(limits=BRIEF)
+    gate = Gate(one.files, "exists")
+    waiting = [one.arrive(tokens(100 + i, 24)) for i in range(storage_threads.READERS)]
+    one.until(lambda: gate.calls == storage_threads.READERS)
+    time.sleep(0.06)
+    assert not one.threads.answers
+    # At once.
+    late = one.arrive(tokens(1, 12))
+    one.handshake(late)
+    one.step()
+    assert late.kv_receiver.asked and gate.calls == len(waiting)
+    gate.open.set()
+    one.until(lambda: one.threads.answers)
+
+
+@pytest.mark.parametrize("name", ["exists", "get"])
+def test_errors_are_told_once_and_it_is_tried_again(world, monkeypatch, caplog, name):
+    monkeypatch.setattr(storage_threads, "PAUSE_S", 0.05)
+    one, two = world(), world()
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(two.files, name, raising(errno.EIO))
+        two.storage._host.writes = None
+        for _ in range(3):
+            assert two.serve(prompt) == 0
+            two.forget()
+            time.sleep(0.06)
+    assert caplog.text.count("Reading from the storage of KV") == 1 and "Input/output error" in caplog.text
+    assert two.serve(prompt) == 24
+
+
+def raising(number: int):
+    def call(*args: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_storage_that_takes_nothing(world, monkeypatch, caplog, number):
+    """Full, or only to be read: requests go on, and what could not be written is written when there is more of it."""
+    monkeypatch.setattr(storage_threads, "PAUSE_S", 0.05)
+    one = world()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", raising(number))
+        one.serve(tokens(1, 24))
+        one.serve(tokens(50, 12))
+        assert not one.stored() and not list(one.files._parts.iterdir())
+    state = one.tier.state()["storage"]
+    # One page of it failed, and after that it was left alone. It is saved in three parts, and tried again with each.
+    assert (state["written"], state["failed"]) == (0, PAGE) and state["dropped"] >= 32
+    assert caplog.text.count("Writing to the storage of KV") == 1 and os.strerror(number) in caplog.text
+    time.sleep(0.06)
+    one.serve(tokens(1, 24) + tokens(9, 4))
+    assert one.tier.state()["storage"]["written"] == 28
+    one.forget()
+    assert one.serve(tokens(1, 24) + tokens(9, 4)) == 28
+
+
+def test_a_folder_that_goes_away_is_made_anew(world):
+    import shutil
+
+    one = world()
+    one.serve(tokens(1, 24))
+    shutil.rmtree(one.files.folder)
+    one.forget()
+    assert one.serve(tokens(1, 24)) == 0
+    one.forget()
+    assert one.serve(tokens(1, 24)) == 24
+
+
+def test_a_folder_that_may_only_be_read_is_read(world, monkeypatch, caplog):
+    one = world()
+    one.serve(tokens(1, 24))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.mkdir", raising(errno.EROFS))
+        patch.setattr("builtins.open", read_only(open))
+        two = world()
+        assert two.serve(tokens(1, 24) + tokens(9, 4)) == 24
+    assert caplog.text.count("Writing to the storage of KV") == 1
+
+
+def read_only(opened: Any) -> Any:
+    def call(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(path, mode, *args, **options)
+
+    return call
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("change", ["short", "empty", "long", "bits", "another page", "header"])
+def test_a_file_that_is_not_what_was_written_is_not_believed(world, change):
+    one, two = world(), world()
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
+
+    names = [name.hex() for name in page_names(prompt, PAGE, first_hash(None))]
+    assert sorted(f"{name}.bin" for name in names) == [path.name for path in one.stored()]
+    path = one.files.folder / f"{names[2]}.bin"
+    data = path.read_bytes()
+    other = (one.files.folder / f"{names[3]}.bin").read_bytes()
+    changed = {
+        "short": data[:-1],
+        "empty": b"",
+        "long": data + b"0",
+        "bits": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
+        "another page": data[:16] + other[16:],
+        "header": b"abcd" + data[4:],
+    }[change]
+    path.write_bytes(changed)
+    assert two.serve(prompt) == 8
+    # It was written anew.
+    two.forget()
+    assert two.serve(prompt) == 24
+
+
+def test_a_worker_that_is_killed_while_it_writes_leaves_nothing_under_a_name(world, tmp_path):
+    """In a process of its own, which ends in the middle of a page."""
+    import signal
+    import subprocess
+    import sys
+
+    script = f"""
+import os, signal
+import torch
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+files = PageFiles({str(tmp_path)!r}, 1 << 20)
+files.set("whole", torch.ones(1 << 20, dtype=torch.uint8))
+replace = os.replace
+os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+files.set("half", torch.ones(1 << 20, dtype=torch.uint8))
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob("*.bin")] == ["whole.bin"]
+    (left,) = (tmp_path / "parts").iterdir()
+    os.utime(left, (0, 0))
+    # The next one removes it.
+    one = world()
+    one.until(lambda: not left.exists(), step=False)
+
+
+def test_two_may_write_the_same_page_at_once(tmp_path):
+    files = [PageFiles(str(tmp_path), 1 << 16) for _ in range(2)]
+    page = torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8)
+    wrong: list[Any] = []
+
+    def write(one: PageFiles) -> None:
+        for _ in range(60):
+            one.set("key", page)
+
+    def read() -> None:
+        buffer = torch.empty_like(page)
+        while writers[0].is_alive() or writers[1].is_alive():
+            found = files[0].get("key", buffer)
+            if found is not None and not torch.equal(found, page):
+                wrong.append(found)
+
+    writers = [threading.Thread(target=write, args=(one,)) for one in files]
+    for thread in writers:
+        thread.start()
+    read()
+    assert not wrong and not files[0].corrupt and files[1].exists("key")
+
+
+# ---- what is written ----
+
+
+def test_what_leaves_host_memory_while_it_waits_is_not_written(world):
+    one = world(host=32)
+    gate = Gate(one.files, "set")
+    for start in (1, 50, 100):
+        decode_req = one.admit(tokens(start, 12), max_new=1)
+        one.complete(decode_req)
+        one.step()
+        while decode_req.req in one.running:
+            one.decode()
+        one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
+    gate.open.set()
+    one.settle()
+    state = one.tier.state()["storage"]
+    # Of the first, what was read before it left.
+    assert len(one.stored()) * PAGE == state["written"] < 36 and state["dropped"] > 0
+    for prompt in (tokens(start, 12) for start in (1, 50, 100)):
+        one.forget()
+        # Its KV is right, as `check` finds.
+        one.serve(prompt)
+    one.check()
+
+
+def test_a_page_that_is_given_away_while_it_is_read_is_not_written(world):
+    one = world()
+    read, pages = one.threads.pages.read, one.threads.pages
+
+    def reading(page: int, buffer: torch.Tensor) -> None:
+        read(page, buffer)
+        # In another thread, an eviction.
+        pages.given_away[page] += 1
+
+    pages.read = reading
+    one.serve(tokens(1, 24))
+    # In three parts, each of which has what is above it tried again.
+    assert not one.stored() and one.tier.state()["storage"]["dropped"] == 8 + 16 + 24
+    pages.read = read
+    # With what comes behind it.
+    one.serve(tokens(1, 24) + tokens(9, 4))
+    assert one.tier.state()["storage"]["written"] == 28
+
+
+def test_more_than_may_wait_is_dropped(world):
+    one = world(host=64)
+    gate = Gate(one.files, "set")
+    for start in (1, 50):
+        one.complete(decode_req := one.admit(tokens(start, 16), max_new=1))
+        one.step()
+        while decode_req.req in one.running:
+            one.decode()
+        one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
+    assert one.storage.writes.waiting == 16 and one.tier.state()["storage"]["dropped"] == 8 + 16
+    gate.open.set()
+    one.settle()
+    assert one.tier.state()["storage"]["written"] == 16
+
+
+# ---- ends ----
+
+
+def test_a_request_that_leaves_while_it_is_fetched_for(world):
+    one, two = world(), world()
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    gate = Gate(two.files, "get")
+    decode_req = two.arrive(prompt)
+    two.until(lambda: gate.calls)
+    assert two.storage.fetches.loading_tokens == 24
+    decode_req.kv_receiver.abort()
+    two.until(lambda: not two.queue.queue)
+    assert aborted(decode_req.req) and not two.storage.busy and two.storage.fetches.loading_tokens == 0
+    two.check()
+    gate.open.set()
+    assert two.serve(prompt) == 24
+
+
+def test_a_flush_while_it_is_written_and_fetched(world):
+    one = world()
+    gate = Gate(one.files, "set")
+    prompt = tokens(1, 24)
+    one.complete(decode_req := one.admit(prompt, max_new=1))
+    one.step()
+    while decode_req.req in one.running:
+        one.decode()
+    one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
+    assert one.storage.writes.waiting == 24
+    one.forget()
+    gate.open.set()
+    one.settle()
+    # What is in those pages now is not what was to be written: only what had been read by then is.
+    assert len(one.stored()) == 1 and one.tier.state()["storage"]["dropped"] == 20
+    assert one.serve(prompt) == PAGE
+    one.forget()
+    assert one.serve(prompt) == 24
+
+
+def test_clearing_it(world):
+    one, two = world(), world()
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    assert one.storage.clear() and not one.stored()
+    one.until(lambda: not list(one.files.folder.parent.glob("*.gone*")), step=False)
+    assert two.serve(prompt) == 0
+    # What host memory has is written again with what comes behind it.
+    two.storage.clear()
+    one.serve(prompt + tokens(9, 4))
+    one.forget()
+    assert one.serve(prompt + tokens(9, 4)) == 28
+
+
+def test_new_weights_do_not_read_what_the_old_have_written(world):
+    one = world()
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    one.storage.stop()
+    one.forget()
+    one.weights += 1
+    assert one.serve(prompt) == 0
+    one.forget()
+    assert one.serve(prompt) == 0 and one.tier.state()["storage"]["written"] == 24
+    assert not one.tier.state()["storage"]["in_use"]
+
+
+# ---- ranks ----
+
+
+def on_ranks(rank: int, folder: str, case: str) -> list[Any]:
+    """A rank stores; what it has is gone from all else, and one rank's storage is not as the other's."""
+    one = StorageWorld(f"{folder}/{rank}", group=dist.group.WORLD, limits=BRIEF if case == "hangs" else PATIENT)
+    prompt = tokens(1, 24)
+    told: list[Any] = [one_after_another(one, prompt)]
+    one.forget()
+    if rank == 1:
+        change(one, case)
+    told.append(one_after_another(one, prompt + tokens(9, 8)))
+    one.check()
+    told += [one.tier.figures(), one.storage.fetches.loading_tokens, one.queue.ranks.disagreements]
+    one.close()
+    return told
+
+
+def one_after_another(one: StorageWorld, prompt: list[int]) -> tuple[int, int]:
+    """A request in steps that both ranks take, as many on each."""
+    decode_req = one.arrive(prompt, max_new=1)
+    receiver = decode_req.kv_receiver
+    one.handshake(decode_req)
+    for _ in range(120):
+        one.step()
+        time.sleep(0.005)
+    assert receiver.asked
+    one.complete(decode_req)
+    one.step()
+    while decode_req.req in one.running:
+        one.decode()
+    for _ in range(30):
+        one.step()
+        time.sleep(0.002)
+    one.settle_alone()
+    return receiver.prefix_len, decode_req.req.from_storage
+
+
+def change(one: StorageWorld, case: str) -> None:
+    if case == "a page is missing":
+        stored_of(one)[3].unlink()
+    elif case == "a page is corrupt":
+        stored_of(one)[2].write_bytes(b"0" * stored_of(one)[2].stat().st_size)
+    elif case == "hangs":
+        one.gate = Gate(one.files, "get")
+    elif case == "fails":
+        one.files.get = raising(errno.EIO)
+    elif case == "no room":
+        one.storage.fetches._begin = raising(errno.ENOMEM)
+
+
+def stored_of(one: StorageWorld) -> list[Path]:
+    from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
+
+    return [one.files.folder / f"{name.hex()}.bin" for name in page_names(tokens(1, 24), PAGE, first_hash(None))]
+
+
+@pytest.mark.parametrize(
+    ("case", "hit"),
+    [
+        ("the same", 24),
+        ("a page is missing", 12),
+        ("a page is corrupt", 8),
+        ("hangs", 0),
+        ("fails", 0),
+        ("no room", 0),
+    ],
+)
+def test_ranks_fetch_the_same(pair, tmp_path, case, hit):
+    told = assert_same(pair.run(on_ranks, str(tmp_path), case))
+    assert told[:2] == [(0, 0), (hit, hit)] and told[-2:] == [0, 0]

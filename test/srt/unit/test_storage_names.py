@@ -1,0 +1,231 @@
+"""What a storage below host memory is told: options, names of pages and folders; and the engine's routes for it."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.host_tier.storage import add_storage
+from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
+from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, model_folder, page_names, rank_folder, weights_id
+from sglang.srt.mem_cache.host_tier.storage_options import read_options
+from storage_world import StorageWorld
+from test_traps import tokens
+
+
+def options(path: Any, **given: Any) -> Any:
+    args = {
+        "model_path": str(path),
+        "revision": None,
+        "load_format": "auto",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "page_size": 16,
+        "hicache_mem_layout": "layer_first",
+        "speculative_algorithm": None,
+        "speculative_draft_model_path": None,
+        "hicache_storage_backend_extra_config": None,
+        "hicache_storage_prefetch_policy": "best_effort",
+    }
+    return SimpleNamespace(**{**args, **given})
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights")
+    os.utime(path / "model.safetensors", (1, 1))
+    return path
+
+
+# ---- names ----
+
+
+def test_pages_are_named_by_all_that_comes_before():
+    first = page_names(tokens(1, 16), 4, first_hash(None))
+    assert len(set(first)) == 4 and page_names(tokens(1, 18), 4, first_hash(None)) == first
+    assert page_names(tokens(1, 16)[8:], 4, first[1]) == first[2:]
+    other = page_names(tokens(1, 8) + tokens(50, 8), 4, first_hash(None))
+    assert other[:2] == first[:2] and not set(other[2:]) & set(first)
+    for key in ("", "a", "b"):
+        assert not set(page_names(tokens(1, 16), 4, first_hash(key))) & set(first)
+    pairs = list(zip(tokens(1, 16), tokens(2, 16), strict=True))
+    assert len(page_names(pairs, 4, first_hash(None))) == 4
+    assert page_names(pairs, 4, first_hash(None)) != page_names(tokens(1, 16), 4, first_hash(None))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"page_size": 32},
+        {"hicache_mem_layout": "page_first"},
+        {"quantization": "fp8"},
+        {"load_format": "dummy", "random_seed": 1},
+    ],
+)
+def test_what_kv_depends_on_is_in_the_folder(model, given):
+    name = model_folder(options(model), None)
+    assert name == model_folder(options(model), None) and name.startswith("model-")
+    assert model_folder(options(model, **given), None) != name
+
+
+def test_other_weights_have_another_folder(model, tmp_path):
+    name = model_folder(options(model), None)
+    os.utime(model / "model.safetensors", (2, 2))
+    assert model_folder(options(model), None) != name
+    # What the operator says of them counts.
+    named = model_folder(options(model), "llama-1")
+    os.utime(model / "model.safetensors", (3, 3))
+    assert model_folder(options(model), "llama-1") == named != model_folder(options(model), "llama-2")
+    with pytest.raises(ValueError, match="not on this machine: download them first.*weights"):
+        weights_id(str(tmp_path / "nothing"), None)
+
+
+def test_what_a_hub_has_by_its_digest_is_the_same_on_all_hosts(tmp_path):
+    ids = []
+    for host, digest in (("a", "1234"), ("b", "1234"), ("c", "5678")):
+        blobs, snapshot = tmp_path / host / "blobs", tmp_path / host / "snapshots" / "main"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        (blobs / digest).write_bytes(b"weights")
+        os.utime(blobs / digest, (len(ids), len(ids)))
+        (snapshot / "model.safetensors").symlink_to(blobs / digest)
+        ids.append(weights_id(str(snapshot), None))
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_ranks_and_shapes_have_folders_of_their_own():
+    made_of = [("MHATokenToKVPoolHost", "layer_first", "torch.float32", (2, 1, 4, 1, 1))]
+    names = {
+        rank_folder("m", made_of, 0, 1),
+        rank_folder("m", made_of, 0, 2),
+        rank_folder("m", made_of, 1, 2),
+        rank_folder("m", [(*made_of[0][:3], (2, 1, 4, 2, 1))], 0, 1),
+        rank_folder("n", made_of, 0, 1),
+    }
+    assert len(names) == 5
+    # MLA: all ranks of all sizes have the same.
+    assert rank_folder("m", made_of, None, 2) == rank_folder("m", made_of, None, 4)
+
+
+# ---- options ----
+
+
+def test_the_engines_limits(tmp_path):
+    assert read_options(None, "best_effort") == (Limits(256, 1.0, 0.25), None)
+    given = (
+        '{"prefetch_threshold": 64, "prefetch_timeout_base": 0.5, "prefetch_timeout_per_ki_token": 2, "weights": "w"}'
+    )
+    assert read_options(given, "timeout") == (Limits(64, 0.5, 2), "w")
+    for name, text in (("a.json", '{"weights": "w"}'), ("a.toml", 'weights = "w"'), ("a.yaml", "weights: w")):
+        (tmp_path / name).write_text(text)
+        assert read_options(f"@{tmp_path / name}", "timeout").weights == "w"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "give an object"),
+        ('{"tp_lcm_size": 2}', "has tp_lcm_size; decode knows prefetch_threshold"),
+        ('{"prefetch_threshold": 1.5}', "prefetch_threshold 1.5: give a number"),
+        ('{"prefetch_timeout_base": -1}', "prefetch_timeout_base -1: give a number"),
+        ('{"prefetch_timeout_base": true}', "prefetch_timeout_base True: give a number"),
+        ('{"weights": ""}', "weights '': give a name"),
+        ("@nowhere.json", "cannot be read"),
+        ("@pyproject.ini", "cannot be read|ends in .json"),
+    ],
+)
+def test_what_decode_does_not_know_is_refused(given, says):
+    with pytest.raises(ValueError, match=f"--hicache-storage-backend-extra-config.*({says})"):
+        read_options(given, "timeout")
+
+
+def test_nobody_waits_for_a_storage_that_hangs():
+    with pytest.raises(ValueError, match="wait_complete would have requests wait"):
+        read_options(None, "wait_complete")
+
+
+# ---- workers ----
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch, model):
+    """A decode worker whose storage was added as its options say."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "kv"))
+    made = []
+
+    def make(tp_rank: int = 0, tp_size: int = 1, **given: Any) -> StorageWorld:
+        one = StorageWorld(tmp_path / "unused")
+        one.close()
+        given = {
+            "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}',
+            **given,
+        }
+        add_storage(one.tree, options(model, **given), tp_rank, tp_size)
+        one.storage, one.threads = one.tier.storage, one.tier.storage.threads
+        one.files = one.threads.files
+        one.queue.loads = type(one.queue.loads)(one.tree)
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "hit"),
+    [({}, 24), ({"dtype": "float16"}, 0), ({"tp_rank": 1, "tp_size": 2}, 0), ({"page_size": 32}, 0)],
+)
+def test_who_reads_what_another_worker_has_written(worker, given, hit):
+    one, two = worker(), worker(**given)
+    one.serve(tokens(1, 24))
+    assert two.serve(tokens(1, 24)) == hit
+
+
+def test_a_directory_that_cannot_be_made(worker, model, tmp_path, monkeypatch):
+    one = worker()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "file" / "kv"))
+    with pytest.raises(ValueError, match="cannot use .*kv: .*SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
+        add_storage(one.tree, options(model), 0, 1)
+
+
+def scheduler_of(one: StorageWorld) -> Scheduler:
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.tree_cache = one.tree
+    return scheduler
+
+
+def test_the_engines_routes(worker, caplog):
+    one = worker()
+    scheduler = scheduler_of(one)
+    one.serve(tokens(1, 24))
+    assert one.stored() and scheduler.clear_hicache_storage_wrapped(None).success and not one.stored()
+    for done, answer in (
+        ("attached", scheduler.attach_hicache_storage_wrapped(None)),
+        ("detached", scheduler.detach_hicache_storage_wrapped(None)),
+    ):
+        assert not answer.success and f"cannot be {done} while it runs" in answer.message
+    one.tier.storage = None
+    assert not scheduler.clear_hicache_storage_wrapped(None).success
+    assert "no storage to be cleared" in caplog.text
+
+
+def test_a_weight_update_ends_its_use(worker, caplog):
+    one = worker()
+    scheduler = scheduler_of(one)
+    one.serve(tokens(1, 24))
+    for _ in range(2):
+        scheduler.before_weight_update()
+    assert one.storage.stopped and caplog.text.count("uses the storage of KV no more") == 1
+    one.forget()
+    assert one.serve(tokens(1, 24)) == 0
