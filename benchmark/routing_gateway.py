@@ -37,15 +37,18 @@ TUNED: dict[str, list[str]] = {
     "stricter": ["--balance-abs-threshold", "4", "--balance-rel-threshold", "1.05"],
     "abs4": ["--balance-abs-threshold", "4"],
     "abs6": ["--balance-abs-threshold", "6"],
+    "abs64": ["--balance-abs-threshold", "64"],
     "abs8": ["--balance-abs-threshold", "8"],
     "abs16": ["--balance-abs-threshold", "16"],
     "rel1.1": ["--balance-rel-threshold", "1.1"],
+    "rel1.2": ["--balance-rel-threshold", "1.2"],
     "rel1.15": ["--balance-rel-threshold", "1.15"],
     "rel1.3": ["--balance-rel-threshold", "1.3"],
     # As it is when nobody says otherwise.
     "third": ["--cache-threshold", "0.3"],
     "rel1.5": ["--balance-rel-threshold", "1.5"],
     "none": ["--cache-threshold", "0.0"],
+    "twentieth": ["--cache-threshold", "0.05"],
     "tenth": ["--cache-threshold", "0.1"],
     "usage": ["--balance-token-usage-threshold", "0.05"],
     "kv5": ["--least-load-kv-pressure-weight", "5"],
@@ -57,13 +60,17 @@ TUNED: dict[str, list[str]] = {
     "small": ["--max-tree-size", str(TREE // 2)],
     "no_retries": ["--disable-retries"],
     "min_load": ["--assignment-mode", "min_load"],
-    # As smg is when nobody says otherwise; `pd-radix up` switches off both.
+    # As `pd-radix up` ran it until 2026-11-24.
+    "before": ["--cache-threshold", "0.05", "--balance-rel-threshold", "1.2", "--balance-abs-threshold", "64"],
+    # As smg is when nobody says otherwise; `pd-radix up` switches off the first.
     "as_is": [
         "--worker-overload-protection",
         "--cache-threshold",
         "0.3",
         "--balance-rel-threshold",
         "1.5",
+        "--balance-abs-threshold",
+        "64",
     ],
 }
 # The router of the command line, whose options leave out a policy. (prefix_hash answers 503 in PD mode.)

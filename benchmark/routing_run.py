@@ -242,8 +242,9 @@ class Run:
         sums, chosen = self.sums, self.decodes[sent.decode.worker]
         length = sent.request.length
         sums.asked += length
-        sums.lacking += self.least.asked(slots) * SLOT
-        sums.prefill_lacking += self.least_prompts.asked(slots) * SLOT
+        # The last slot of a prompt need not be full.
+        sums.lacking += max(0, length - (len(slots) - self.least.asked(slots)) * SLOT)
+        sums.prefill_lacking += max(0, length - (len(slots) - self.least_prompts.asked(slots)) * SLOT)
         if self._happens:
             longest = max(worker.longest(slots) for worker in self.decodes)
             sums.elsewhere += min(longest, length) - min(chosen.longest(slots), length)
