@@ -1,12 +1,14 @@
 """Stand-ins for the workers of a PD deployment, for benchmarks of what routes to them.
 
 They speak as much of the engine's HTTP as a gateway asks for: health, model, server info, loads. `Servers` notes who
-has asked which of them and holds each answer back until it is due. `Held` is what a worker would have in its cache.
+has asked which of them and holds each answer back until it is due. `Held` is what one scheduler would have in its
+cache, and `Worker` the DP ranks of a worker, among which it chooses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from aiohttp import web
 from decode_worker import DecodeWorker
+from sglang.srt.managers.prefix_balance import PrefixBalance
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -47,10 +50,26 @@ class Sent:
     over: bool = False
 
 
-class Servers:
-    """Prefill and decode workers, all in this process. ``load``: what one says of its load, by role and number."""
+def told(path: str, role: str, loads: list[dict[str, Any]]) -> web.Response:
+    """What a worker of a role says of itself to a gateway. loads: of each of its DP ranks."""
+    if path == "/health":
+        return web.Response()
+    if path == "/v1/models":
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sglang", "root": MODEL}
+        return web.json_response({"object": "list", "data": [card]})
+    if path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+        info = {"model_path": MODEL, "served_model_name": MODEL, "version": "0.5.10.post1"}
+        return web.json_response({**info, "disaggregation_mode": role})
+    if path == "/v1/loads":
+        by_rank = [{"dp_rank": rank, **load} for rank, load in enumerate(loads)]
+        return web.json_response({"version": "0.5.10.post1", "dp_rank_count": len(loads), "loads": by_rank})
+    return web.Response(status=404)
 
-    def __init__(self, load: Callable[[str, int], dict[str, Any]]) -> None:
+
+class Servers:
+    """Prefill and decode workers, all in this process. ``load``: what the ranks of one say, by role and number."""
+
+    def __init__(self, load: Callable[[str, int], list[dict[str, Any]]]) -> None:
         # By the end of their text.
         self.book: dict[str, Sent] = {}
         self._load = load
@@ -76,19 +95,7 @@ class Servers:
 
     def _tell(self, role: str, number: int):
         async def tell(request: web.Request) -> web.Response:
-            path = request.path
-            if path == "/health":
-                return web.Response()
-            if path == "/v1/models":
-                card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sglang", "root": MODEL}
-                return web.json_response({"object": "list", "data": [card]})
-            if path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
-                info = {"model_path": MODEL, "served_model_name": MODEL, "version": "0.5.10.post1"}
-                return web.json_response({**info, "disaggregation_mode": role})
-            if path == "/v1/loads":
-                load = {"dp_rank": 0, **self._load(role, number)}
-                return web.json_response({"version": "0.5.10.post1", "dp_rank_count": 1, "loads": [load]})
-            return web.Response(status=404)
+            return told(request.path, role, self._load(role, number) if request.path == "/v1/loads" else [])
 
         return tell
 
@@ -105,21 +112,24 @@ class Servers:
 
 
 class Held:
-    """What one worker holds: the real tree on a pool of numbers, ``pool`` tokens."""
+    """What one scheduler holds: the real tree on a pool of numbers, ``pool`` tokens."""
 
     def __init__(self, pool: int):
         worker = DecodeWorker(pool // SLOT, 1, max_reqs=8, max_len=8, reserved=0)
         assert isinstance(worker.tree, DecodeRadixCache)
         self.tree, self.allocator, self.size = worker.tree, worker.allocator, worker.size
         self._locks: dict[int, Any] = {}
-        # Tokens of prompts that were there when they came.
-        self.reused = 0
 
-    def begin(self, sent: Sent, slots: list[int]) -> None:
-        """A prompt has come: what of it is here is reused, and all of it is here now."""
-        self.reused += min(self.tree.peek(slots, None).length * SLOT, sent.request.length)
+    def begin(self, sent: Sent, slots: list[int]) -> int:
+        """A prompt has come, and all of it is here now. Returns how many of its tokens were here before."""
+        reused = min(self.longest(slots), sent.request.length)
         self._insert(slots)
         self._locks[id(sent)] = self.tree.lock_prefix(self.tree.peek(slots, None))[1]
+        return reused
+
+    def longest(self, slots: list[int]) -> int:
+        """Tokens of a prompt that are here."""
+        return self.tree.peek(slots, None).length * SLOT
 
     def end(self, sent: Sent, slots: list[int]) -> None:
         """It has ended, and left ``slots``."""
@@ -145,3 +155,54 @@ class Held:
         if new is not None:
             self.tree.insert(InsertParams(key=RadixKey(slots), value=torch.cat([*parts, new])))
         self.tree.dec_lock_ref(node)
+
+
+class Worker:
+    """A worker of ``ranks`` DP ranks, each with a pool of so many tokens.
+
+    method: how a rank is chosen, by the engine's own ``longest_prefix`` or by turns.
+    """
+
+    def __init__(self, pool: int, ranks: int = 1, method: str = "longest_prefix"):
+        self.ranks = [Held(pool) for _ in range(ranks)]
+        self.method = method
+        self.balance = PrefixBalance(ranks, pool, SLOT)
+        self._turn = itertools.cycle(range(ranks))
+        # The rank of each request that runs.
+        self._at: dict[int, int] = {}
+
+    def begin(self, sent: Sent, slots: list[int], now: float) -> int:
+        """As of `Held`, at ``now``, simulated seconds."""
+        rank = self._at[id(sent)] = self._choose(sent, slots, now)
+        return self.ranks[rank].begin(sent, slots)
+
+    def end(self, sent: Sent, slots: list[int], now: float) -> None:
+        """As of `Held`. The rank says by the way what it has to hold, as a worker's does with its answers."""
+        rank = self._at.pop(id(sent))
+        self.ranks[rank].end(sent, slots)
+        self.balance.report(rank, self.ranks[rank].in_use * SLOT, now)
+
+    def rank_of(self, sent: Sent) -> int:
+        return self._at[id(sent)]
+
+    def longest(self, slots: list[int]) -> int:
+        return max(held.longest(slots) for held in self.ranks)
+
+    def forget(self) -> None:
+        """It is told to flush."""
+        self.balance.forget()
+        for held in self.ranks:
+            held.forget()
+
+    @property
+    def sound(self) -> bool:
+        return all(held.tree.audit([]) == [] for held in self.ranks)
+
+    def _choose(self, sent: Sent, slots: list[int], now: float) -> int:
+        if len(self.ranks) == 1:
+            return 0
+        if self.method == "turns":
+            return next(self._turn)
+        # The tokens of one slot are all the same, and nobody shares a part of a slot.
+        tokens = [slot for slot in slots for _ in range(SLOT)][: sent.request.length]
+        return self.balance.choose(tokens, None, [True] * len(self.ranks), now)

@@ -8,12 +8,25 @@ import os
 
 import pytest
 from dp_ranks import measure as simulate
-from router_policies import Routing, measure, text_of
-from routing_workers import Held, Sent
+from gateway_retries import REQUESTS
+from gateway_retries import measure as attempts
+from router_policies import measure
+from routing_gateway import Routing
+from routing_run import HAPPENS, text_of
+from routing_workers import Held, Sent, Worker
 from sim.scale import SLOT, Many
 from sim.workload import Request
 
-ARGS = argparse.Namespace(requests=60, limit=0, trace=None, log=os.devnull, happens=False, pace=1e9)
+ARGS = argparse.Namespace(
+    requests=60,
+    limit=0,
+    trace=None,
+    log=os.devnull,
+    happens=False,
+    pace=1e9,
+    ranks=1,
+    rank_method="longest_prefix",
+)
 
 
 def test_by_prefix_more_is_reused_than_by_turns_and_no_more_than_there_is():
@@ -32,14 +45,12 @@ def test_what_a_worker_would_have_held():
     first, second, long = (Request(((1, 2 * SLOT), (n, k * SLOT)), 64) for n, k in ((2, 2), (3, 1), (4, 7)))
     slots = {id(r): r.slots(SLOT, iter(range(1, 99))) for r in (first, second, long)}
     a, b = Sent(first, 0, 0.0), Sent(second, 0, 0.0)
-    held.begin(a, slots[id(first)])
-    held.begin(b, slots[id(second)])
-    assert held.reused == 2 * SLOT
+    assert held.begin(a, slots[id(first)]) == 0
+    assert held.begin(b, slots[id(second)]) == 2 * SLOT
     held.end(a, [*slots[id(first)], 77])
     assert held.allocator.available_size() == 10 - 2 - 2 - 1 - 1
     # What runs is kept, the rest makes room.
-    held.begin(c := Sent(long, 0, 0.0), slots[id(long)])
-    assert held.reused == 4 * SLOT
+    assert held.begin(c := Sent(long, 0, 0.0), slots[id(long)]) == 2 * SLOT
     held.end(b, slots[id(second)])
     held.end(c, slots[id(long)])
     assert held.tree.audit([]) == [] and held.tree.evictable_size() == 9 + 1
@@ -66,17 +77,50 @@ def test_smg_finds_the_worker_by_the_prompt():
     assert aware["prefill_reused"] > turns["prefill_reused"] + 0.03
 
 
+@pytest.mark.timeout(300)
+def test_two_levels():
+    """The real gateway finds the worker, and the real choice the rank, with the memory of as many workers."""
+    by_turns, both = (through("smg/cache_aware", ranks=2, rank_method=method) for method in ("turns", "longest_prefix"))
+    for figures in (by_turns, both):
+        assert figures["requests"] == 240 and figures["failed"] == 0
+        assert figures["reused"] <= figures["best"] and 1 < figures["even_ranks"] < 4
+    assert both["reused"] > 0.95 * both["best"] > by_turns["reused"] + 0.03
+
+
+def test_a_rank_says_what_it_holds_and_forgets_with_its_worker():
+    worker = Worker(40 * SLOT, ranks=2)
+    slots = [[1, 2, 3, number] for number in (4, 5, 6)]
+    sent = [Sent(Request(((number, 4 * SLOT),), 64), 0, 0.0) for number in range(3)]
+    assert [worker.begin(s, at, 0.0) for s, at in zip(sent[:2], slots, strict=False)] == [0, 3 * SLOT]
+    assert worker.rank_of(sent[0]) == worker.rank_of(sent[1])
+    worker.end(sent[0], slots[0], 1.0)
+    # What both shared counts once.
+    assert max(worker.balance.loads(1.0)) == 4 * SLOT
+    worker.end(sent[1], slots[1], 1.0)
+    assert worker.longest(slots[2]) == 3 * SLOT and worker.sound
+    worker.forget()
+    assert worker.longest(slots[2]) == 0 and worker.begin(sent[2], slots[2], 2.0) == 0
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_workers_that_forget_leave_and_come():
     """smg goes on; each part has its figures."""
-    found = through("smg/cache_aware", decodes=3, requests=200, happens=True)
+    found = through("smg/cache_aware", decodes=3, requests=300, happens=True)
     parts = found["parts"]
-    assert list(parts) == ["beginning", "nothing", "flush", "stop", "start", "remove", "add"]
-    assert sum(part["requests"] for part in parts.values()) == 600 and found["failed"] == 0
+    assert list(parts) == ["beginning", *HAPPENS]
+    assert sum(part["requests"] for part in parts.values()) == 900
+    # Before it is left out, requests that follow a prefix there are answered 502.
+    assert all(part["failed"] == 0 for name, part in parts.items() if name != "stop"), parts
     assert parts["nothing"]["reused"] > 0.95 * parts["nothing"]["best"]
-    # What was there is gone.
-    assert parts["flush"]["reused"] < parts["nothing"]["reused"]
+    # What was there is gone, and its conversations come back to it.
+    assert parts["restart"]["reused"] < 0.9 * parts["restart"]["best"] and parts["restart"]["first"] > 0.7
+    for away in ("stop", "remove"):
+        assert parts[away]["first"] == 0, away
+    # One that is new is given something, and the one that is back too.
+    assert parts["start"]["first"] > 0 < parts["add"]["first"]
+    # A gateway that has just started does not know where anything is.
+    assert parts["gateway"]["elsewhere"] > parts["nothing"]["elsewhere"]
 
 
 @pytest.mark.thorough
@@ -87,3 +131,16 @@ def test_the_old_router():
     assert all(f["requests"] == 120 and f["reused"] <= f["best"] for f in reused.values())
     assert reused["cache_aware:plain"]["reused"] > reused["round_robin"]["reused"] + 0.05
     assert reused["manual"]["reused"] > reused["round_robin"]["reused"] + 0.05
+
+
+def test_a_second_attempt_is_a_request_of_its_own():
+    """smg asks another worker where one answers 500, with a room that nobody has had; without retries it says so."""
+    found = {
+        tuned: asyncio.run(
+            attempts(Routing.parse(f"smg/round_robin{tuned}", "round_robin", 2, 2), "decode", "500", False, os.devnull)
+        )
+        for tuned in ("", ":no_retries")
+    }
+    assert found[""]["answers"] == {"200": REQUESTS} and found[":no_retries"]["answers"].keys() == {"200", "500"}
+    assert found[""]["attempts"]["decode"] > REQUESTS == found[":no_retries"]["attempts"]["decode"]
+    assert found[""]["twice"] == found[":no_retries"]["twice"] == 0

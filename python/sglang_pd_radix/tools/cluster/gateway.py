@@ -61,10 +61,12 @@ SMG = Gateway(
         # A decode worker that refuses connections counts against the prefill worker of each attempt as well: after two
         # requests with their retries there would be no prefill left for anybody.
         (("--disable-circuit-breaker",), ("--cb-failure-threshold", "--cb-timeout-duration-secs")),
-        # What has a little of its prompt somewhere goes there: who has none is given to workers by their throughput,
-        # which is greatest where most requests are. And nobody is to have more than 1.2 times the mean.
-        (("--cache-threshold", "0.05"), ("--cache-match-threshold",)),
-        (("--balance-rel-threshold", "1.2"), ("--spill-rel-threshold",)),
+        # What has anything of its prompt somewhere goes there: below the threshold workers are chosen by their
+        # throughput, which is greatest where most requests are. And nobody is to have more than 1.1 times the mean, and
+        # 4 requests more than it.
+        (("--cache-threshold", "0.0"), ("--cache-match-threshold",)),
+        (("--balance-rel-threshold", "1.1"), ("--spill-rel-threshold",)),
+        (("--balance-abs-threshold", "4"), ("--spill-abs-threshold",)),
     ),
 )
 # Its cache_aware never learns of a PD deployment's workers: the same worker for all requests of one X-SMG-Routing-Key.
