@@ -21,7 +21,7 @@ GRACE_S = 40.0
 _POLL_S = 0.1
 _LOOK_S = 1.0
 # After its end: what it started has a watchdog that ends it, which needs a moment.
-_GONE_S = 10.0
+_GONE_S = 4.0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def _word(failures: Sequence[str], unknown: Sequence[str] = ()) -> str:
 
 def _why(failures: Sequence[str], unknown: Sequence[str] = ()) -> str:
     """The first of them, and how many more there are."""
-    told = [*failures, *unknown]
+    told = failures or unknown
     return "" if not told else told[0] + (f" (and {len(told) - 1} more)" if len(told) > 1 else "")
 
 
