@@ -277,7 +277,11 @@ def test_an_outcome_is_kept_as_it_is():
 
 def test_secrets_and_paths_are_not_in_the_report():
     words = ["verify", "--model", "/home/me/model", "--api-key", "s3cret", "--admin-api-key=s3cret", "--x=/a/b"]
-    assert command.hidden(words) == ["verify", "--model", "model", "--api-key", "...", "--admin-api-key=...", "--x=b"]
+    assert runner.hidden(words) == ["verify", "--model", "model", "--api-key", "...", "--admin-api-key=...", "--x=b"]
+    step = Step(
+        "chat", [sys.executable, "-m", "sglang_pd_radix.tools.cli", "demo", "--json", "/p/mla/chat/x", *words[3:5]]
+    )
+    assert runner.as_typed(step, Path("/p/mla")) == "pd-radix demo --json mla/chat/x --api-key ..."
 
 
 # ---- the command

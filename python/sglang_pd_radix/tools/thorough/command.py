@@ -26,8 +26,6 @@ from .outcome import PASSED, Outcome
 from .setting import Setting
 
 MINUTES, REPORT = 30.0, Path("pd-radix-report.html")
-# What an option of an engine may hold that is nobody's business.
-_SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,9 +144,9 @@ def _found_with(setting: Setting) -> dict[str, Any]:
 
 def _document(setting: Setting, chosen: Sequence[runner.Part], checks: Sequence[doctor.Check]) -> dict[str, Any]:
     """All of the report but the outcomes."""
-    given = shlex.join(hidden(setting.engine_options)) or "none"
+    given = shlex.join(runner.hidden(setting.engine_options)) or "none"
     return {
-        "command": shlex.join(["pd-radix", *hidden(sys.argv[1:])]),
+        "command": shlex.join(["pd-radix", *runner.hidden(sys.argv[1:])]),
         "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         "titles": {part.name: part.title for part in chosen},
         "facts": {
@@ -167,22 +165,6 @@ def _document(setting: Setting, chosen: Sequence[runner.Part], checks: Sequence[
             if not line.endswith("-> ")
         ],
     }
-
-
-def hidden(words: Sequence[str]) -> list[str]:
-    """A command line without the secrets in it, and of paths only the last part."""
-    shown: list[str] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if shown and shown[-1] in _SECRET:
-            shown.append("...")
-        elif name in _SECRET:
-            shown.append(f"{name}=..." if equals else name)
-        elif word.startswith("/"):
-            shown.append(Path(word).name)
-        else:
-            shown.append(f"{name}={Path(value).name}" if value.startswith("/") else word)
-    return shown
 
 
 def _write(file: Path, json_file: Path | None, told: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:

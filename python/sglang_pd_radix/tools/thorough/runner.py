@@ -21,6 +21,8 @@ from .outcome import FAILED, SKIPPED, UNJUDGED, Outcome
 
 OUTCOME, SETTING, LOG = "outcome.json", "setting.json", "log"
 _TAIL = 30
+# What an option of an engine may hold that is nobody's business.
+_SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,24 @@ def as_typed(step: Step, directory: Path) -> str:
     words = [*step.command]
     if words[:2] == [sys.executable, "-m"]:
         words = ["pd-radix", *words[3:]] if words[2] == "sglang_pd_radix.tools.cli" else ["python", *words[1:]]
-    shown = [word.replace(f"{directory.parent}/", "") for word in words]
+    shown = hidden([word.replace(f"{directory.parent}/", "") for word in words])
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in step.environment), shlex.join(shown)])
+
+
+def hidden(words: Sequence[str]) -> list[str]:
+    """A command line without the secrets in it, and of paths only the last part."""
+    shown: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if shown and shown[-1] in _SECRET:
+            shown.append("...")
+        elif name in _SECRET:
+            shown.append(f"{name}=..." if equals else name)
+        elif word.startswith("/"):
+            shown.append(Path(word).name)
+        else:
+            shown.append(f"{name}={Path(value).name}" if value.startswith("/") else word)
+    return shown
 
 
 def read_json(path: Path) -> Any:
