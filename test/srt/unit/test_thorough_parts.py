@@ -60,11 +60,13 @@ def test_every_command_is_one_that_there_is(name, setting):
             given = getattr(args, "engine_options", [])
             if "--tp" in setting.engine_options and words[2] != "make-model":
                 assert option_value(given, "--tp") == "2" and option_value(given, "--page-size") == "64"
-                assert option_value(given, "--attention-backend") == "fa3"
+                exact = words[2] == "demo"
+                assert option_value(given, "--attention-backend") == ("triton" if exact else "fa3")
         elif words[0].endswith("chaos.py"):
             assert Path(words[0]).is_file()
             given = chaos.parse(words[1:]).options
-            assert "float32" in given and "triton" in given
+            assert "--dtype float32" in given and "triton" in given and "fa3" not in given
+            assert {word for word in setting.engine_options if word != "fa3"} <= set(given.split())
         elif words[1] == "pytest":
             assert Path(words[-1]).is_file()
         else:
@@ -89,6 +91,9 @@ def test_what_each_host_is_asked():
     for setting in (small, two):
         assert option_value(commands(setting, "rounding")[-1], "--dtype") == "bfloat16"
     assert option_value(commands(own, "rounding")[-1], "--dtype") is None, "the model's own"
+    # The engine would make float16 of a made model.
+    assert option_value(commands(two, "shared")[-1], "--dtype") == "bfloat16"
+    assert option_value(commands(own, "shared")[-1], "--dtype") is None
     # Another backend than Triton reads nothing once.
     assert any("shared:SGLANG_TRITON" in word for word in commands(two, "shared")[-1])
     assert not any("--compare" in word for word in commands(own, "shared")[-1])

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_pd_radix.tools.cluster import has_option
+from sglang_pd_radix.tools.cluster import has_option, with_defaults
 
 from . import readings
 from .outcome import Outcome
@@ -79,6 +80,7 @@ def _demo(
         *("--model", model, *backend, *chat, *arguments, *files),
         options={**setting.together(POOL), **(options or {})},
         environment=(*setting.exact(), *environment),
+        exact=True,
     )
 
 
@@ -176,20 +178,25 @@ def _bench(
     out = directory / name / "report"
     model = setting.model or ("" if setting.small else str(setting.model_of("billion")))
     small = ("--quick",) if setting.small else ()
-    graphs = (
-        {}
-        if setting.small or has_option(setting.engine_options, "--disable-cuda-graph")
-        else {"--cuda-graph-max-bs": "128"}
-    )
-    attention = {} if setting.small or not setting.triton_decodes() else {"--attention-backend": TRITON}
     return setting.tool(
         name,
         "bench",
         *(*small, "--only", keys, "--backend", setting.backend, *(("--model", model) if model else ())),
         *(*arguments, "--out", str(out)),
-        options={**setting.together(), **graphs, **attention, **(options or {})},
+        options={**setting.together(), **_on_gpu(setting), **(options or {})},
         environment=tuple(environment),
     )
+
+
+def _on_gpu(setting: Setting) -> dict[str, str | None]:
+    """Options of measurements on a GPU; in small the benchmark has its own."""
+    if setting.small:
+        return {}
+    graphs = {} if has_option(setting.engine_options, "--disable-cuda-graph") else {"--cuda-graph-max-bs": "128"}
+    attention = {"--attention-backend": TRITON} if setting.triton_decodes() else {}
+    # A made model's file is in float32, of which the engine would make float16.
+    dtype = {} if setting.model else {"--dtype": "bfloat16"}
+    return {**graphs, **attention, **dtype}
 
 
 def _measured(setting: Setting, *steps: Step) -> list[Step]:
@@ -261,16 +268,13 @@ def _faults(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     common = ("--model", model, "--backend", setting.backend, *router, *files)
     if _in_full(setting):
         assert setting.host.checkout
-        options = ["--attention-backend", TRITON, "--dtype", "float32", *_flat(setting.together())]
+        options = with_defaults(setting.engine_options_in_float32(), setting.together())
         program = [str(setting.host.checkout / "benchmark" / "chaos.py"), "--one-host", "--distinct", "60"]
-        more = ["--seconds", f"{max(60.0, seconds - _CALM_S):.0f}", "--options=" + " ".join(options)]
+        more = ["--seconds", f"{max(60.0, seconds - _CALM_S):.0f}", f"--options={shlex.join(options)}"]
     else:
         program = ["-m", "sglang_pd_radix.tools.thorough.storm"]
-        more = [
-            "--seconds",
-            f"{0.6 * seconds:.0f}",
-            *(["--", *setting.engine_options] if setting.engine_options else []),
-        ]
+        options = setting.engine_options_in_float32()
+        more = ["--seconds", f"{0.6 * seconds:.0f}", *(["--", *options] if options else [])]
     command = [sys.executable, *program, *common, *more]
     return [setting.making("qwen3"), Step("storm", command, setting.exact())]
 
@@ -278,10 +282,6 @@ def _faults(setting: Setting, directory: Path, seconds: float) -> list[Step]:
 def _in_full(setting: Setting) -> bool:
     """Whether there is a checkout whose chaos can be run, and a host that is not too small for it."""
     return not setting.small and setting.host.checkout is not None
-
-
-def _flat(options: Mapping[str, str | None]) -> list[str]:
-    return [word for pair in options.items() for word in pair if word is not None]
 
 
 def _read_faults(done: Sequence[Done]) -> Outcome:

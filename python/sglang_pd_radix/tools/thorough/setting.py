@@ -39,11 +39,20 @@ class Setting:
         return self.host.small
 
     def tool(
-        self, name: str, command: str, *arguments: str, options: Mapping[str, str | None] | None = None, **more: object
+        self,
+        name: str,
+        command: str,
+        *arguments: str,
+        options: Mapping[str, str | None] | None = None,
+        exact: bool = False,
+        **more: object,
     ) -> Step:
-        """The step ``name``: a command of pd-radix with ``arguments`` and, for the engine, ``options``."""
+        """The step ``name``: a command of pd-radix with ``arguments`` and, for the engine, ``options``.
+
+        exact: in float32 that is exact here, whatever the user's options say of types and attention.
+        """
         router = ["--router", self.router] if self.router else []
-        engine = with_defaults(self.engine_options, options or {})
+        engine = with_defaults(self.engine_options_in_float32() if exact else self.engine_options, options or {})
         words = [sys.executable, "-m", "sglang_pd_radix.tools.cli", command, *arguments, *router]
         return Step(name, [*words, "--", *engine] if engine else words, **more)  # type: ignore[arg-type]
 
@@ -67,6 +76,13 @@ class Setting:
             return {}
         return {"--mem-fraction-static": "0.8", **({"--max-total-tokens": str(tokens)} if tokens else {})}
 
+    def engine_options_in_float32(self) -> list[str]:
+        """The user's, with the type and the attention of exact float32 in the place of theirs."""
+        if self.small:
+            return [*self.engine_options]
+        given = without(self.engine_options, (*ATTENTION_OPTIONS, "--dtype"))
+        return with_defaults(given, {"--attention-backend": TRITON, "--dtype": "float32"})
+
     def exact(self) -> tuple[tuple[str, str], ...]:
         """The environment in which float32 is exact here."""
         return () if self.small else ((torch_layers.SWITCH, "1"),)
@@ -75,3 +91,17 @@ class Setting:
         """Whether the user leaves decode attention on a GPU to Triton."""
         chosen = option_value(self.engine_options, "--decode-attention-backend", "--attention-backend")
         return chosen == TRITON or not has_option(self.engine_options, *ATTENTION_OPTIONS)
+
+
+def without(options: Sequence[str], names: Sequence[str]) -> list[str]:
+    """``options`` less those of ``names``, each of which has a value."""
+    kept: list[str] = []
+    skip = False
+    for word in options:
+        if skip:
+            skip = False
+        elif word.partition("=")[0] in names:
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept
