@@ -334,6 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             Storm(cluster, report).all(args.seconds)
     except PdRadixError as error:
         report.problems.append(str(error))
+    except KeyboardInterrupt:
+        report.not_judged.append("it was ended before it was done")
     args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
     for line in (*report.judged, *(f"NOT JUDGED: {one}" for one in report.not_judged)):
         print(line)
