@@ -136,7 +136,7 @@ def _found_with(setting: Setting) -> dict[str, Any]:
         "model": setting.model or "made models",
         "backend": setting.backend,
         "router": setting.router or "default",
-        "engine options": [*setting.engine_options],
+        "engine options": runner.hidden(setting.engine_options),
         "sglang-pd-radix": __version__,
         "GPUs": [gpu.name for gpu in setting.host.gpus] or "none",
     }

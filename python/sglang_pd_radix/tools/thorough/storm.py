@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import threading
@@ -141,7 +142,7 @@ class Storm:
     def worker(self, role: str) -> Process:
         return next(process for process in self.cluster.processes if process.role == role)
 
-    def all(self, seconds: float) -> None:
+    def all(self, seconds: float, most_turns: float = math.inf) -> None:
         """Calm, then what can be done to the workers, turn by turn, for ``seconds``. Raises PdRadixError."""
         end = time.monotonic() + seconds
         self._calm()
@@ -158,7 +159,7 @@ class Storm:
                 self._under(what, fault, kills)
                 undone = [one for one in undone if one != what]
             turns += 1
-            if 2 * time.monotonic() - began > end:
+            if turns >= most_turns or 2 * time.monotonic() - began > end:
                 break
         self.report.not_judged += [f"{what}: there was no time for it" for what in undone]
         self._pools()
