@@ -82,6 +82,9 @@ def test_what_each_host_is_asked():
         "in small": ["placement"],
         "a model": ["mooncake"],
     }
+    # Workers that start one after the other take longer, so fewer parts have room.
+    least = [sum(p.least_s for p in parts.parts(s, ["exactness", "shared"])) for s in (two, l4, small, own)]
+    assert least[1] == least[3] == 2 * least[0] > least[2]
     # Exactness is a matter of float32 in torch's layers; on a CPU it is float32 anyway.
     (step,) = (s for s in parts.parts(two, ["exactness"])[0].steps(Path("/p"), 300) if s.name == "chat")
     assert step.environment == (("SGLANG_TORCH_LAYERS", "1"),)

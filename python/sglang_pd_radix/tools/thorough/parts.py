@@ -47,11 +47,13 @@ class Row:
     needs: Callable[[Setting], str] = lambda setting: ""
 
     def part(self, setting: Setting) -> Part:
+        # Workers that share a GPU start one after the other, unless it is a large one and their model is made.
+        in_turn = not setting.small and not setting.together()
         return Part(
             self.name,
             self.title,
             self.share,
-            self.least_s[setting.small],
+            self.least_s[setting.small] * (2 if in_turn else 1),
             functools.partial(self.needs, setting),
             functools.partial(self.steps, setting),
             self.read,
