@@ -28,6 +28,7 @@ from .bench import command, deploy, measure, report, turns
 from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
+from .thorough import command as thorough
 from .up import check_json, check_may_switch, check_model
 from .verification import kv_record, self_test
 from .verification.asking import ANSWER_TOKENS
@@ -51,7 +52,13 @@ Engine options for all workers follow after --. Three workers run: on one GPU ea
 --self-test asks whether the verdict can be believed: faults are made in decode's KV on purpose, one at a time, and each
 must be found. It asks fewer prompts, and leaves the benchmark out.
 
-Exit code: 0 the verdict is PASSED (and every fault was found), 1 it is not.
+--thorough is for a host that can be had for half an hour: answers, kernels, measurements, other kinds of models and
+faults, each part within its share of the time, and one report to attach to an issue:
+
+  pd-radix verify --thorough --minutes 30 --report report.html
+
+Exit code: 0 the verdict is PASSED (and every fault was found; with --thorough, every part that this host can show), 1
+it is not, 2 bad usage.
 """
 
 
@@ -74,11 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where logs go (default: a temporary directory)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
+    thorough.add_arguments(parser)
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything and print the verdict. Returns the exit code."""
+    misused = thorough.misused(args)
+    if misused:
+        print(f"pd-radix verify: {misused}", file=sys.stderr)
+        return 2
+    if args.thorough:
+        return thorough.run(args)
     check_json(args.json)
     check_may_switch("verify", args.engine_options)
     verdict = Verdict(_versions() | {"router": named_gateway(args.router).version})

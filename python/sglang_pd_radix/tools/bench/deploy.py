@@ -25,6 +25,8 @@ from sglang_pd_radix.tools.cluster import (
     Cluster,
     Gateway,
     Progress,
+    compared_on,
+    gpu_count,
     has_option,
     named_gateway,
     with_defaults,
@@ -135,12 +137,17 @@ class Deployment:
         self.variants = variants(shape, self.sides)
         decode = ["--max-total-tokens", str(shape.pool), "--num-reserved-decode-tokens", str(shape.reserve)]
         side_of = [side for side in self.sides for _ in range(shape.decode)]
+        gpus = 0 if cpu_host.active() else gpu_count()
+        places = compared_on(self.options, len(self.sides), shape.decode, gpus)
         self.cluster = Cluster(
             self.model,
             decode=len(side_of),
             common_args=self.options,
             prefill_args=["--max-total-tokens", str(max(self.prefill_pool, shape.pool))],
-            decode_args=[[*decode, *([RADIX_FLAG] * side.radix), *side.options] for side in side_of],
+            decode_args=[
+                [*decode, *place, *([RADIX_FLAG] * side.radix), *side.options]
+                for side, place in zip(side_of, places, strict=True)
+            ],
             prefill_env=self.prefill_env,
             decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.

@@ -63,23 +63,27 @@ def cpu_env(workers: int, backend: str) -> dict[str, str]:
 def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[list[str], int]]:
     """Extra options and the wave of each worker on a host with ``gpus`` GPUs, from each worker's own arguments.
 
-    Workers take the next GPUs in turn. Where they have to share one, each gets an equal part of its memory. The engine
-    measures its part by what is free when it starts, so workers that share start one after the other, unless the sizes
-    of their pools are told and each may take nearly all.
+    Workers take the next GPUs in turn, but for those with a ``--base-gpu-id``. Where they have to share one, each gets
+    an equal part of its memory. The engine measures its part by what is free when it starts, so workers that share
+    start one after the other, unless the sizes of their pools are told and each may take nearly all.
     """
     sizes = [_gpus_needed(args) for args in arguments]
     if gpus == 0:
         return [([], 0) for _ in arguments]
     if max(sizes) > gpus:
         raise PdRadixError(f"a worker needs {max(sizes)} GPUs and this machine has {gpus}: lower --tp")
-    shared = sum(sizes) > gpus
     first, cursor = [], 0
-    for size in sizes:
+    for args, size in zip(arguments, sizes, strict=True):
+        given = option_value(args, "--base-gpu-id")
+        if given is not None:
+            first.append(_gpu_named(given))
+            continue
         if cursor + size > gpus:
             cursor = 0
         first.append(cursor)
         cursor += size
     used = [set(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
+    shared = sum(sizes) > len(set().union(*used))
     together = all(_may_take(args) >= _NEARLY_ALL and has_option(args, "--max-total-tokens") for args in arguments)
     waves: list[int] = []
     for i, devices in enumerate(used):
@@ -94,6 +98,27 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
             extra += ["--mem-fraction-static", f"{part / (1 - wave * part):.3f}"]
         placement.append((extra, wave))
     return placement
+
+
+def compared_on(options: Sequence[str], sides: int, decode: int, gpus: int) -> list[list[str]]:
+    """Options by which the decode workers of all ``sides``, ``decode`` of each, are on the same GPUs.
+
+    options: of all workers. One list for each worker, side by side. Prefill has the first GPUs and these have the next
+    ones; where there are none for them, all share. What runs on other GPUs, or beside another worker, cannot be
+    compared.
+    """
+    size = _gpus_needed(options)
+    places = gpus // size - 1
+    if places < 1 or has_option(options, "--base-gpu-id"):
+        return [[] for _ in range(sides * decode)]
+    return [["--base-gpu-id", str(size * (1 + i % places))] for _ in range(sides) for i in range(decode)]
+
+
+def _gpu_named(given: str) -> int:
+    try:
+        return int(given)
+    except ValueError as error:
+        raise PdRadixError(f"--base-gpu-id takes a number: {error}") from None
 
 
 def _may_take(args: Sequence[str]) -> float:

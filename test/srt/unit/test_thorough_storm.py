@@ -1,0 +1,165 @@
+"""The storm of `pd-radix verify --thorough` against a small HTTP server: what it does, and what it finds."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pd_radix.tools.thorough import storm
+
+
+class Server(ThreadingHTTPServer):
+    # All clients come at once.
+    request_queue_size = 128
+    daemon_threads = True
+
+
+class Deployment:
+    """A prefill and a decode worker behind one port. wrong: what goes wrong, once something was done to a worker."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong, self.done, self.away, self.held = wrong, [], "", set()
+        deployment = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                deployment.reply(self, *deployment.answer(self.path, body))
+
+            def do_GET(self) -> None:
+                deployment.reply(self, 200, {"internal_states": [{"kv_pool": deployment.pool()}]})
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{self.server.server_port}"
+        self.processes = [
+            SimpleNamespace(role=role, name=f"{role}-0", url=f"{url}/{role}", bootstrap_port=1)
+            for role in ("prefill", "decode", "router")
+        ]
+
+    @staticmethod
+    def reply(handler: BaseHTTPRequestHandler, status: int, document: object) -> None:
+        content = json.dumps(document).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    def answer(self, path: str, body: dict) -> tuple[int, dict]:
+        if path.endswith("/flush_cache"):
+            self.done.append(("flush", path.split("/")[1]))
+            return 200, {}
+        ids = body["input_ids"]
+        if "logprob_start_len" in body:
+            start = body["logprob_start_len"]
+            right = self.tokens(ids[: start + 1])
+            own = [[-0.1 if a == b else -5.0, b] for a, b in zip(right, ids[start + 1 :], strict=True)]
+            top = [[[-0.1, token]] for token in right]
+            return 200, {"meta_info": {"input_token_logprobs": [[0, 0], *own], "input_top_logprobs": [None, *top]}}
+        time.sleep(0.02)
+        if path.startswith("/prefill"):
+            return 200, {}
+        if self.away:
+            return (503, {"error": "away"}) if self.wrong != "hides the kill" else (200, self.whole(ids))
+        if self.wrong == "fails" and any(what == "stop" for what, _ in self.done):
+            return 500, {"error": "by itself"}
+        return 200, self.whole(ids)
+
+    def whole(self, ids: list[int]) -> dict:
+        tokens = self.tokens(ids)
+        if self.wrong == "stale" and any(what == "kill" for what, _ in self.done):
+            tokens[7] += 1
+        held = 256 if tuple(ids) in self.held and self.wrong != "forgets" else 0
+        self.held.add(tuple(ids))
+        return {"output_ids": tokens, "meta_info": {"cached_tokens_details": {"decode_prefix": held}}}
+
+    @staticmethod
+    def tokens(ids: list[int]) -> list[int]:
+        return [(sum(ids) + i) % 1000 for i in range(storm.ANSWER)]
+
+    def pool(self) -> dict:
+        lost = 16 if self.wrong == "leaks" else 0
+        figures = {"size": 64, "available": 64 - lost, "evictable": 0, "protected": 0, "idle": True, "audit": []}
+        same = ("req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers")
+        return {**figures, **dict.fromkeys((*same, "locks_taken", "locks_released"), 8)}
+
+    # -- of a cluster
+
+    log_dir = "logs"
+
+    def check(self) -> None:
+        assert not self.away
+
+    def pause(self, names) -> None:
+        self.done.append(("stop", *names))
+
+    def resume(self, names) -> None:
+        self.done.append(("go on", *names))
+
+    def kill(self, name: str) -> None:
+        self.away = name
+        self.done.append(("kill", name))
+
+    def dead(self):
+        return next((process for process in self.processes if process.name == self.away), None)
+
+    def restart(self, name: str) -> None:
+        assert name == self.away
+        self.away = ""
+        self.done.append(("start", name))
+
+
+def thrown(monkeypatch, wrong: str = "", seconds: float = 1000.0) -> tuple[Deployment, storm.Report]:
+    monkeypatch.setattr(storm, "STOPPED_S", 0.05)
+    monkeypatch.setattr(storm, "AROUND_S", 0.05)
+    deployment, report = Deployment(wrong), storm.Report()
+    try:
+        storm.Storm(deployment, report).all(seconds, most_turns=1)
+    finally:
+        deployment.server.shutdown()
+    return deployment, report
+
+
+def test_everything_is_done_once_and_compared(monkeypatch):
+    deployment, report = thrown(monkeypatch)
+    assert report.problems == [] and report.not_judged == []
+    faults = [f"{what} {role}" for what in ("flush", "stop", "kill") for role in ("decode", "prefill")]
+    assert {round.what for round in report.rounds} >= {"calm", "again", "flush decode", "stop prefill"}
+    assert [fault for fault in deployment.done if fault[0] in ("kill", "start")][:4] == [
+        ("kill", "decode-0"),
+        ("start", "decode-0"),
+        ("kill", "prefill-0"),
+        ("start", "prefill-0"),
+    ]
+    rounds = {round.what: round for round in report.rounds}
+    assert rounds.keys() == {"calm", "again", *faults, *(f"after: {fault}" for fault in faults)}
+    assert rounds["kill decode"].failed and not rounds["after: kill decode"].failed
+    assert rounds["calm"].held == 0 and rounds["again"].held == 12 * 256
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ("stale", "answers are wrong"),
+        ("fails", "requests failed, and nothing explains it"),
+        ("forgets", "decode held nothing of prompts that it has had"),
+        ("leaks", "16 tokens of KV are lost"),
+    ],
+)
+def test_what_is_wrong_is_found(monkeypatch, wrong, told):
+    _, report = thrown(monkeypatch, wrong)
+    assert any(told in problem for problem in report.problems), report
+
+
+def test_what_was_not_done_is_not_judged(monkeypatch):
+    _, report = thrown(monkeypatch, seconds=0.0)
+    assert report.problems == [] and len(report.not_judged) == 6
+    assert "kill decode: it met no request" in thrown(monkeypatch, "hides the kill")[1].not_judged
