@@ -170,7 +170,9 @@ def test_no_more_are_on_their_way_than_the_pace_says():
 
 
 def test_clients_come_over_a_while():
-    deployment = Deployment(Shared(requests=10, concurrency=10, begin=2.0).make(), False, MODES["new"])
+    # None of whom has its answer before the last has come.
+    sizes = Shared(requests=10, concurrency=10, begin=2.0, answer=1500, answers="fixed")
+    deployment = Deployment(sizes.make(), False, MODES["new"])
     deployment.run()
     assert [record.arrived for record in deployment.records] == pytest.approx([n / 5 for n in range(10)])
 
