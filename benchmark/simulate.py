@@ -18,6 +18,7 @@ recorded trace on so many decode workers and need ``--trace FILE``.
                                                     # gate closes
     python benchmark/simulate.py --check --scaled   # the same with a decode step that is not fitted but measured
     python benchmark/simulate.py --check --draws 4  # and with other draws of which request has which prefix
+    python benchmark/simulate.py --exchange         # requests/s and ITL: off by its bound on running, on by its target
     python benchmark/simulate.py --sensitivity      # how far each constant may be moved before a gate closes; minutes
 
 Outcomes, their gates and which constant is fitted to which are in ``sim/published.py``, where constants come from in
@@ -42,6 +43,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from sim.constants import CONSTANTS, scaled_step  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
+from sim.exchange import checked, exchange  # noqa: E402
 from sim.gates import closed, draws, report, sensitivity  # noqa: E402
 from sim.kinds import KINDS, fields_of  # noqa: E402
 from sim.plot import charts  # noqa: E402
@@ -64,7 +66,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any
         name, _, value = setting.partition("=")
         group, _, field = name.partition(".")
         if group == "args":
-            options[field] = int(value) if value.isdigit() else value
+            options[field] = _parsed(value)
         elif group == "times":
             constants[field] = value
         elif group not in KINDS or field not in fields_of(KINDS[group]()):
@@ -81,14 +83,26 @@ def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any
     return {"workload": key, "mode": mode, **figures, "cpu_seconds": time.process_time() - began}
 
 
+def _parsed(value: str) -> int | float | str:
+    """An argument of the server as its parser would have it."""
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
 def line(figures: dict[str, Any]) -> str:
     """One run in one line, for trying things out."""
     f = figures
+    swing = "{:.0f} to {:.0f}".format(*f["running_swing"])
     return (
         f"{f['workload']:9} {f['mode']:6} {f['requests_per_s']:7.2f} req/s  "
         f"TTFT p50 {f['ttft_p50']:.3f} p99 {f['ttft_p99']:.3f} max {f['ttft_max']:.3f} s  "
         f"ITL {1e3 * f['itl_mean']:.1f} ms  sent/least {f['sent_over_least']:.2f}  hit {f['hit']:.2f}  "
-        f"running {f['mean_running']:.1f} (peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
+        f"running {f['mean_running']:.1f} "
+        f"({swing}, peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
         f"held {f['mean_held']:.0f} (peak {f['peak_held']})  retracted {f['retracted']}  "
         f"prefill busy {f['prefill_busy']:.2f}  [{f['cpu_seconds']:.1f} s CPU]"
     )
@@ -141,6 +155,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="the published run and its gates, nothing else")
     parser.add_argument("--scaled", action="store_true", help="its decode step as it was measured on another GPU")
     parser.add_argument("--sensitivity", action="store_true", help="by how much constants may be moved; nothing else")
+    parser.add_argument("--exchange", action="store_true", help="what requests/s cost in ITL; of published, or a")
     parser.add_argument("--draws", type=int, default=0, metavar="N", help="with --check: N seeds of the workload too")
     args = parser.parse_args()
     if args.trace:
@@ -158,6 +173,13 @@ def main() -> int:
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
     if args.sensitivity:
         print(sensitivity(CONSTANTS, lambda mode, settings: simulate("published", mode, settings), _told))
+        return 0
+    if args.exchange:
+        try:
+            key = checked(keys if args.workload != parser.get_default("workload") else ["published"])
+            print(exchange(key, lambda mode, settings: simulate(key, mode, [*args.settings, *settings]), _told))
+        except ValueError as error:
+            parser.error(str(error))
         return 0
     results = [figures for file in args.add for figures in json.loads(file.read_text(encoding="utf-8"))]
     # The published run comes first.

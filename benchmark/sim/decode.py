@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from decode_worker import DecodeWorker, Queue
@@ -13,10 +14,12 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import alloc_token_slots, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.prefix_reader import tokens_above
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sim.events import Clock
@@ -27,6 +30,14 @@ from sim.workload import SPAN, Request, Workload
 # What the engine frees for each other request when it retracts one.
 RETRACT_STEPS = 20
 UNIQUE = itertools.count(1)
+
+
+class Step(NamedTuple):
+    """What the gate asks of a batch whose result has come."""
+
+    reqs: list[Req]
+    forward_mode: ForwardMode = ForwardMode.DECODE
+    global_num_tokens: None = None
 
 
 class Receiver:
@@ -93,6 +104,11 @@ class SimulatedQueue(Queue):
     worker: SimulatedDecode
     receiver_type = Receiver
 
+    def pace(self, most: int) -> None:
+        """Admit no more than ``most`` requests before they decode."""
+        room, transfer = self.admission.deltas.room, self.transfer_queue
+        self.admission.deltas.room = lambda: min(room(), max(0, most - len(transfer.queue)))
+
     def _create_receiver_and_enqueue(self, req: Req) -> DecodeRequest:
         record = self.worker.records[req.rid]
         prefill = self.worker.prefill_of(record.request)
@@ -136,6 +152,11 @@ class SimulatedDecode(DecodeWorker):
             options=options,
         )
         self.queue.worker = self
+        if workload.pace and not off:
+            self.queue.pace(workload.pace)
+        # What holds requests back, if an ITL is promised; and whether prefill has the same cores and computes.
+        self.gate = self.transfer.gate
+        self.beside: Callable[[], bool] = lambda: False
         # There is no memory behind the slots, so nothing is copied when a request is retracted or resumed.
         self.allocator.get_cpu_copy = lambda indices: []
         self.allocator.load_cpu_copy = lambda kv_cache_cpu, indices: None
@@ -151,6 +172,12 @@ class SimulatedDecode(DecodeWorker):
         self._began = self._step = 0.0
         self._steps = 0
         self._ticking = False
+
+    def _scheduler_stand_in(self, args: SimpleNamespace, *rest: Any) -> SimpleNamespace:
+        """Adds what the gate asks of the model: whether steps read what is shared once."""
+        made = super()._scheduler_stand_in(args, *rest)
+        made.tp_worker.model_runner.attn_backend = SimpleNamespace(shares_prefixes=bool(self.times.shares))
+        return made
 
     @property
     def load(self) -> int:
@@ -204,7 +231,12 @@ class SimulatedDecode(DecodeWorker):
         steps, self._steps = self._steps, 0
         self.gauges.decoded += steps * len(self.running)
         self._grow(steps)
-        for req in [r for r in self.running if self.records[r.rid].tokens >= self.records[r.rid].request.answer]:
+        ended = [r for r in self.running if self.records[r.rid].tokens >= self.records[r.rid].request.answer]
+        for req in ended:
+            req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+        if self.gate is not None:
+            self.gate.note_step(Step(self.running), None, self.clock.now)
+        for req in ended:
             self._finish(req)
         self._tick()
 
@@ -218,11 +250,24 @@ class SimulatedDecode(DecodeWorker):
             tokens = sum([r.request.length + r.tokens for r in records])
             left = min([r.request.answer - r.tokens for r in records])
             self._began = self.clock.now
-            self._step = self.times.decode_step(len(records), tokens)
-            self._stride(min(left, self.times.stride))
+            self._step = self._step_time(len(records), tokens)
+            self._stride(1 if self.gate is not None else min(left, self.times.stride))
         elif self.records:
+            if self.gate is not None:
+                self.gate.idle()
             self._ticking = True
             self.clock.after(self.times.poll, self._poll)
+
+    def _step_time(self, requests: int, tokens: int) -> float:
+        """Seconds of the next step."""
+        times, merged = self.times, 0.0
+        if times.shares and not self.off:
+            # As the gate counts it.
+            held = sum([req.cache_protected_len for req in self.running])
+            tokens -= (held - tokens_above(req.last_node for req in self.running)) * self.scale
+            merged = times.step_merge * requests
+        step = times.decode_step(requests, tokens) + merged
+        return step * (1 + times.beside) if times.beside and self.beside() else step
 
     def _poll(self) -> None:
         if self._ticking:

@@ -107,6 +107,9 @@ class Deployment:
         ]
         for decode in self.decodes:
             decode.links = {p.name: Link(self.clock, times) for p in self.prefills}
+            decode.beside = lambda: any(p.busy for p in self.prefills)
+        for prefill in self.prefills:
+            prefill.beside = lambda: any(decode.running for decode in self.decodes)
         self.least = Least(workload.page)
         self.least_pages = 0
         self.records: list[Record] = []
@@ -142,8 +145,16 @@ class Deployment:
                 self.clock.at(begin + (request.arrival or 0.0), functools.partial(self._send, request))
         else:
             self._queue.extend(asked)
-            for _ in range(min(self.workload.concurrency, len(asked))):
-                self._send(self._queue.popleft())
+            clients = min(self.workload.concurrency, len(asked))
+            for n in range(clients):
+                if self.workload.begin:
+                    self.clock.after(n * self.workload.begin / clients, self._send_next)
+                else:
+                    self._send_next()
+
+    def _send_next(self) -> None:
+        if self._queue:
+            self._send(self._queue.popleft())
 
     def _send(self, request: Request) -> None:
         self.prefill_for[id(request)] = p = self.prefill_router.choose(request, self.prefill_loads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,27 @@ def steady(series: Sequence[tuple[float, int, int, int, int]]) -> float:
     return percentile([running for at, running, *_ in series if end / 4 <= at <= 3 * end / 4], 50)
 
 
+def swing(series: Sequence[tuple[float, int, int, int, int]]) -> tuple[float, float]:
+    """Between which two numbers what runs is for nine tenths of the middle half of the time."""
+    end = series[-1][0] if series else 0.0
+    middle = [
+        (running, until - at)
+        for (at, running, *_), (until, *_) in itertools.pairwise(series)
+        if end / 4 <= at <= 3 * end / 4
+    ]
+    return weighted(middle, 0.05), weighted(middle, 0.95)
+
+
+def weighted(values: Sequence[tuple[float, float]], part: float) -> float:
+    """The value below which ``part`` of the weights is. values: each with its weight."""
+    left = part * sum(weight for _, weight in values)
+    for value, weight in sorted(values):
+        left -= weight
+        if left <= 0:
+            return value
+    return 0.0
+
+
 def summary(records: Sequence[Record], least_pages: int, began: float, gauges: Sequence[Gauges]) -> dict[str, Any]:
     """The figures of the measured requests. least_pages: pages that had to be sent for them.
 
@@ -149,12 +171,15 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "ttft_max": max(ttfts),
         "latency_p50": percentile([r.latency for r in done], 50),
         "itl_mean": sum(itls) / len(itls) if itls else 0.0,
+        "itl_p90": percentile(itls, 90) if itls else 0.0,
+        "ttft_p90": percentile(ttfts, 90),
         "pages_sent": sent,
         "pages_least": least_pages,
         "sent_over_least": sent / least_pages,
         "hit": sum(r.prefix_len for r in done) / sum(r.request.length for r in done),
         "peak_running": max(g.peak_running for g in gauges),
         "steady_running": steady(gauges[0].series),
+        "running_swing": swing(gauges[0].series),
         "mean_running": sum(g.running_time for g in gauges) / looked,
         "mean_moving": sum(g.moving_time for g in gauges) / looked,
         "peak_held": max(g.peak_held for g in gauges),

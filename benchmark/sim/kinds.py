@@ -7,11 +7,12 @@ import functools
 from collections.abc import Callable
 
 from sim.scale import Many, Trace
-from sim.workload import Churn, Crowd, Published
+from sim.workload import Churn, Crowd, Published, Shared
 
 Sizes = Published | Churn | Trace | Many
 KINDS: dict[str, Callable[[], Sizes]] = {
     "published": Published,
+    "a": Shared,
     "g": Churn,
     "h": Crowd,
     "trace": Trace,

@@ -25,6 +25,9 @@ class Times:
     handshake: from arrival at decode until the peers know each other. message: decode's metadata on its way to prefill.
     poll: how often an idle decode worker looks at its queues. stride: decode steps taken between two looks at a queue
     in which nothing happens meanwhile; 1 is exact. prefill_cache: tokens that the cache of each prefill worker holds.
+    shares: 1 where a step reads once what several of its requests share. step_merge: seconds of such a step for each
+    request that shares, whose parts are put together. beside: by which part a decode step takes longer while a prefill
+    computes, and the other way round, where they have the same cores.
     """
 
     step: float
@@ -42,6 +45,9 @@ class Times:
     poll: float
     stride: int
     prefill_cache: int
+    shares: int = 0
+    step_merge: float = 0.0
+    beside: float = 0.0
 
     def decode_step(self, requests: int, tokens: int) -> float:
         """Seconds of one decode step of ``requests`` requests that read ``tokens`` tokens of KV together."""
@@ -96,6 +102,9 @@ def published() -> Times:
         poll=0.05,
         stride=4,
         prefill_cache=1_980_000,
+        # Two partial results of 64 heads x 128, float32, in each of 64 layers, half of them on each GPU, at the 8.5 ps
+        # for a byte that an H100 took (docs/lab/2026-11-23-h100.md).
+        step_merge=2 * 64 * 64 * 128 * 4 / 2 * 8.5e-12,
     )
 
 

@@ -53,7 +53,8 @@ class Workload:
 
     concurrency: clients, each of which asks when it has its answer; None: by the times of arrival.
     pool: slots x scale, in tokens, of each decode worker. reserve: tokens kept for each running request's answer.
-    think: seconds from an answer to what its client asks then.
+    think: seconds from an answer to what its client asks then. begin: seconds over which clients come, one by one.
+    pace: requests that a decode worker admits before they decode, at most; 0: as many as have room.
     """
 
     title: str
@@ -70,6 +71,8 @@ class Workload:
     router: str = "round_robin"
     prefill_router: str = "affine"
     think: float = 0.0
+    begin: float = 0.0
+    pace: int = 0
 
 
 @dataclass
@@ -143,6 +146,14 @@ class Published:
     prefills: int = 3
     decodes: int = 1
     seed: int = 0
+    # Slots stand for so many tokens.
+    scale: int = 64
+    page: int = 1
+    max_running: int = 256
+    # `Workload` has these; and how long answers are: `even` (half to one and a half times), `fixed`, `long` tailed.
+    begin: float = 0.0
+    pace: int = 0
+    answers: str = "even"
 
     def make(self) -> Workload:
         pick = random.Random(f"published/{self.seed}")
@@ -151,17 +162,49 @@ class Published:
         asked = []
         for _ in range(self.requests):
             g = pick.randrange(self.prefixes)
-            answer = pick.randint(self.answer // 2, self.answer + self.answer // 2)
-            asked.append(Request(((prefix[g], self.shared), (next(keys), self.own)), answer, g))
+            asked.append(Request(((prefix[g], self.shared), (next(keys), self.own)), self._answer(pick), g))
         return Workload(
-            f"published: {self.prefixes} prefixes of {self.shared} tokens, {self.own} own, {self.concurrency} clients",
+            f"{self.prefixes} prefixes of {self.shared} tokens, {self.own} own, {self.concurrency} clients",
             [asked],
             self.concurrency,
             self.pool,
             self.reserve,
-            64,
-            1,
-            times.published(),
+            self.scale,
+            self.page,
+            self.times(),
             self.prefills,
             self.decodes,
+            self.max_running,
+            begin=self.begin,
+            pace=self.pace,
         )
+
+    def _answer(self, pick: random.Random) -> int:
+        """Tokens of the next answer. Raises ValueError for a kind that there is not."""
+        if self.answers == "even":
+            return pick.randint(self.answer // 2, self.answer + self.answer // 2)
+        if self.answers == "long":
+            return min(10 * self.answer, 2 + round(pick.expovariate(1 / (self.answer - 2))))
+        if self.answers != "fixed":
+            raise ValueError(f"answers={self.answers}: even, fixed or long")
+        return self.answer
+
+    def times(self) -> times.Times:
+        return times.published()
+
+
+@dataclass
+class Shared(Published):
+    """Workload (a) of `pd-radix bench` on a machine of the size that it was measured on: that shape, divided by 50."""
+
+    shared: int = 1000
+    own: int = 90
+    answer: int = 80
+    pool: int = 45_056
+    reserve: int = 64
+    prefills: int = 1
+    scale: int = 1
+    page: int = 16
+
+    def times(self) -> times.Times:
+        return times.this_machine()

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Use
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses, uses_of
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
+from sglang.srt.sampling.sampling_params import SamplingParams
 from test_followers import asked, queue
 from test_traps import serve, tokens
 
 
+class Use(NamedTuple):
+    """One request's part of `Uses`."""
+
+    held: int
+    shared: int
+    at_length: int
+
+
+def together(reqs: list[Use]) -> Uses:
+    return Uses([use.held for use in reqs], sum(use.shared for use in reqs), [use.at_length for use in reqs])
+
+
 def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: int) -> Budget:
     made = Budget(free, free.kv, in_tree, **more)
-    made.count(running or [], [])
+    made.count(together(running or []), together([]))
     return made
 
 
@@ -45,6 +60,22 @@ def test_what_a_request_holds_it_need_not_be_given():
     # Two such: what one holds alone the other can have.
     two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
     assert (two.private, two.lacks, two.at_most) == (204, 704 - 604, 300)
+
+
+def test_what_requests_have_of_the_pool_in_whole_pages():
+    def req(prompt: int, answer: int, held: int, shared: int) -> Req:
+        params = SamplingParams(max_new_tokens=answer)
+        made = Req("r", "", [1] * prompt, params)
+        made.kv_allocated_len, made.cache_protected_len = held, shared
+        return made
+
+    def reqs() -> list[Req]:
+        return [req(30, 8, 31, 16), req(32, 64, 33, 32), req(7, 500, 8, 0)]
+
+    asked = reqs()
+    assert uses_of(asked, 16, 100) == uses_of(asked, 16, 100) == Uses([32, 48, 16], 48, [48, 96, 112])
+    assert uses_of(reqs(), 1, 100) == Uses([31, 33, 8], 48, [38, 96, 107])
+    assert uses_of([], 16, 100) == Uses([], 0, [])
 
 
 def found(length: int, evictable: int) -> PrefixPeek:
@@ -97,7 +128,7 @@ def test_what_is_admitted_in_a_step_counts_for_the_next_in_it():
 
 def test_who_is_on_its_way_counts_by_what_it_lacks():
     made = Budget(Memory(100), 100, 0)
-    made.count([], [Use(40, 0, 90), Use(80, 16, 96)])
+    made.count(together([]), together([Use(40, 0, 90), Use(80, 16, 96)]))
     assert (made.coming, made.private, made.lacks, made.at_most) == (50, 0, 0, 0)
 
 

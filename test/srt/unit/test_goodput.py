@@ -167,7 +167,8 @@ def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
             times[id(request)] = [ready]
         decoding = [entry for entry in running if entry[0] <= now]
         if not decoding:
-            now = min([waiting[0].arrival_s] * bool(waiting and len(running) < slots) + [e[0] for e in running[:1]])
+            comes = [request.arrival_s for request in waiting[:1] if len(running) < slots]
+            now = min(comes + [entry[0] for entry in running[:1]])
             continue
         now += fixed + per_request * len(decoding)
         for entry in decoding:
@@ -183,11 +184,11 @@ def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
 class Served:
     """`goodput.measure` over sides of which each has its places; with the target as many as keep 30 ms."""
 
-    slots = {"off": 4, "on": 64, "target": 18}
+    slots = {"off": 4, "on": 64, "target": 18, "off-at-most-1": 1, "off-at-most-2": 2}
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, more=()):
         monkeypatch.setattr(goodput, "run_once", self.run_once)
-        sides = [deploy.OFF, deploy.ON, SLO.side]
+        sides = [deploy.OFF, deploy.ON, SLO.side, *more]
         made_of = deploy.variants(deploy.Shape(100, 10), sides)
         self.deployment = SimpleNamespace(variants=made_of, step_times=self.step_times)
         self.problems = []
@@ -214,6 +215,22 @@ def test_the_goodput_of_three_sides(monkeypatch):
     assert at_90["target"] > 2 * at_90["off"] and at_90["target"] >= at_90["on"]
     assert all(rates["0.99"] <= rates["0.9"] for rates in found["goodput"].values())
     assert found["problems"] == []
+
+
+def test_what_is_paid_where_off_is_bounded(monkeypatch, tmp_path):
+    """Of one request at a time a token takes 11 ms, of two 12: at a rate at which both have always somebody waiting."""
+    served = Served(monkeypatch, goodput.bounded_sides("1, 2"))
+    found = served.measure()
+    assert set(found["goodput"]) == set(found["trials"]) == {"off", "on", "target"}
+    one, two = (found["bounded"][f"off-at-most-{n}"] for n in (1, 2))
+    assert one["rate"] == two["rate"] == 2 * max(t["rate"] for trials in found["trials"].values() for t in trials)
+    assert (round(1e3 * one["itl_mean_s"]), round(1e3 * two["itl_mean_s"])) == (11, 12)
+    assert 1.5 < two["requests_per_s"] / one["requests_per_s"] < 2
+    chart = goodput.charts(found)["itl"]
+    (curve,) = [line for line in chart.lines if line.dashed]
+    assert curve.points == [(t["requests_per_s"], 1e3 * t["itl_mean_s"]) for t in (one, two)]
+    text = goodput.markdown({"setting": {}, "workloads": [found]})
+    assert f"- off-at-most-2, {two['rate']:.3g}/s: " in text
 
 
 def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
@@ -265,6 +282,19 @@ def test_a_promise_adds_the_side_that_holds_it():
     sides = command.chosen_sides(options("--slo", "ttft=500,itl=30"))
     assert [side.name for side in sides] == ["off", "on", "target"]
     assert [side.name for side in command.chosen_sides(options())] == ["off", "on"]
+
+
+def test_bounds_of_running_requests_are_sides_without_the_flag():
+    sides = command.chosen_sides(options("--slo", "ttft=500,itl=30", "--slo-curve", "8,16"))
+    assert [(side.name, side.radix, side.options) for side in sides[3:]] == [
+        ("off-at-most-8", False, ("--max-running-requests", "8")),
+        ("off-at-most-16", False, ("--max-running-requests", "16")),
+    ]
+    with pytest.raises(PdRadixError, match="goes with --slo"):
+        command.run(options("--slo-curve", "8"))
+    for text in ("", "0", "8,x", "8,8", "-1"):
+        with pytest.raises(PdRadixError, match="different numbers"):
+            goodput.bounded_sides(text)
 
 
 def test_what_does_not_go_with_it():

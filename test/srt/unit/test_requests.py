@@ -299,6 +299,8 @@ def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):
         ended("other", customized_info={"rank": ["of other"]}),
         ended("plain too"),
     ]
+    # Of these the scheduler has been told when they came.
+    scheduler.note_optional_parts(asked=reqs[1])
     scheduler.stream_output_generation(reqs, False)
     told = {}
     for message in messages:

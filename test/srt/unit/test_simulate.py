@@ -8,10 +8,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from sim.deployment import Deployment, Router, turns
-from sim.figures import Least
+from sim.exchange import checked, exchange
+from sim.figures import Least, swing, weighted
 from sim.plot import charts
 from sim.scale import Many, Trace
-from sim.workload import Churn, Crowd, Request
+from sim.workload import Churn, Crowd, Request, Shared
 from simulate import MODES, simulate
 
 SMALL = ["requests=48", "prefixes=4", "shared=96", "own=16", "answer=8", "reserve=8", "concurrency=16"]
@@ -140,6 +141,87 @@ def test_who_shares_pages_in_flight_decodes_after_these_have_come():
     assert (first.prefix_len, second.prefix_len) == (0, 96)
     assert second.admitted < first.first <= second.first
     assert figures["pages_sent"] == figures["pages_least"]
+
+
+A = ["requests=160", "prefixes=4", "shared=200", "own=16", "answer=40", "reserve=8", "concurrency=48", "pool=16384"]
+SMALL_A = [f"a.{setting}" for setting in A]
+TARGET = "args.disaggregation_decode_itl_target="
+
+
+def test_a_target_is_held_by_the_real_gate():
+    free = simulate("a", "new", SMALL_A)
+    target = 0.5 * free["itl_mean"]
+    held = simulate("a", "new", [*SMALL_A, f"{TARGET}{1e3 * target}"])
+    assert held["itl_p90"] <= 1.1 * target < 0.6 * free["itl_mean"]
+    assert held["mean_running"] < 0.7 * free["mean_running"] and held["ttft_p50"] > free["ttft_p50"]
+
+
+def test_what_is_shared_is_read_once():
+    """4 prefixes of 200 tokens are read for 48 requests, of which each has a few more of its own."""
+    slow = [*SMALL_A, "times.step_token=1e-6", "times.step_request=0"]
+    each, once = (simulate("a", "new", [*slow, f"times.shares={shares}"])["itl_mean"] for shares in (0, 1))
+    assert once < 0.6 * each
+
+
+def test_no_more_are_on_their_way_than_the_pace_says():
+    free, paced = (simulate("a", "new", [*SMALL_A, f"a.pace={pace}"]) for pace in (0, 2))
+    assert max(moving for _, _, moving, *_ in paced["series"]) == 2
+    assert max(moving for _, _, moving, *_ in free["series"]) > 2
+
+
+def test_clients_come_over_a_while():
+    # None of whom has its answer before the last has come.
+    sizes = Shared(requests=10, concurrency=10, begin=2.0, answer=1500, answers="fixed")
+    deployment = Deployment(sizes.make(), False, MODES["new"])
+    deployment.run()
+    assert [record.arrived for record in deployment.records] == pytest.approx([n / 5 for n in range(10)])
+
+
+def test_who_has_the_same_cores_takes_longer():
+    alone, beside = (simulate("a", "new", [*SMALL_A, f"times.beside={more}"]) for more in (0, 2))
+    assert beside["requests_per_s"] < 0.9 * alone["requests_per_s"]
+
+
+@pytest.mark.parametrize("answers, lengths", [("fixed", {80}), ("even", set(range(40, 121))), ("long", None)])
+def test_answers_have_the_lengths_that_were_asked_for(answers, lengths):
+    (asked,) = Shared(answers=answers).make().rounds
+    found = {request.answer for request in asked}
+    assert min(found) >= 2 and (found <= lengths if lengths else max(found) > 200)
+    assert 70 < sum(request.answer for request in asked) / len(asked) < 90
+    with pytest.raises(ValueError, match="even, fixed or long"):
+        Shared(answers="all").make()
+
+
+def test_what_runs_for_nine_tenths_of_the_middle_half():
+    seen = [(0, 9), (24, 4), (26, 20), (74, 30), (76, 40), (100, 0)]
+    series = [(float(at), running, 0, 0, 0) for at, running in seen]
+    assert swing(series) == (20, 20)
+    assert weighted([(5, 1.0), (1, 1.0)], 0.4) == 1 and weighted([(5, 1.0), (1, 1.0)], 0.6) == 5
+    assert swing([]) == (0.0, 0.0)
+
+
+def test_both_curves_of_what_requests_cost():
+    """Off by its bound, on by the target; the ratio is that with the target at off's own mean."""
+    asked = []
+
+    def run(mode, settings):
+        asked.append((mode, *settings))
+        share = 2.0 if "times.shares=1" in settings else 1.0
+        target = next((float(s.partition("=")[2]) for s in settings if s.startswith(TARGET)), 200.0)
+        figures = {"requests_per_s": share * min(3.0, target / 50), "itl_mean": target / 1000}
+        return figures | {"itl_p90": 0.1, "ttft_p50": 1.0, "ttft_p90": 2.0, "mean_running": 5.0, "peak_running": 40}
+
+    told = []
+    text = exchange("published", run, told.append)
+    assert len(told) == 12 and all(row in text for row in told)
+    assert [settings for mode, *settings in asked if mode == "off"] == [
+        [], *([f"published.max_running={n}"] for n in (30, 20, 10))
+    ]  # fmt: skip
+    # 200 ms of off, so targets of 150, 200 and 300; slots are tokens then.
+    assert ("new", "published.scale=1", f"{TARGET}150.000") in asked and ("new",) in asked
+    assert "on, shared read once, with flag off's own mean ITL as the target: 2.00 times its requests/s" in text
+    with pytest.raises(ValueError, match="one workload"):
+        checked(["published", "a"])
 
 
 def test_charts():

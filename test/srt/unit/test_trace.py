@@ -18,6 +18,14 @@ from sglang_pd_radix.tools import cli, trace
 # ---- what a worker remembers ----
 
 
+@pytest.fixture(autouse=True)
+def asked_anew():
+    """Whether anything is remembered is asked once in a process."""
+    request_life.remembers.cache_clear()
+    yield
+    request_life.remembers.cache_clear()
+
+
 def scheduled() -> SchedulerReqTimeStats:
     times = SchedulerReqTimeStats()
     for seconds, name in enumerate(("scheduler_recv", "decode_prealloc_queue_entry", "completion"), 1):
@@ -37,6 +45,7 @@ def test_nothing_is_sent_where_nothing_is_remembered(monkeypatch):
     monkeypatch.delenv(request_life.VARIABLE, raising=False)
     assert scheduled().__getstate__() == {}
     monkeypatch.setenv(request_life.VARIABLE, "5")
+    request_life.remembers.cache_clear()
     assert set(scheduled().__getstate__()) == {"life"}
 
 

@@ -41,12 +41,16 @@ ABORT_INTERVAL = 16
 
 
 class Blocked(NamedTuple):
-    """A request that did not fit: what it takes, what was kept from it, and the state in which it was asked."""
+    """A request that did not fit: what it takes, what was kept from it, and the state in which it was asked.
+
+    free: what was free or evictable then, if that is known.
+    """
 
     rid: str
     plan: AdmissionPlan
     kept: Memory
     version: tuple[int, ...]
+    free: Memory | None = None
 
 
 class Admission:
@@ -104,7 +108,16 @@ class Admission:
         if blocked.version != schedule.version():
             return False
         # While nobody ends, steps only become longer.
-        return self.held is not None or not budget().covers(blocked.plan, blocked.kept)
+        return self.held is not None or not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
+
+    def _has_freed(self, blocked: Blocked) -> bool:
+        """Whether there is more memory than when ``blocked`` was asked, in the same state otherwise.
+
+        Who runs grows meanwhile, and lacks at most as much less as there is less memory. What a step frees behind
+        windows is not asked for: that takes a look at each request.
+        """
+        free = blocked.free
+        return free is None or self._tree.windows is not None or self._accounts.free(()).kv > free.kv
 
     def admit(
         self,
@@ -154,7 +167,8 @@ class Admission:
             if added is NO_MEMORY:
                 if was_blocked is None or was_blocked.rid != req.rid:
                     self._counters.blocked()
-                self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version())
+                free = self._accounts.free(())
+                self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), free)
             if added is NO_TIME:
                 self.held = Blocked(req.rid, plan, adder.promised, schedule.version())
             if added is not YES and added is not LAST:

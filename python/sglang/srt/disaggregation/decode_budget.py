@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Use", "live_reqs", "use_of"]
+__all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Uses", "live_reqs", "uses_of"]
 
 
 class Memory(NamedTuple):
@@ -65,20 +65,32 @@ class AdmissionPlan(NamedTuple):
         return Memory(self.soon + self.found.evictable, self.window.soon)
 
 
-class Use(NamedTuple):
-    """What a request has of the pool. held: all of it. shared: of that, in the tree. at_length: what it will have when
-    it has generated all that it may, as far as that is planned for."""
+class Uses(NamedTuple):
+    """What requests that have been admitted have of the pool. held: of each, all of it. shared: of these, in the tree.
 
-    held: int
+    at_length: what each will have when it has generated all that it may, as far as that is planned for.
+    """
+
+    held: list[int]
     shared: int
-    at_length: int
+    at_length: list[int]
 
 
-def use_of(req: Req, page_size: int, most_new_tokens: int) -> Use:
-    """The `Use` of a request that has been admitted. most_new_tokens: of its answer, planned for."""
+def uses_of(reqs: Sequence[Req], page_size: int, most_new_tokens: int) -> Uses:
+    """The `Uses` of ``reqs``. most_new_tokens: of an answer, planned for.
+
+    Asked for all that run in each step in which somebody could be admitted, so it makes no call for each of them.
+    """
+    held = [-(-req.kv_allocated_len // page_size) * page_size for req in reqs]
+    at_length = [req.kv_at_length or _at_length(req, page_size, most_new_tokens) for req in reqs]
+    return Uses(held, sum([req.cache_protected_len for req in reqs]), at_length)
+
+
+def _at_length(req: Req, page_size: int, most_new_tokens: int) -> int:
+    """What ``req`` will have in the end, which it remembers."""
     most = len(req.origin_input_ids) + min(req.sampling_params.max_new_tokens, most_new_tokens)
-    held = pages(req.kv_allocated_len, page_size) * page_size
-    return Use(held, req.cache_protected_len, pages(most, page_size) * page_size)
+    req.kv_at_length = pages(most, page_size) * page_size
+    return req.kv_at_length
 
 
 @dataclasses.dataclass
@@ -106,16 +118,17 @@ class Budget:
     windows_retractable: int = 0
     windows_kept: int = 0
 
-    def count(self, running: Sequence[Use], coming: Sequence[Use]) -> None:
+    def count(self, running: Uses, coming: Uses) -> None:
         """Fill in what those that decode hold and lack, and what those on their way lack."""
-        if running:
-            self.private = sum([use.held - use.shared for use in running])
+        if running.held:
+            self.private = sum(running.held) - running.shared
             retractable = self.retractable
+            pairs = list(zip(running.held, running.at_length, strict=True))
             # What a request holds itself, it need not be given.
-            self.lacks = max([use.at_length - max(use.held, retractable) for use in running])
-            self.at_most = max([use.at_length - use.held for use in running])
-        if coming:
-            self.coming = max([use.at_length - use.held for use in coming])
+            self.lacks = max([most - (held if held > retractable else retractable) for held, most in pairs])
+            self.at_most = max([most - held for held, most in pairs])
+        if coming.held:
+            self.coming = max([most - held for held, most in zip(coming.held, coming.at_length, strict=True)])
 
     @property
     def retractable(self) -> int:
@@ -184,9 +197,9 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
     coming = [*moving, *transfer_queue.arrived, *scheduler.waiting_queue, *prebuilt, *local]
     if coming:
         running = set(map(id, batch))
-        coming = [req for req in coming if id(req) not in running and not req.finished()]
+        coming = [req for req in coming if id(req) not in running and req.finished_reason is None]
     return LiveReqs(
-        running=[req for req in batch if not req.finished()],
+        running=[req for req in batch if req.finished_reason is None],
         coming=coming,
         quarantined=[dr.req for dr in transfer_queue.quarantine],
         retracted=retracted,
@@ -197,7 +210,7 @@ class Accounts:
     """What requests take of the memory of one decode worker, and what it has for them."""
 
     def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
-        """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `use_of`."""
+        """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `uses_of`."""
         self._tree, self._page = tree, tree.page_size
         self.reserved, self._most_new_tokens = reserved, most_new_tokens
 
@@ -240,8 +253,8 @@ class Accounts:
         in_tree = tree.protected_size_ - tokens_above(holders)
         budget = Budget(self.free(running), tree.pool.available_size(), in_tree, ahead=self.ahead(live))
         budget.count(
-            [use_of(req, page, self._most_new_tokens) for req in running],
-            [use_of(req, page, self._most_new_tokens) for req in coming],
+            uses_of(running, page, self._most_new_tokens),
+            uses_of(coming, page, self._most_new_tokens),
         )
         if live.retracted:
             budget.retracted = sum(req.seqlen + self.reserved for req in live.retracted)

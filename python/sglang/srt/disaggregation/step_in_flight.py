@@ -79,7 +79,8 @@ def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
     if not steps:
         return None
     batch, result = steps[-1]
-    ended = [i for i, req in enumerate(batch.reqs) if req.finished()]
+    # By the attribute: each step of a long queue looks at all that run.
+    ended = [i for i, req in enumerate(batch.reqs) if req.finished_reason is not None]
     return StepInFlight(batch, ended, result.copy_done, page_size) if ended else None
 
 

@@ -66,8 +66,12 @@ class Req(engine.Req):
     from_storage: int = 0
     # Tokens of its prompt that decode computes itself; 0 where prefill does.
     computed_here: int = 0
+    # Tokens of KV, in whole pages, that it will have in the end, as far as is planned for; 0 until that is asked for.
+    kv_at_length: int = 0
     # Of cached_tokens, what prefill held; None where no decode tree admitted the request.
     prefill_cached_tokens: int | None = None
+    # What its messages say of these, from its first token on; see `_get_cached_tokens_details`.
+    cached_tokens_details: dict | None = None
     # Its KV slots as the engine wants them when the prebuilt batch is made, from commit until then.
     committed_indices: torch.Tensor | None = None
     # The tree's generation when this request's KV was computed; None before admission.
@@ -110,7 +114,7 @@ class Req(engine.Req):
         """Adds what admission set, since a resume matches anew."""
         super().reset_for_retract()
         self.cache_protected_len = 0
-        self.committed_indices = None
+        self.committed_indices = self.cached_tokens_details = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
         """Adds what the engine loses: the draft model's KV, and the state that layers without KV have of it.

@@ -170,6 +170,7 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
             self._fail_running(batch.reqs, failed | batch_failures.without_token(result))
         if isinstance(self.tree_cache, DecodeRadixCache):
             batch_failures.keep_undrafted_out(batch, result)
+        self.note_optional_parts(output=getattr(result, "logits_output", None))
         super().process_batch_result(batch, result)
         self.note_step(batch, result)
         if verified:
@@ -275,6 +276,5 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
             self.send_to_tokenizer.send_output(answer, recv_req)
 
     def _flushes_alone(self) -> bool:
-        if self.disaggregation_mode == engine.DisaggregationMode.NULL and self.pegaflow is None:
-            return True
-        return self.attn_tp_size == 1
+        plain = self.disaggregation_mode == engine.DisaggregationMode.NULL and self.pegaflow is None
+        return plain or self.attn_tp_size == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from http import HTTPStatus
+from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
@@ -21,6 +22,17 @@ __all__ = ["SchedulerOutputProcessorMixin"]
 class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
     """Says what decode held of a prompt, and why a request has failed."""
 
+    # Whether a request has had hidden states, experts or other parts of its own in its messages, since the start: all
+    # that run would have to be asked in every step.
+    has_optional_parts = False
+
+    def note_optional_parts(self, asked: Any = None, output: Any = None) -> None:
+        """Take note of what a request ``asked`` for, or of what the ``output`` of a step has for its requests."""
+        if getattr(asked, "return_hidden_states", False) or getattr(asked, "return_routed_experts", False):
+            self.has_optional_parts = True
+        if getattr(output, "customized_info", None):
+            self.has_optional_parts = True
+
     def _get_cached_tokens_details(self, req) -> dict | None:
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
 
@@ -28,10 +40,23 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         tokens and add up to the prompt; ``decode_host`` (with a host tier only) are those of the first that came from
         host memory, and ``decode_storage`` (with a storage below it only) those of these that were fetched for this
         request; the bytes are those of all TP ranks.
+
+        Asked for every message of every request, and the same in all of them once it decodes.
         """
+        if req.decode_prefix_len is None:
+            return super()._get_cached_tokens_details(req)
+        if req.cached_tokens_details is not None:
+            return req.cached_tokens_details
         details = super()._get_cached_tokens_details(req)
-        if req.decode_prefix_len is None or req.transfer_prefix_len is None:
+        if req.transfer_prefix_len is None:
             return details
+        details = self._with_decode_prefix(req, details)
+        if req.output_ids:
+            req.cached_tokens_details = details
+        return details
+
+    def _with_decode_prefix(self, req, details: dict | None) -> dict:
+        """The engine's ``details`` of a request that decode has admitted, and what is ours."""
         prefix_len, sent = req.transfer_prefix_len, len(req.origin_input_ids) - req.transfer_prefix_len
         computed = {"decode_computed": sent} if req.computed_here else {}
         sent = 0 if computed else sent
@@ -68,7 +93,9 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
             reason = self.refused_rooms.reason(req.bootstrap_room)
             if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
                 req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
-        if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
+        if not self.has_optional_parts or not any(
+            req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs
+        ):
             super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
             return
         alike: dict[tuple, list] = {}
@@ -80,16 +107,18 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
 
     def _fail_running(self, reqs, reasons: Mapping[int, str]) -> None:
         """Have requests of a batch fail with the batch's result. reasons: by their place."""
-        for place, req in enumerate(reqs):
-            if place not in reasons or req.finished():
+        for place, reason in reasons.items():
+            # Of a batch that is padded, the result has places that are nobody's.
+            if place >= len(reqs) or reqs[place].finished():
                 continue
+            req = reqs[place]
             # What was sampled for it is no token of its grammar.
             req.grammar = None
             sender = getattr(req, "disagg_kv_sender", None)
             if isinstance(sender, CommonKVSender):
-                sender.fail(reasons[place])
+                sender.fail(reason)
             else:
-                req.to_finish = FINISH_ABORT(reasons[place], HTTPStatus.BAD_REQUEST, "BadRequestError")
+                req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
     def _get_storage_backend_type(self) -> str:
         """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""

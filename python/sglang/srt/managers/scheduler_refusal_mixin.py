@@ -76,6 +76,7 @@ class SchedulerRefusalMixin(Base):
         """
         if isinstance(self.tree_cache, (DecodeRadixCache, PegaFlowTree)):
             keep_extra_key(recv_req)
+        self.note_optional_parts(asked=recv_req)
         # An empty one is none to the engine, until there is another in its batch, which then ends the worker.
         recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
         try:

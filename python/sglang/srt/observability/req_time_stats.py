@@ -25,12 +25,12 @@ class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
     def __getstate__(self) -> dict:
         """Adds all stamps, where a worker remembers them: the engine sends five, and its detokenizer drops these."""
         state = super().__getstate__()
-        if request_life.remembered():
-            life = self.life
-            if life is None:
-                life = request_life.stamps(self, request_life.SCHEDULER_STAGES, engine.global_diff_realtime_monotonic)
-            state = {**state, "life": life}
-        return state
+        if not request_life.remembers():
+            return state
+        life = self.life
+        if life is None:
+            life = request_life.stamps(self, request_life.SCHEDULER_STAGES, engine.global_diff_realtime_monotonic)
+        return {**state, "life": life}
 
     def note_admitted(self, held: int, host: int, local: bool, followed_s: float) -> None:
         """Tell the span of the handshake that a decode worker has admitted the request; it ends when KV is asked for.

@@ -8,6 +8,7 @@ Upstream: none is known; sgl-project/sglang's tracing sends the same times to an
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-__all__ = ["API_STAGES", "EndedRequests", "SCHEDULER_STAGES", "VARIABLE", "remembered", "stamps"]
+__all__ = ["API_STAGES", "EndedRequests", "SCHEDULER_STAGES", "VARIABLE", "remembered", "remembers", "stamps"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
 
@@ -50,6 +51,12 @@ def remembered() -> int:
     if not given.isdecimal():
         raise ValueError(f"{VARIABLE} is {given!r}: give the number of ended requests to remember, 0 for none.")
     return int(given)
+
+
+@functools.cache
+def remembers() -> bool:
+    """Whether it remembers any, as it was when first asked: for each message of each request, which takes a while."""
+    return remembered() > 0
 
 
 def stamps(times: Any, stages: Mapping[str, str], difference: float) -> dict[str, float]:

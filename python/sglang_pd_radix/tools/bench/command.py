@@ -129,6 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slo-seconds", type=float, default=30.0, metavar="S", help="of one rate with --slo (default: 30)"
     )
+    parser.add_argument(
+        "--slo-curve",
+        metavar="N,...",
+        help="with --slo, decode workers without the flag that run at most N requests at a time: what requests/s cost "
+        "in ITL where these bound it",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
     parser.add_argument(
         "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
@@ -170,11 +176,17 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
         name, colon, text = given.partition(":")
         if not colon or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise PdRadixError(f"--compare {given}: write NAME:OPTIONS, NAME of small letters, digits and -")
-        if name in [side.name for side in sides] or name in ("least", "possible", "target"):
+        if (
+            name in [side.name for side in sides]
+            or name in ("least", "possible", "target")
+            or name.startswith(goodput.BOUND_NAME)
+        ):
             raise PdRadixError(f"--compare {given}: {name} is the name of something else, take another")
         sides.append(Side.parse(name, text))
     if args.slo:
         sides.append(goodput.Slo.parse(args.slo).side)
+    if args.slo_curve:
+        sides += goodput.bounded_sides(args.slo_curve)
     return sides
 
 
@@ -191,6 +203,8 @@ def run(args: argparse.Namespace) -> int:
         raise PdRadixError(f"--runs {runs}: must be at least 1")
     if args.slo and (args.link or args.slo_seconds <= 0):
         raise PdRadixError("--slo goes without --link, and with --slo-seconds above 0")
+    if args.slo_curve and not args.slo:
+        raise PdRadixError("--slo-curve goes with --slo")
     if args.sample_every < 0.1:
         raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds")
     sizes, sides = chosen_sizes(args), chosen_sides(args)

@@ -37,6 +37,10 @@ TRIES = 2
 #: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
 LEAST_REQUESTS = 20
 TARGET_OPTION = "--disaggregation-decode-itl-target"
+# Decode workers without the flag that run so many requests at a time, which is what else bounds the ITL.
+BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
+#: Points of the exchange curve are measured at so many times the greatest rate that was tried, where a bound is full.
+BEYOND = 2.0
 COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
 MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
 
@@ -72,6 +76,14 @@ class Slo:
 
     def __str__(self) -> str:
         return f"TTFT {1000 * self.ttft_s:g} ms, ITL {1000 * self.itl_s:g} ms"
+
+
+def bounded_sides(text: str) -> list[Side]:
+    """The sides of the exchange curve of ``off``, of ``N,N,...``. Raises PdRadixError."""
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers) or len({*numbers}) < len(numbers):
+        raise PdRadixError(f"--slo-curve {text}: write different numbers of requests above 0, as in 8,16,32")
+    return [Side(f"{BOUND_NAME}{int(n)}", False, (BOUND_OPTION, str(int(n)))) for n in numbers]
 
 
 @dataclass(frozen=True)
@@ -227,13 +239,17 @@ def measure(
         show.done(f"{name}, {rate:.3g} requests/s: {told(trial)}")
         return trial
 
-    searches = {name: Search() for name in sides}
+    searches = {name: Search() for name in sides if not name.startswith(BOUND_NAME)}
+    bounded: dict[str, Trial] = {}
     try:
         search_all(searches, one)
+        most = max(trial.rate for search in searches.values() for trial in search.trials)
+        bounded |= {name: one(name, min(MOST_RATE, BEYOND * most)) for name in sides if name not in searches}
     except KeyboardInterrupt:
         problems.add("interrupted before all rates were found")
     show.end()
-    return entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned}
+    entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned}
+    return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
 
 def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], problems: Sequence[str]) -> dict[str, Any]:
@@ -302,6 +318,8 @@ def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
         ]
 
     slo = Slo(**entry["slo"])
+    points = sorted((t["requests_per_s"], 1e3 * t["itl_mean_s"]) for t in entry.get("bounded", {}).values())
+    curve = [Line(f"off by {BOUND_OPTION}", COLORS["off"], points, dashed=True)] if points else []
     return {
         "goodput": Chart(
             f"({entry['key']}) requests/s within {slo}",
@@ -313,7 +331,7 @@ def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
             f"({entry['key']}) ITL and requests/s",
             "requests answered per second",
             "ITL mean, ms",
-            lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s),
+            [*lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s), *curve],
             mark=(1e3 * slo.itl_s, "promised"),
         ),
     }
@@ -334,6 +352,7 @@ def markdown(document: Mapping[str, Any]) -> str:
             lines += [f"**{name}**", ""]
             lines += [f"- {t['rate']:.3g}/s: {told(Trial(**t))}" for t in sorted(trials, key=lambda t: t["rate"])]
             lines.append("")
+        lines += [f"- {name}, {t['rate']:.3g}/s: {told(Trial(**t))}" for name, t in entry.get("bounded", {}).items()]
         for name, states in entry.get("step_times", {}).items():
             lines += [f"- {name} has learned: {json.dumps(state)}" for state in states]
         lines += [f"- FAILED: {problem}" for problem in entry["problems"]]

@@ -1,0 +1,145 @@
+"""What a step asks of each request that runs: counted, not timed. `benchmark/host_time.py` times it."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from decode_world import World
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.observability import request_life
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+from sglang.srt.sampling.sampling_params import SamplingParams
+from test_traps import serve, serve_to_end, to_prebuilt, tokens
+
+ENGINE = Scheduler.__bases__[-1]
+# The engine's, which makes the messages.
+MESSAGES = SchedulerOutputProcessorMixin.__bases__[0]
+
+
+class Reqs(list):
+    """Requests that say how often somebody has gone through all of them."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """One whose engine is told of batches and does nothing with them."""
+    made = object.__new__(Scheduler)
+    made.told = []
+    monkeypatch.setattr(MESSAGES, "stream_output_generation", lambda self, reqs, *_: self.told.append(reqs))
+    monkeypatch.setattr(ENGINE, "process_batch_result", lambda self, batch, result: None)
+    made.tree_cache = object.__new__(ChunkCache)
+    return made
+
+
+def test_who_runs_is_not_asked_for_parts_that_nobody_has(scheduler):
+    reqs = Reqs(SimpleNamespace() for _ in range(3))
+    reqs.passes = 0
+    scheduler.stream_output_generation(reqs, False)
+    assert scheduler.told == [reqs] and reqs.passes == 0
+
+
+@pytest.mark.parametrize("part", ["return_hidden_states", "return_routed_experts"])
+def test_a_request_with_parts_of_its_own_is_noted_when_it_comes(scheduler, monkeypatch, part):
+    scheduler.server_args = SimpleNamespace(enable_custom_logit_processor=False)
+    monkeypatch.setattr(ENGINE, "handle_generate_request", lambda self, req: None)
+    plain = {"custom_logit_processor": None, "return_hidden_states": False, "return_routed_experts": False}
+    scheduler.handle_generate_request(SimpleNamespace(**plain))
+    assert not scheduler.has_optional_parts
+    scheduler.handle_generate_request(SimpleNamespace(**{**plain, part: True}))
+    assert scheduler.has_optional_parts
+
+
+def test_a_step_whose_output_has_parts_of_requests_is_noted(scheduler):
+    batch = SimpleNamespace(reqs=[])
+    scheduler.process_batch_result(batch, SimpleNamespace(logits_output=SimpleNamespace(customized_info=None)))
+    scheduler.process_batch_result(batch, SimpleNamespace())
+    assert not scheduler.has_optional_parts
+    scheduler.process_batch_result(batch, SimpleNamespace(logits_output=SimpleNamespace(customized_info={"a": [1]})))
+    assert scheduler.has_optional_parts
+
+
+def test_a_step_in_which_nothing_fails_goes_through_nobody(scheduler):
+    reqs = Reqs([Req("a", "", [1], SamplingParams(max_new_tokens=2))])
+    reqs.passes = 0
+    scheduler._fail_running(reqs, {})
+    assert reqs.passes == 0
+    # Of a padded batch a result has places that are nobody's.
+    scheduler._fail_running(reqs, {0: "no token", 1: "no token"})
+    assert reqs.passes == 0 and isinstance(reqs[0].to_finish, FINISH_ABORT)
+
+
+def test_what_decode_held_is_put_together_once(monkeypatch):
+    world, prompt, asked = World(), tokens(1, 23), []
+    serve_to_end(world, prompt[:16])
+    req, _ = to_prebuilt(world, prompt, prefill_hit=0)
+    scheduler = object.__new__(Scheduler)
+    scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size, scheduler.tree_cache = world.allocator, 1, world.tree
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        kv_manager=SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[100]))
+    )
+    monkeypatch.setattr(MESSAGES, "_get_cached_tokens_details", lambda self, req: asked.append(req.rid))
+    first = scheduler._get_cached_tokens_details(req)
+    assert first["decode_prefix"] == 16
+    assert all(scheduler._get_cached_tokens_details(req) is first for _ in range(5)) and len(asked) == 1
+    # What a resume finds is another matter.
+    req.reset_for_retract()
+    assert scheduler._get_cached_tokens_details(req) is not first and len(asked) == 2
+
+
+def test_a_request_that_ends_before_its_first_token_leaves_nothing_behind(monkeypatch):
+    """What decode held of it may still change, while it has no token."""
+    world, prompt = World(), tokens(1, 23)
+    req = serve(world, prompt).req
+    scheduler = object.__new__(Scheduler)
+    scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size, scheduler.tree_cache = world.allocator, 1, world.tree
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        kv_manager=SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[100]))
+    )
+    req.output_ids = []
+    scheduler._get_cached_tokens_details(req)
+    assert req.cached_tokens_details is None
+
+
+def test_whether_stamps_are_sent_is_found_out_once(monkeypatch):
+    """Each message of each request is pickled."""
+    asked = []
+    monkeypatch.setattr(request_life, "remembered", lambda: asked.append(1) or 0)
+    request_life.remembers.cache_clear()
+    times = SchedulerReqTimeStats(disagg_mode=DisaggregationMode.DECODE)
+    for _ in range(5):
+        assert pickle.loads(pickle.dumps(times)).life is None
+    request_life.remembers.cache_clear()
+    assert len(asked) == 1
+
+
+def test_a_blocked_queue_does_not_add_up_who_runs_in_every_step():
+    """Nothing can fit while nobody ends and no memory becomes free."""
+    world = World(size=64)
+    running = serve(world, tokens(2, 24), max_new=30).req
+    head = world.arrive(tokens(3, 40))
+    world.handshake(head)
+    world.step()
+    assert not head.kv_receiver.asked
+    asked, budget = [], world.queue.accounts.budget
+    world.queue.accounts.budget = lambda *args: asked.append(1) or budget(*args)
+    for _ in range(10):
+        world.decode()
+        world.step()
+    # At most in the step in which what is blocked is looked at whatever has happened.
+    assert len(asked) <= 1 and not head.kv_receiver.asked
+    world.finish(running)
+    world.step()
+    assert head.kv_receiver.asked
+    world.check()
