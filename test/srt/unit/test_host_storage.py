@@ -484,7 +484,9 @@ def test_new_weights_do_not_read_what_the_old_have_written(world):
     assert one.serve(prompt) == 0
     one.forget()
     assert one.serve(prompt) == 0 and one.tier.state()["storage"]["written"] == 24
-    assert not one.tier.state()["storage"]["in_use"]
+    stored = one.stored()
+    one.serve(tokens(50, 12))
+    assert one.stored() == stored and not one.tier.state()["storage"]["in_use"]
 
 
 # ---- ranks ----

@@ -143,9 +143,10 @@ class Fetches:
         """What this rank knows."""
         late = self._LATE if now > fetch.deadline else self._UNDER_WAY
         if fetch.loading:
-            # In this order: what has ended has come.
-            ended = fetch.ended or fetch.failed
-            return (self._ENDED if ended else late), fetch.come
+            # In this order: what has ended has come. One that could not begin ends for all at once: until then the
+            # ranks' memory differs.
+            state = self._LATE if fetch.failed else self._ENDED if fetch.ended else late
+            return state, fetch.come
         if fetch.agreed is None and fetch.found is not None:
             return self._ENDED, fetch.found
         return late, 0
@@ -196,14 +197,15 @@ class Fetches:
             if not same or held < asked or fetch.agreed - max(held, on_device) < self._least:
                 self._close(fetch, 0)
                 continue
-            room = self._most - self.loading_tokens
+            room = self._most - sum(one.begun for one in self.open)
             if room < self._page:
                 # It waits for others to end.
                 return
             tokens = min(fetch.agreed - held, room, (available + evictable - unlocked) // self._page * self._page)
-            if held + tokens <= on_device:
+            if tokens < self._page or held + tokens <= on_device:
                 self._close(fetch, 0)
                 continue
+            fetch.begun = tokens
             try:
                 self._begin(fetch, held, tokens)
             except Exception as e:

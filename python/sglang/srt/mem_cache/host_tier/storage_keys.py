@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
+from sglang.srt.mem_cache.pegaflow.pages import first_hash, model_files, page_hashes
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -57,22 +57,8 @@ def weights_id(model_path: str, revision: str | None) -> str:
     Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. Raises
     ValueError if the files are not on this machine.
     """
-    path = Path(model_path)
-    if not path.exists():
-        try:
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model_path, revision=revision, local_files_only=True))
-        except Exception as error:
-            raise ValueError(
-                f"--hicache-storage-backend cannot tell which weights {model_path!r} has, since they are not on this "
-                "machine: download them first, give a directory as --model-path, or name them with "
-                '--hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all workers with them.'
-            ) from error
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if not file.is_file() or file.name.startswith("."):
-            continue
+    for file in model_files(model_path, revision, "--hicache-storage-backend"):
         blob, stat = file.resolve(), file.stat()
         content = blob.name if file.is_symlink() and blob.parent.name == "blobs" else stat.st_mtime_ns
         digest.update(f"{file.name}\0{stat.st_size}\0{content}\n".encode())

@@ -41,8 +41,10 @@ class Fetch:
     deadline: float = 0.0
     found: int | None = None
     names: list[bytes] = field(default_factory=list)
-    # What all ranks have found; and from then on, when it is being read: where to, behind which node, which is locked.
+    # What all ranks have found; and from then on, when it is being read: how many tokens, the same on all ranks, where
+    # to, and behind which node, which is locked.
     agreed: int | None = None
+    begun: int = 0
     above: TreeNode | None = None
     start: int = 0
     slots: torch.Tensor | None = None
@@ -55,7 +57,7 @@ class Fetch:
 
     @property
     def loading(self) -> bool:
-        return self.slots is not None or self.failed
+        return self.begun > 0
 
     def close(self) -> None:
         """Nothing more is written to its slots. Takes as long as a page is copied, at most."""

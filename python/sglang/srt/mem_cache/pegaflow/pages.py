@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["HASH_BYTES", "first_hash", "model_namespace", "page_hashes", "rank_namespace", "weights_fingerprint"]
+__all__ = [
+    "HASH_BYTES",
+    "first_hash",
+    "model_files",
+    "model_namespace",
+    "page_hashes",
+    "rank_namespace",
+    "weights_fingerprint",
+]
 
 HASH_BYTES = 32
 _TOKEN = array("q")
@@ -37,7 +45,9 @@ _RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
 
 def first_hash(extra_key: str | None) -> bytes:
     """What the hash of a prompt's first page is chained to: another one for each ``extra_key`` (salt, adapter)."""
-    return hashlib.sha256(b"none" if extra_key is None else b"key:" + extra_key.encode()).digest()
+    return hashlib.sha256(
+        b"none" if extra_key is None else b"key:" + extra_key.encode("utf-8", "surrogatepass")
+    ).digest()
 
 
 def page_hashes(token_ids: Sequence[int], page_size: int, before: bytes) -> list[bytes]:
@@ -60,6 +70,18 @@ def weights_fingerprint(model_path: str, revision: str | None) -> str:
 
     For the name of a repository that has been downloaded, its snapshot counts. Raises ValueError if neither is there.
     """
+    digest = hashlib.sha256()
+    for file in model_files(model_path, revision, "--enable-pegaflow"):
+        stat = file.stat()
+        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def model_files(model_path: str, revision: str | None, option: str) -> list[Path]:
+    """The files of the model that ``model_path`` names, or of its snapshot that has been downloaded.
+
+    option: that needs them. Raises ValueError if they are not on this machine.
+    """
     path = Path(model_path)
     if not path.exists():
         try:
@@ -68,16 +90,11 @@ def weights_fingerprint(model_path: str, revision: str | None) -> str:
             path = Path(snapshot_download(model_path, revision=revision, local_files_only=True))
         except Exception as error:
             raise ValueError(
-                f"--enable-pegaflow cannot tell which weights {model_path!r} has, since they are not on this machine: "
+                f"{option} cannot tell which weights {model_path!r} has, since they are not on this machine: "
                 "download them first (`huggingface-cli download`), or give a directory as --model-path."
             ) from error
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    digest = hashlib.sha256()
-    for file in files:
-        if file.is_file() and not file.name.startswith("."):
-            stat = file.stat()
-            digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    return [file for file in files if file.is_file() and not file.name.startswith(".")]
 
 
 def model_namespace(args: ServerArgs) -> str:
