@@ -10,7 +10,8 @@ simulated clock (``sim/times.py`` has their constants and where these come from)
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
 order of arrival, ``new`` the defaults. ``share`` is not to be had: as ``new``, but followers share the pages of their
-leader while these are written (``sim/share.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of
+leader while these are written (``sim/share.py``). ``local``, if it is named, is ``new`` with short remainders computed
+on decode (``sim/local.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of
 time (``times.step=``) or an argument of the decode server (``args.NAME=``). ``trace``, ``trace4`` and ``trace16`` are a
 recorded trace on so many decode workers and need ``--trace FILE``.
 
@@ -56,7 +57,9 @@ MODES: dict[str, dict[str, Any]] = {
     "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
     "new": {ADMISSION: "prefix", OVERTAKEN: 32},
     "share": {ADMISSION: "prefix", OVERTAKEN: 32},
+    "local": {ADMISSION: "prefix", OVERTAKEN: 32, "disaggregation_decode_local_prefill": "auto"},
 }
+DEFAULT_MODES = ("off", "today", "new", "share")
 
 
 def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def main() -> int:
     """Simulate, print the tables, return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--workload", default="published,g,h", metavar="KEY,...", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--modes", default=",".join(MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", default=",".join(DEFAULT_MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
     parser.add_argument("--trace", metavar="FILE", help="Mooncake-format trace for the workloads of that name")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sim.events import Clock
 from sim.figures import Gauges, Record
+from sim.local import SimulatedSteps
 from sim.prefill import Job, Link, Prefill
 from sim.workload import SPAN, Request, Workload
 
@@ -54,6 +55,8 @@ class Receiver:
         self.bootstrap_addr = f"{prefill.name}:8998"
         self.state = KVPoll.Bootstrapping
         self.quiet = False
+        # Every prefill here drops what decode computes.
+        self.kv_mgr = SimpleNamespace(prefills=SimpleNamespace(of=lambda address: SimpleNamespace(drops=True)))
 
     def init(self, prefill_dp_rank: int) -> None:
         self.worker.clock.after(self.worker.times.handshake, self._shaken)
@@ -82,6 +85,21 @@ class Receiver:
         meta.bootstrap_room[self.aux_index, 0] = self.req.bootstrap_room
         self.state = KVPoll.Success
         self.worker.wake()
+
+    @property
+    def conclude_state(self) -> int | None:
+        return self.state if self.state in (KVPoll.Success, KVPoll.Failed) else None
+
+    @conclude_state.setter
+    def conclude_state(self, state: int) -> None:
+        self.state = state
+
+    def end(self) -> None:
+        """Nothing is asked of prefill: decode computes the prompt."""
+        record = self.record
+        record.admitted = self.worker.clock.now
+        record.prefix_len = min((self.req.transfer_prefix_len or 0) * self.worker.scale, record.request.length)
+        self.worker.asked(record)
 
     def failure_exception(self) -> None:
         raise RuntimeError("failed in the simulation")
@@ -165,6 +183,7 @@ class SimulatedDecode(DecodeWorker):
         # By slot, who brings what others may share meanwhile; see `share.py`.
         self.landing: dict[int, Any] = {}
         self.records: dict[str, Record] = {}
+        self.local = None if self.transfer.local is None else SimulatedSteps(self, self.transfer.local)
         self.gauges = Gauges()
         self._ids = itertools.count(1)
         # A stride: decode steps without a look at the queues.
@@ -229,6 +248,8 @@ class SimulatedDecode(DecodeWorker):
         if version != self._version:
             return
         steps, self._steps = self._steps, 0
+        if self.local is not None:
+            self.local.decoded(steps)
         self.gauges.decoded += steps * len(self.running)
         self._grow(steps)
         ended = [r for r in self.running if self.records[r.rid].tokens >= self.records[r.rid].request.answer]
@@ -241,16 +262,21 @@ class SimulatedDecode(DecodeWorker):
         self._tick()
 
     def _tick(self) -> None:
-        """A look at the queues, the prebuilt batch, and the next decode steps."""
+        """A look at the queues, the prebuilt batch, and the next decode steps, or one over prompts."""
+        if self.local is not None and self.local.under_way:
+            return
         self._ticking = False
         self._look()
         self.gauges.take(self)
-        if self.running:
+        seconds = None if self.local is None else self.local.begin()
+        if seconds is not None:
+            self._ticking = True
+            self.clock.after(seconds, self._end_local)
+        elif self.running:
             records = [self.records[r.rid] for r in self.running]
-            tokens = sum([r.request.length + r.tokens for r in records])
             left = min([r.request.answer - r.tokens for r in records])
             self._began = self.clock.now
-            self._step = self._step_time(len(records), tokens)
+            self._step = self._step_time(len(records), self.tokens_read())
             self._stride(1 if self.gate is not None else min(left, self.times.stride))
         elif self.records:
             if self.gate is not None:
@@ -269,6 +295,15 @@ class SimulatedDecode(DecodeWorker):
         step = times.decode_step(requests, tokens) + merged
         return step * (1 + times.beside) if times.beside and self.beside() else step
 
+    def _end_local(self) -> None:
+        assert self.local is not None
+        self.local.end()
+        self._tick()
+
+    def tokens_read(self) -> int:
+        """Tokens of KV that the next decode step reads."""
+        return sum([self.records[r.rid].request.length + self.records[r.rid].tokens for r in self.running])
+
     def _poll(self) -> None:
         if self._ticking:
             self._tick()
@@ -285,18 +320,23 @@ class SimulatedDecode(DecodeWorker):
         ready, self.scheduler.waiting_queue = self.waiting[:room], self.waiting[room:]
         for req in ready:
             req.init_next_round_input(self.tree)
-            record = self.records[req.rid]
-            if record.first is None:
-                record.first = self.clock.now
-                record.tokens = 1
-                # The metadata buffer has 32 bits for it.
-                req.output_ids[0] = record.request.answer_key * SPAN
-            if record.tokens >= record.request.answer:
-                self._release(req)
-            else:
-                self.tree.cache_unfinished_req(req)
-                self._complete_page(req)
-                self.running.append(req)
+            self.begin_answer(req, req.output_ids)
+
+    def begin_answer(self, req: Req, first: Sequence[int]) -> None:
+        """``req`` has its prompt's KV and its first token, and decodes from now on. first: what stands for that."""
+        record = self.records[req.rid]
+        req.output_ids = list(first)
+        if record.first is None:
+            record.first = self.clock.now
+            record.tokens = 1
+            # The metadata buffer has 32 bits for it.
+            req.output_ids[0] = record.request.answer_key * SPAN
+        if record.tokens >= record.request.answer:
+            self._release(req)
+        else:
+            self.tree.cache_unfinished_req(req)
+            self._complete_page(req)
+            self.running.append(req)
 
     # ---- decoding ----
 

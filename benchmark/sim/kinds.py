@@ -19,6 +19,18 @@ KINDS: dict[str, Callable[[], Sizes]] = {
     "trace4": functools.partial(Trace, decodes=4),
     "trace16": functools.partial(Trace, decodes=16),
     "many": Many,
+    # Short questions, of which decode has all but the last.
+    "chat": functools.partial(
+        Many,
+        requests=3000,
+        documents=200,
+        document=2048,
+        question=64,
+        answer=256,
+        decodes=1,
+        prefills=2,
+        concurrency=64,
+    ),
 }
 
 

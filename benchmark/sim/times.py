@@ -53,6 +53,10 @@ class Times:
         """Seconds of one decode step of ``requests`` requests that read ``tokens`` tokens of KV together."""
         return self.step + self.step_request * requests + self.step_token * tokens
 
+    def extend(self, spans: list[tuple[int, int]]) -> float:
+        """Seconds of a step over prompts on decode, which reads the weights as any step. spans: as in `prefill`."""
+        return self.step + self.prefill(spans) - self.batch
+
     def prefill(self, spans: list[tuple[int, int]]) -> float:
         """Seconds of one prefill batch. spans: (tokens before, new tokens) of each request in it."""
         new = sum(n for _, n in spans)

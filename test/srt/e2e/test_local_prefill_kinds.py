@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import aggregated_answers
-from pd import FLAG, TP2, Pair, conversations, counter
+from pd import FLAG, TP2, Pair, ask, conversations, counter
 from test_dp_attention import DP2
 from test_local_prefill import COMPUTED, LOCAL, REQUESTS
 from test_lora import OPTIONS as LORA
@@ -55,6 +55,15 @@ def test_dp_attention(clusters, model, truth, backend):
     check(Pair(cluster), truth)
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8(clusters, model, backend, dtype):
+    """What a step over a remainder reads has been rounded, whoever has computed it."""
+    fp8 = ["--kv-cache-dtype", dtype]
+    send = ask(clusters.get(model, aggregated=True, common_args=["--page-size", "16", *fp8]).router_url)
+    truth = {"conversations": conversations(send), "long": conversations(send, 6, 1, seed=5, max_new=96)}
+    check(Pair(clusters.get(model, decode_args=ON, common_args=[*PAGES, *fp8], backend=backend)), truth)
+
+
 @pytest.mark.parametrize("arch", ["eagle", "eagle3"])
 def test_drafts(clusters, tmp_path_factory, backend, arch):
     """Both versions of the engine's speculation; as many drafts accepted as of prompts that prefill has computed."""
@@ -81,10 +90,13 @@ def test_drafts(clusters, tmp_path_factory, backend, arch):
         assert seen[0] == seen[1]
 
 
-def test_adapters(clusters, model, adapters, lora_truth, backend):
+@pytest.mark.parametrize("ranks", [[], [*TP2, *DP2]], ids=["one rank", "dp attention"])
+def test_adapters(clusters, model, adapters, lora_truth, backend, ranks):
     paths = [f"{name}={adapters[name]}" for name in "ab"]
     common = [*LORA, "--lora-paths", *paths]
-    pair = Pair(clusters.get(model, decode_args=ON, common_args=common, backend=backend))
+    prefill = TP2 if ranks else []
+    cluster = clusters.get(model, prefill_args=prefill, decode_args=[*ON, *ranks], common_args=common, backend=backend)
+    pair = Pair(cluster)
     for _ in range(2):
         for i, prompt in enumerate(PROMPTS):
             for name in (None, "a", "b"):

@@ -98,7 +98,7 @@ def test_a_prefill_that_is_busy_answers_its_client_at_once(cluster):
     before = counter(busy.decode_url, TAKEN)
     with ThreadPoolExecutor(8) as pool:
         # For another decode worker, which waits: more than prefill computes in the time.
-        elsewhere = [pool.submit(Pair(cluster, 0, 1), words(rnd, 6000), 1) for _ in range(6)]
+        elsewhere = [pool.submit(Pair(cluster, 0, 1), words(rnd, 4000), 1) for _ in range(4)]
         time.sleep(0.5)
         body = busy.body(prompt, 12)
         first, second = busy.ask_prefill(body), busy.ask_decode(body)

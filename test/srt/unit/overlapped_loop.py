@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from decode_world import World, aborted, kv_of
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.local_pace import Pace
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
@@ -193,6 +194,9 @@ class Loop(World):
         if self.tier is not None:
             memory = self.tier.memory
             memory.save, memory.load = self._when_over(memory.save), self._when_over(memory.load)
+        if self.transfer.local is not None:
+            # What is measured of steps is not the same in every run.
+            self.transfer.local.pace.own = lambda: [0] * Pace.width
         self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> LoopScheduler:

@@ -21,18 +21,35 @@ from test_step_in_flight import Play, RankPlay, scripts
 LOCAL = {"disaggregation_decode_local_prefill": "40"}
 
 
-def local_loop(slice_tokens: int, **sizes: Any) -> Loop:
+# What is measured of a decode step, of a step over prompts and of prefill, as `Pace.own` has it; nothing.
+UNPACED = (0, 0, 0, 0, 0)
+# A step over prompts takes as long as decode steps of one request earn in 8, and what prefill does much longer, or not.
+SLOW_PREFILL, FAST_PREFILL = (100, 300, 5, 0, 10**6), (100, 300, 5, 0, 1)
+
+
+def local_loop(slice_tokens: int, measured: tuple[int, ...] = UNPACED, **sizes: Any) -> Loop:
+    """measured: on this rank, in place of the time that its steps take."""
     loop = Loop(options=LOCAL, **sizes)
     local = loop.transfer.local
-    local.policy = Policy(most=12, slice=slice_tokens, step=2 * slice_tokens, queued=20, debt=24)
+    local.pace.own = lambda: list(measured)
+    local.policy = Policy(most=12, slice=slice_tokens, step=2 * slice_tokens, queued=20, debt=24, paced=True)
     return loop
 
 
 # ---- whole lives ----
 
 
-@pytest.mark.parametrize("page_size, slice_tokens", [(1, 3), (1, 40), (4, 4), (4, 7), (4, 40)])
-def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens):
+@pytest.mark.parametrize(
+    "page_size, slice_tokens, measured",
+    [
+        (1, 3, SLOW_PREFILL),
+        (1, 40, UNPACED),
+        (4, 4, UNPACED),
+        (4, 7, SLOW_PREFILL),
+        (4, 40, FAST_PREFILL),
+    ],
+)
+def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens, measured):
     """I1 to I8 after each step of the real loop; every answer is the model's; nothing hangs and nothing leaks."""
     computed, sliced, asked = 0, 0, 0
 
@@ -40,7 +57,7 @@ def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens)
     @settings(max_examples=15, deadline=None)
     def play(script, size):
         nonlocal computed, sliced, asked
-        loop = local_loop(slice_tokens, size=size, page_size=page_size, reserved=0, max_reqs=4)
+        loop = local_loop(slice_tokens, measured, size=size, page_size=page_size, reserved=0, max_reqs=4)
         Play(loop, script).run()
         computed += len({rid for rid, *_ in loop.extended})
         sliced += len(loop.extended) - len({rid for rid, *_ in loop.extended})
@@ -53,7 +70,10 @@ def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens)
 
 
 def on_ranks(rank: int, page_size: int, size: int, script: list[list[tuple]], lags: list[int]) -> list[tuple]:
-    loop = local_loop(4, size=size, page_size=page_size, reserved=0, max_reqs=4, group=dist.group.WORLD)
+    # All go by the first rank's figures.
+    measured = (UNPACED, SLOW_PREFILL) if size == 32 else (SLOW_PREFILL, FAST_PREFILL)
+    sizes = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4, "group": dist.group.WORLD}
+    loop = local_loop(4, measured[rank], **sizes)
     play = RankPlay(loop, rank, script, lags)
     play.run()
     return [*play.turns, ("extended", loop.extended)]
@@ -74,9 +94,11 @@ def test_tp_ranks_compute_the_same_in_the_same_steps(pair, page_size):
     assert computed
 
 
-def played(script: dict[int, Any], slice_tokens: int = 4, page_size: int = 4, **sizes: Any) -> Loop:
+def played(
+    script: dict[int, Any], slice_tokens: int = 4, page_size: int = 4, measured: tuple[int, ...] = UNPACED, **sizes: Any
+) -> Loop:
     """A loop in which ``script`` says what happens before which turn; transfers arrive at once."""
-    loop = local_loop(slice_tokens, size=sizes.pop("size", 128), page_size=page_size, reserved=0, **sizes)
+    loop = local_loop(slice_tokens, measured, size=sizes.pop("size", 128), page_size=page_size, reserved=0, **sizes)
 
     def between() -> None:
         if loop.iterations in script:

@@ -212,7 +212,7 @@ class Admission:
 
     def _computes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
         """Whether what the tree lacks of ``req`` is computed here."""
-        return self._local is not None and self._local.should_compute(req, found, lambda: bool(live().running))
+        return self._local is not None and self._local.should_compute(req, found, lambda: len(live().running))
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan, fence: Fence) -> None:
         """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""

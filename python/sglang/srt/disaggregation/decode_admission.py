@@ -24,6 +24,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
@@ -125,13 +126,23 @@ class Transfers:
     KEPT = 32
     # What a transfer of fewer tokens takes is not for its tokens.
     LEAST_TOKENS = 256
+    # Older ones say nothing of what a prefill does now.
+    LATE_S = 30.0
 
     def __init__(self) -> None:
         self._paces: dict[Hashable, deque[float]] = {}
+        # When the last short ones ended, and their seconds.
+        self._short: deque[tuple[float, float]] = deque(maxlen=8)
 
     def done(self, prefill: Hashable, tokens: int, seconds: float) -> None:
         """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
         self._paces.setdefault(prefill, deque(maxlen=self.KEPT)).append(seconds / max(tokens, self.LEAST_TOKENS))
+        self._short.append((time.monotonic(), seconds * self.LEAST_TOKENS / max(tokens, self.LEAST_TOKENS)))
+
+    def short(self) -> float | None:
+        """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
+        since = time.monotonic() - self.LATE_S
+        return median(found) if (found := [seconds for at, seconds in self._short if at > since]) else None
 
     def pace(self, prefill: Hashable) -> float | None:
         """Seconds per token of the slowest of the last transfers; None if there were none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
@@ -18,10 +18,9 @@ from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "peer_drops", "priority_sign", "takes_prefix"]
+__all__ = ["Agreed", "Measured", "OwnFigures", "Schedule", "Window", "peer_drops", "priority_sign", "takes_prefix"]
 
 READY = Phase.READY
 # Places of the window that are not given to requests whose handshake is done, where the queue is longer than it.
@@ -54,6 +53,20 @@ class OwnFigures(NamedTuple):
     buffers: int
 
 
+class Measured(Protocol):
+    """What goes by figures that the first rank has measured; see `Ranks.agree`."""
+
+    width: int
+
+    def own(self) -> list[int]:
+        """This rank's, `width` of 0 or more."""
+        ...
+
+    def take(self, figures: list[int]) -> None:
+        """Those that all ranks go by."""
+        ...
+
+
 def takes_prefix(decode_req: DecodeRequest) -> bool:
     """Whether a prefix may be named to the prefill of a request."""
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
@@ -83,13 +96,13 @@ class Schedule:
         tree: DecodeRadixCache,
         priority_sign: Callable[[], int],
         computes_here: bool = False,
-        gate: ItlGate | None = None,
+        measured: Sequence[Measured] = (),
     ):
         """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count.
 
-        computes_here: whether this worker computes prompts itself. gate: what ranks agree on for it beside the rest.
+        computes_here: whether this worker computes prompts itself. measured: what ranks agree on beside the rest.
         """
-        self._gate = gate
+        self._measured = measured
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
         self._computes_here = computes_here
         # The last order of admission, and the state in which it was found.
@@ -147,8 +160,8 @@ class Schedule:
         requests, entries = window
         for i in self._follow(window, alone=True):
             self._policy.give_up(entries[i])
-        if self._gate is not None:
-            self._gate.take(self._gate.own())
+        for one in self._measured:
+            one.take(one.own())
         ready = [requests[i] for i in self._order(window)]
         # Asked one by one: most of a long queue stands behind the first that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
@@ -185,12 +198,14 @@ class Schedule:
             # What is less on one rank is so for all.
             [takes_prefix(dr) + (self._computes_here and peer_drops(dr)) for dr in requests],
             expired,
-            [] if self._gate is None else self._gate.own(),
+            [figure for one in self._measured for figure in one.own()],
         )
         if told is None:
             return None
-        if self._gate is not None:
-            self._gate.take(told.measured)
+        first = 0
+        for one in self._measured:
+            one.take(told.measured[first : first + one.width])
+            first += one.width
         take_polls(told.polls)
         if policy.may_follow:
             for entry, capable in zip(entries, told.capable, strict=True):

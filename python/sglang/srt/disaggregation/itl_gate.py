@@ -13,14 +13,13 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, mean_of
+from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, StepWatch, mean_of
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ class Load:
 class ItlGate:
     """The target of one rank, what it knows of steps, and whom it holds back."""
 
+    width = WIDTH
+
     def __init__(self, target_ms: float, tree: DecodeRadixCache, shares: bool = False, counters: Any = None):
         """shares: whether a step reads what several of its requests share once."""
         self.target_ms, self._target = target_ms, round(target_ms * PS / 1000)
@@ -107,9 +108,8 @@ class ItlGate:
         self.estimate: Estimate | None = None
         self._accepted: deque[float] = deque(maxlen=RECENT)
         self._answers: deque[int] = deque(maxlen=ANSWERS)
-        # When the last step ended, if the loop has not been idle since; the requests of the last step, and the tokens
-        # of theirs that it did not read again.
-        self._ended: float | None = None
+        self._watch = StepWatch()
+        # The requests of the last step, and the tokens of theirs that it did not read again.
         self._reqs: list[Req] = []
         self._read_once = 0
         self._steps = 0
@@ -136,16 +136,15 @@ class ItlGate:
 
     def idle(self) -> None:
         """The loop has nothing to do: the next step's time is not what passes until its end."""
-        self._ended = None
+        self._watch.idle()
 
     def note_step(self, batch: Any, result: Any, now: float | None = None) -> None:
         """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
-        now = time.monotonic() if now is None else now
-        began, self._ended = self._ended, now
+        seconds = self._watch.lap(now)
         reqs, mode = batch.reqs, batch.forward_mode
         if not mode.is_decode():
-            if mode.is_extend() and began is not None and batch.prefill_stats is not None:
-                self.computed.note(batch.prefill_stats.log_input_tokens, 0, now - began)
+            if mode.is_extend() and seconds is not None and batch.prefill_stats is not None:
+                self.computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
             return
         accepted = getattr(result, "accept_length_per_req_cpu", None)
         if accepted:
@@ -154,8 +153,8 @@ class ItlGate:
             [len(req.output_ids) for req in reqs if req.finished_reason is not None and not _aborted(req)]
         )
         self._note_joined(reqs)
-        if began is not None:
-            self.decode.note(self._requests(batch), self._tokens(reqs), now - began)
+        if seconds is not None:
+            self.decode.note(self._requests(batch), self._tokens(reqs), seconds)
         self._steps += 1
         if self._counters is not None and self._steps % REPORT == 0:
             self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0, self.waiting)

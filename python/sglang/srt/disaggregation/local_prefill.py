@@ -21,6 +21,7 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.deferred_release import let_go
+from sglang.srt.disaggregation.local_pace import Pace
 from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -45,6 +46,7 @@ class Policy(NamedTuple):
     step: computed in one step while none does. queued: what may wait for its step, while others decode; what comes
     beyond goes to prefill, which works at the same time. debt: what decode computed of a conversation and prefill has
     never seen; prefill computes it with the next remainder that is its own, so a conversation that has more goes there.
+    paced: whether steps over prompts keep to a part of the time, see local_pace.py; who names a number wants them here.
     """
 
     most: int
@@ -52,6 +54,7 @@ class Policy(NamedTuple):
     step: int
     queued: int
     debt: int
+    paced: bool = False
 
     @classmethod
     def of(cls, asked: str) -> Policy | None:
@@ -60,10 +63,11 @@ class Policy(NamedTuple):
             return None
         if asked != "auto" and not (asked.isdecimal() and int(asked)):
             raise ValueError(f"--disaggregation-decode-local-prefill is {asked!r}: give off, auto or 1 token or more.")
-        most = AUTO.most if asked == "auto" else int(asked)
-        return AUTO._replace(
-            most=most, step=max(AUTO.step, most), queued=max(AUTO.queued, most), debt=max(AUTO.debt, most)
-        )
+        if asked == "auto":
+            return AUTO
+        most = int(asked)
+        step, queued, debt = (max(figure, most) for figure in (AUTO.step, AUTO.queued, AUTO.debt))
+        return Policy(most, AUTO.slice, step, queued, debt)
 
     def should_compute(self, delta: int, queued: int, debt: int, others: bool) -> bool:
         """Whether a remainder of ``delta`` tokens is decode's. queued: what waits. others: whether requests decode."""
@@ -72,8 +76,8 @@ class Policy(NamedTuple):
         return not (others and queued) or queued + delta <= self.queued
 
 
-# A chat's turn has fewer than 128 tokens; 64 in a step of others were hardly felt in a prototype (not measured since).
-AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=1024)
+# A chat's turn has fewer than 128 tokens. How often 64 may lengthen a step of others: local_pace.py.
+AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=1024, paced=True)
 # Of so many steps one goes by the order of admission alone.
 IN_TURN = 4
 
@@ -138,6 +142,7 @@ class LocalPrefills:
         """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
         self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
         self.policy, self._tells = policy, tells
+        self.pace = Pace(admission.transfers.short)
         # How many of so many tokens one step may compute while others wait for it.
         self.bound: Callable[[int], int] = lambda most: most
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
@@ -166,15 +171,18 @@ class LocalPrefills:
             found |= {id(req): req for req in self.launched.reqs}
         return list(found.values())
 
-    def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], bool]) -> bool:
-        """Whether ``req``, of which the tree holds ``found``, is computed here. others: whether requests decode."""
+    def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], int]) -> bool:
+        """Whether ``req``, of which the tree holds ``found``, is computed here. others: requests that decode."""
         delta = max(1, len(req.origin_input_ids) - found.length)
         if delta > self.policy.most or not may_compute(req):
             return False
         decoding = others()
         if decoding and not self.slices and delta > self.bound(self.policy.slice):
             return False
-        return self.policy.should_compute(delta, self.queued, unknown_to_prefill(found), decoding)
+        queued = self.queued
+        if not self.policy.should_compute(delta, queued, unknown_to_prefill(found), bool(decoding)):
+            return False
+        return not (decoding and self.policy.paced) or self.pace.is_sooner(delta, queued, self.policy.slice, decoding)
 
     # ---- admission: see `PrefillDeltas` ----
 
@@ -248,6 +256,15 @@ class LocalPrefills:
         """The last step, and those of its requests of whose prompt a part is left; None if there was none."""
         batch, self.launched = self.launched, None
         return None if batch is None else (batch, [one.req for one in self.waiting])
+
+    def may_step(self, decoding: int) -> bool:
+        """Whether the next step may be one over prompts, for which ``decoding`` requests wait.
+
+        Prompts without a prefill do not wait for it: they could be long, and nobody else computes them.
+        """
+        if not decoding or not self.policy.paced or self.pace.has_time:
+            return True
+        return any(one.agreed and not one.is_short for one in self.waiting)
 
     def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
         """What the next step computes: short remainders, then others, both in order of admission.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["end_local_step", "make_local_prefills", "merge_computed", "next_local_batch"]
+__all__ = ["end_local_step", "make_local_prefills", "merge_computed", "next_local_batch", "step_watchers"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,12 @@ def make_local_prefills(
     return local
 
 
+def step_watchers(queue: Any) -> list[Any]:
+    """What learns from the time that steps take, on a worker with this queue of transfers; None: on another."""
+    local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
+    return [*([] if gate is None else [gate]), *([] if local is None else [local.pace])]
+
+
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
     """The step over remainders that comes next; None if there is none, or requests decode first.
 
@@ -60,6 +66,14 @@ def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
     """
     if local is None:
         return None
+    batch = _local_batch(scheduler, local)
+    if batch is None:
+        # Of those that decode, if there are any.
+        local.pace.decoded(scheduler.running_batch.batch_size(), local.policy.slice)
+    return batch
+
+
+def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     after_local = local.launched is not None
     end_aborted(scheduler, local)
     merge_computed(scheduler, local)
@@ -69,11 +83,14 @@ def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
     elif after_local:
         running.filter_batch(v1_spec_info_filtered=True)
     # Or who decodes, or could begin to, would stand still for as long as prompts come.
-    if after_local and (scheduler.waiting_queue or not running.is_empty()):
+    decoding = running.batch_size() + len(scheduler.waiting_queue)
+    if (after_local and decoding) or not local.may_step(decoding):
         return None
     slices = local.begin(pick(scheduler, local))
     if not slices:
         return None
+    if all(one.is_short for one, _ in slices):
+        local.pace.computed(sum(one.req.extend_input_len for one, _ in slices), decoding)
     batch = scheduler.maybe_prepare_mlp_sync_batch(launch(scheduler, local, slices))
     set_schedule_time_batch(batch)
     return batch

@@ -11,6 +11,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Estimate", "Parts", "StepTimes"]
+__all__ = ["Estimate", "Parts", "StepTimes", "StepWatch"]
 
 # Picoseconds in a second: ranks agree on whole numbers, and compute with nothing else.
 PS = 10**12
@@ -180,6 +181,24 @@ class StepTimes:
             seconds / (fit[0] + fit[1] * requests + fit[2] * tokens) for requests, tokens, seconds in self._recent
         ]
         return min(MOST_DRIFT, max(1 / MOST_DRIFT, median(ratios)))
+
+
+class StepWatch:
+    """Takes the time of each step: that since the step before ended."""
+
+    def __init__(self) -> None:
+        # When the last step ended, if the loop has not been idle since.
+        self._ended: float | None = None
+
+    def idle(self) -> None:
+        """The loop has nothing to do: the next step's time is not what passes until its end."""
+        self._ended = None
+
+    def lap(self, now: float | None = None) -> float | None:
+        """A step has ended, ``now`` by the monotonic clock. Returns its seconds; None after an idle loop."""
+        now = time.monotonic() if now is None else now
+        began, self._ended = self._ended, now
+        return None if began is None else now - began
 
 
 def _level(number: int) -> int:

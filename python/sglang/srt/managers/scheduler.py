@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVSender
-from sglang.srt.disaggregation.local_steps import end_local_step
+from sglang.srt.disaggregation.local_steps import end_local_step, step_watchers
 from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
@@ -113,10 +113,9 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         return getattr(queue, "gate", None)
 
     def note_step(self, batch, result) -> None:
-        """Have the gate learn from a step whose result has been processed."""
-        gate = self.itl_gate()
-        if gate is not None:
-            gate.note_step(batch, result)
+        """A step's result has been processed."""
+        for watcher in step_watchers(getattr(self, "disagg_decode_transfer_queue", None)):
+            watcher.note_step(batch, result)
 
     def note_queue_step(self, seconds: float) -> None:
         """Record a step of the decode queue, with the flag or without.

@@ -5,6 +5,7 @@ Upstream: sgl-project/sglang#35049 (merged), whose deferred release the checks h
 
 from __future__ import annotations
 
+from sglang.srt.disaggregation.local_steps import step_watchers
 from sglang.srt.managers import scheduler_runtime_checker_mixin as engine
 
 __all__ = ["SchedulerRuntimeCheckerMixin"]
@@ -18,9 +19,8 @@ class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
 
         Adds that the time without a step is no step's.
         """
-        gate = self.itl_gate()
-        if gate is not None:
-            gate.idle()
+        for watcher in step_watchers(getattr(self, "disagg_decode_transfer_queue", None)):
+            watcher.idle()
         if not self.has_quarantine():
             super().self_check_during_idle()
 

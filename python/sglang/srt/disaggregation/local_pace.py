@@ -1,0 +1,116 @@
+"""How often decode takes a step over prompts while other requests wait for it.
+
+Such a step makes one gap between the tokens of all that decode longer, by all of its time. So it is paid for with a
+part of the time of their own steps: each decode step earns as much, and the next step over prompts waits until what the
+last one took has been earned. However many prompts come, the mean of the others' gaps is no more than that part longer.
+Where few decode, the part is larger: few wait for it.
+
+A remainder that would wait here for longer than prefill takes for a short one is prefill's.
+
+The first rank measures, and all go by its figures once they have agreed on them; what is counted is the same on all.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.step_time import PS, Parts, StepTimes, StepWatch
+
+__all__ = ["Pace"]
+
+# Of the time of decode steps, one part in so many is for steps over prompts, where this many requests or more decode.
+# Of fewer it is as much more: together they lose the same time in a second.
+ONE_IN, MANY = 20, 8
+# Steps over prompts that have been earned in advance, at most.
+AHEAD = 2
+
+
+class Pace:
+    """What steps over prompts may take of one rank's time. Times are picoseconds, in whole numbers.
+
+    transfer_s: seconds that prefill took for short remainders of late; None where that is not known.
+    """
+
+    width = 5
+
+    def __init__(self, transfer_s: Callable[[], float | None] = lambda: None):
+        self._transfer_s = transfer_s
+        self._watch = StepWatch()
+        self._decode, self._computed = StepTimes(), StepTimes()
+        # What all ranks go by: of a decode step, of a step over prompts by its tokens, of a short transfer; 0: unknown.
+        self.decode_step = self.transfer = 0
+        self.computed_step = Parts(0, 0, 0)
+        # Earned and not spent; less than 0: spent and not earned.
+        self.spare = 0
+
+    # ---- what is measured ----
+
+    def idle(self) -> None:
+        """The loop has nothing to do: the next step's time is not what passes until its end."""
+        self._watch.idle()
+
+    def note_step(self, batch: Any, result: Any = None, now: float | None = None) -> None:
+        """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
+        seconds = self._watch.lap(now)
+        if seconds is None:
+            return
+        if batch.forward_mode.is_decode():
+            self._decode.note(len(batch.reqs), 0, seconds)
+        elif batch.forward_mode.is_extend() and batch.prefill_stats is not None:
+            self._computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
+
+    # ---- what ranks agree on ----
+
+    def own(self) -> list[int]:
+        """What this rank makes of it, as `width` figures of 0 or more."""
+        step, computed, transfer_s = self._decode.seconds(), self._computed.parts(), self._transfer_s()
+        if step is None:
+            return [0] * self.width
+        return [round(PS * step), *(computed or Parts(0, 0, 0)), round(PS * (transfer_s or 0.0))]
+
+    def take(self, figures: list[int]) -> None:
+        """These are what all ranks go by from now on."""
+        self.decode_step, self.transfer = figures[0], figures[4]
+        self.computed_step = Parts(*figures[1:4])
+
+    # ---- what is counted ----
+
+    def decoded(self, requests: int, slice_tokens: int) -> None:
+        """A decode step of ``requests`` is launched; nobody decodes: 0. slice_tokens: of a step over prompts."""
+        most = AHEAD * self._cost(slice_tokens)
+        self.spare = min(most, self.spare + self._earned(requests)) if requests else most
+
+    def computed(self, tokens: int, requests: int) -> None:
+        """A step over ``tokens`` tokens of prompts is launched, for which ``requests`` wait that decode."""
+        if requests:
+            self.spare -= self._cost(tokens)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether what steps over prompts took has been earned."""
+        return self.spare >= 0
+
+    def is_sooner(self, delta: int, queued: int, slice_tokens: int, requests: int) -> bool:
+        """Whether ``delta`` tokens are computed here sooner than prefill would, behind ``queued`` others.
+
+        requests: that decode, and would wait for it. Where nothing is known of prefill, only without a wait.
+        """
+        earned = self._earned(requests)
+        if not earned:
+            return True
+        lacks = (queued + delta - 1) // slice_tokens * self._cost(slice_tokens) - self.spare
+        steps = max(0, -(-lacks // earned))
+        if not steps and not self.transfer:
+            return True
+        return steps * self.decode_step + self._cost(delta) <= self.transfer
+
+    def _earned(self, requests: int) -> int:
+        """With a decode step of ``requests``."""
+        return self.decode_step * max(requests, MANY) // (ONE_IN * max(1, requests))
+
+    def _cost(self, tokens: int) -> int:
+        """Of a step over so many tokens of prompts."""
+        return self.computed_step.of(tokens, 0) if any(self.computed_step) else 0

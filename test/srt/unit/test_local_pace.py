@@ -1,0 +1,177 @@
+"""How often decode takes a step over prompts while others wait: so that their gaps grow by a part that is stated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.decode_admission import Transfers
+from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, Pace
+from sglang.srt.disaggregation.local_prefill import LocalReq
+from sglang.srt.disaggregation.no_prefill import NoPrefill
+from sglang.srt.disaggregation.step_time import PS, Parts
+from test_prompts_computed_here import FAST_PREFILL, SLOW_PREFILL, UNPACED, arrive, local_loop, played
+
+MS = PS // 1000
+SLICE = 64
+
+
+def pace_of(step_ms: int, fixed_ms: int, transfer_ms: int = 0, per_token_us: int = 100) -> Pace:
+    pace = Pace()
+    pace.take([step_ms * MS, fixed_ms * MS, per_token_us * MS // 1000, 0, transfer_ms * MS])
+    return pace
+
+
+@given(
+    step_ms=st.integers(5, 60),
+    fixed_ms=st.integers(1, 200),
+    tokens=st.integers(1, SLICE),
+    requests=st.integers(MANY, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_many_that_decode_lose_no_more_than_the_stated_part(step_ms, fixed_ms, tokens, requests):
+    """However many prompts come: one waits for every step."""
+    pace = pace_of(step_ms, fixed_ms)
+    cost = pace._cost(tokens)
+    computed = steps = 0
+    while computed < 20:
+        # A decode step between two, as the loop has it.
+        steps += 1
+        pace.decoded(requests, SLICE)
+        if pace.has_time:
+            pace.computed(tokens, requests)
+            computed += 1
+    # Without what may be taken in advance.
+    assert (computed - AHEAD - 1) * cost * ONE_IN <= steps * pace.decode_step
+    assert computed * cost * ONE_IN >= (steps - 1) * pace.decode_step * 0.9 or computed == steps
+
+
+def test_few_lose_together_as_much_time_as_many():
+    one, many = pace_of(20, 50), pace_of(20, 50)
+    for pace, requests in ((one, 2), (many, 2 * MANY)):
+        pace.computed(SLICE, requests)
+        spent, steps = pace.spare, 0
+        while not pace.has_time:
+            pace.decoded(requests, SLICE)
+            steps += 1
+        lost_by_all = -spent * requests / (steps * pace.decode_step)
+        assert lost_by_all == pytest.approx(MANY / ONE_IN if requests < MANY else requests / ONE_IN, rel=0.1)
+
+
+def test_while_nobody_decodes_nothing_is_paid_and_all_is_earned():
+    pace = pace_of(20, 50)
+    for _ in range(9):
+        pace.computed(SLICE, 0)
+    assert pace.spare == 0
+    pace.computed(SLICE, 8)
+    assert not pace.has_time
+    pace.decoded(0, SLICE)
+    for _ in range(AHEAD):
+        assert pace.has_time
+        pace.computed(SLICE, 8)
+    assert pace.has_time
+    pace.computed(1, 8)
+    assert not pace.has_time
+
+
+def test_a_remainder_that_would_wait_longer_than_prefill_takes_is_prefills():
+    pace = pace_of(20, 50, transfer_ms=300)
+    assert pace.is_sooner(40, 0, SLICE, 8)
+    pace.computed(40, 8)
+    # 54 ms, of which each step of 20 earns 1: more than 1000 ms.
+    assert not pace.is_sooner(40, 0, SLICE, 8)
+    assert pace_of(20, 50, transfer_ms=5000).is_sooner(40, 0, SLICE, 8)
+    pace.take([20 * MS, 50 * MS, MS // 10, 0, 2000 * MS])
+    assert pace.is_sooner(40, 0, SLICE, 8)
+    # With others before it that fill steps.
+    assert not pace.is_sooner(40, 3 * SLICE, SLICE, 8)
+    while not pace.has_time:
+        pace.decoded(8, SLICE)
+    # Prefill is sooner than the step itself, or nothing is known of it.
+    pace.take([20 * MS, 50 * MS, MS // 10, 0, 50 * MS])
+    assert not pace.is_sooner(40, 0, SLICE, 8)
+    pace.take([20 * MS, 50 * MS, MS // 10, 0, 0])
+    assert pace.is_sooner(40, 0, SLICE, 8), "without a wait, where nothing is known of prefill"
+    pace.computed(40, 8)
+    assert not pace.is_sooner(40, 0, SLICE, 8)
+
+
+def test_nothing_is_known_at_first_and_nothing_held_back():
+    pace = Pace()
+    assert pace.own() == [0] * pace.width
+    for _ in range(5):
+        assert pace.has_time and pace.is_sooner(64, 500, SLICE, 8)
+        pace.computed(64, 8)
+
+
+def test_what_is_measured_is_what_ranks_agree_on():
+    pace = Pace(lambda: 0.25)
+    decode = SimpleNamespace(is_decode=lambda: True, is_extend=lambda: False)
+    extend = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True)
+    now = 100.0
+    pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8), now=now)
+    for i in range(60):
+        now += 0.02
+        pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8), now=now)
+        tokens = 16 + i % 3 * 24
+        now += 0.03 + 0.0005 * tokens
+        stats = SimpleNamespace(log_input_tokens=tokens)
+        pace.note_step(SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0]), now=now)
+    # What passes while there is nothing to do is no step's.
+    pace.idle()
+    pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8), now=now + 50)
+    step, fixed, per_token, _, transfer = pace.own()
+    assert len(pace.own()) == pace.width and all(isinstance(figure, int) for figure in pace.own())
+    assert step == pytest.approx(0.02 * PS, rel=0.01) and transfer == PS // 4
+    assert Parts(fixed, per_token, 0).of(50, 0) == pytest.approx(0.055 * PS, rel=0.05)
+
+
+def test_only_what_prefill_does_now_counts(monkeypatch):
+    transfers = Transfers()
+    assert transfers.short() is None
+    now = 1000.0
+    monkeypatch.setattr("sglang.srt.disaggregation.decode_admission.time.monotonic", lambda: now)
+    transfers.done("a", 50, 0.4)
+    transfers.done("b", 2560, 4.0)
+    transfers.done("b", 30, 0.1)
+    assert transfers.short() == 0.4
+    now += Transfers.LATE_S + 1
+    assert transfers.short() is None
+    transfers.done("a", 50, 0.7)
+    assert transfers.short() == 0.7
+
+
+# ---- in the real loop ----
+
+
+def turns_of(measured: tuple[int, ...]) -> tuple[list[int], int]:
+    """In which turns three remainders are computed beside one request that decodes, and how many prefill is asked."""
+    script = {1: arrive([1] * 9, max_new=120)}
+    for turn, token in ((12, 3), (13, 4), (14, 5), (15, 2)):
+        script[turn] = arrive([1] * 8 + [token] * 4, max_new=1)
+    loop = played(script, slice_tokens=4, measured=measured, size=256)
+    return sorted(turn for part, turn in loop.extended_in.items() if part[0] != "r1"), len(loop.asked_in)
+
+
+def test_the_loop_keeps_to_it():
+    """A step over prompts takes what 8 decode steps of one request earn; of two that are earned in advance no more."""
+    turns, asked = turns_of(UNPACED)
+    assert asked == 0 and [b - a for a, b in zip(turns, turns[1:], strict=False)] == [2, 2, 2]
+    turns, asked = turns_of(SLOW_PREFILL)
+    paces = [b - a for a, b in zip(turns, turns[1:], strict=False)]
+    assert asked == 0 and len(turns) == 4 and sum(paces) >= 8, turns
+    turns, asked = turns_of(FAST_PREFILL)
+    assert asked == 4 - len(turns) > 0
+
+
+def test_what_has_no_prefill_waits_for_no_time():
+    local = local_loop(4, SLOW_PREFILL).transfer.local
+    local.pace.take(list(SLOW_PREFILL))
+    local.pace.computed(4, 8)
+    assert not local.may_step(8) and local.may_step(0)
+    for receiver, goes in ((None, False), (NoPrefill(1, 9), True)):
+        req = SimpleNamespace(origin_input_ids=[1] * 9, to_finish=None)
+        local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=receiver), 0, True)]
+        assert local.may_step(8) == goes
