@@ -751,7 +751,6 @@ def options(**given: Any) -> Any:
     ("kind", "given", "says"),
     [
         (cache_support.DECODE, {"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
-        (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "write_back"),
         (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],
 )

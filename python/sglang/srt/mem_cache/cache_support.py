@@ -108,7 +108,6 @@ DECODE = CacheKind(
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
                 _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
-                _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.

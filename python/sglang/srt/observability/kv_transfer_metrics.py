@@ -101,6 +101,9 @@ class KvTransferCounters:
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
             self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
+            self._evicted_unsaved = counter(
+                "decode_host_evicted_unsaved_tokens", "Tokens that had to leave the pool before they were copied there."
+            )
             self._host_totals: dict[str, int] = {}
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
@@ -185,7 +188,13 @@ class KvTransferCounters:
     def host(self, totals: Mapping[str, int]) -> None:
         """What a host tier has copied since the start, in tokens."""
         if self.enabled:
-            for name, made in ("loaded", self._loaded), ("saved", self._host_saved), ("dropped", self._dropped):
+            made_of = {
+                "loaded": self._loaded,
+                "saved": self._host_saved,
+                "dropped": self._dropped,
+                "evicted_unsaved": self._evicted_unsaved,
+            }
+            for name, made in made_of.items():
                 made.inc(totals[name] - self._host_totals.get(name, 0))
                 self._host_totals[name] = totals[name]
 

@@ -259,4 +259,5 @@ SECTIONS = {
 ON_NO_PANEL: dict[str, str] = {
     "sglang:decode_host_saved_tokens_total": "what comes back from host memory says whether it is worth it",
     "sglang:decode_host_dropped_tokens_total": "host memory that is full shows under the free part of each pool",
+    "sglang:decode_host_evicted_unsaved_tokens_total": "how much of a pool one admission takes says why",
 }
