@@ -101,9 +101,7 @@ class KvTransferCounters:
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
             self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
-            self._evicted_unsaved = counter(
-                "decode_host_evicted_unsaved_tokens", "Tokens that had to leave the pool before they were copied there."
-            )
+            self._unsaved = counter("decode_host_evicted_unsaved_tokens", "Tokens evicted before they were copied.")
             self._host_totals: dict[str, int] = {}
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
@@ -192,7 +190,7 @@ class KvTransferCounters:
                 "loaded": self._loaded,
                 "saved": self._host_saved,
                 "dropped": self._dropped,
-                "evicted_unsaved": self._evicted_unsaved,
+                "evicted_unsaved": self._unsaved,
             }
             for name, made in made_of.items():
                 made.inc(totals[name] - self._host_totals.get(name, 0))

@@ -3,7 +3,7 @@
 What is free and what evictions take first come to a part of the pool, and all of that is saved. So an eviction finds
 its victims saved and waits for nothing; one that takes more at once than that part loses what is beyond it.
 
-Upstream: the engine's own ``write_back`` copies when it evicts, and waits.
+Upstream: none is known: the engine's own ``write_back`` copies when it evicts, and waits.
 """
 
 from __future__ import annotations
