@@ -2,9 +2,11 @@
 
     python benchmark/returning.py --runs 3
     python benchmark/returning.py --clients 24 --turns 4 --prefill-pool 16384 --json returning.json
+    python benchmark/returning.py --sides "off,tree and host,write_back"
     sudo python benchmark/returning.py --runs 1 --link 2gbit,500mbit,125mbit
 
-One prefill and three decode workers: the flag off, on, and on with --enable-hierarchical-cache. Each client has a
+One prefill and a decode worker for each side: the flag off, on, on with --enable-hierarchical-cache, and that with
+--hicache-write-policy write_back (not without --sides). Each client has a
 conversation of its own, and a round is one turn of every client, so that before a conversation comes back all others
 have passed through the pool: the least recently used is always the one that is wanted next. The sides take turns, in
 every other run the other way round, with the same requests; answers must be the same.
@@ -37,7 +39,7 @@ from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import server_info
 
-SIDES = ("off", "tree", "tree and host")
+SIDES = ("off", "tree", "tree and host", "write_back")
 # Tokens: of a first message, of a question, of an answer.
 DOCUMENT, QUESTION, ANSWER = 1000, 60, 64
 PAGE = 16
@@ -99,16 +101,16 @@ def row(name: str, runs: Sequence[dict[str, Any]], page_bytes: float) -> str:
     return f"| {name} | " + " | ".join(f"{cell:.2f}" if cell < 20 else f"{cell:.0f}" for cell in cells) + " |"
 
 
-def measure(sides: Sequence[Side], args: argparse.Namespace, title: str) -> dict[str, list[dict[str, Any]]]:
-    """All runs of all sides, and their table. title: what is told above it."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+def measure(sides: dict[str, Side], args: argparse.Namespace, title: str) -> dict[str, list[dict[str, Any]]]:
+    """All runs of all sides, by name, and their table. title: what is told above it."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for n in range(args.runs + 1):
-        for i in (0, 1, 2) if n % 2 else (2, 1, 0):
+        for name in list(sides) if n % 2 else reversed(sides):
             # The first warms the workers up.
-            one = run(sides[i], n, args.clients if n else args.at_once, args.turns if n else 2, args.at_once)
+            one = run(sides[name], n, args.clients if n else args.at_once, args.turns if n else 2, args.at_once)
             if n:
-                runs[SIDES[i]].append(one)
-                print(f"# run {n}, {SIDES[i]}: host {one['host']}, audit {one['audit']}", flush=True)
+                runs[name].append(one)
+                print(f"# run {n}, {name}: host {one['host']}, audit {one['audit']}", flush=True)
     # Bytes of a page, from what off sends: every page of every prompt.
     prompts = sum(-(-(DOCUMENT + turn * (ANSWER + QUESTION)) // PAGE) for turn in range(args.turns)) * args.clients
     page_bytes = statistics.median(one["sent_bytes"] for one in runs["off"]) / prompts
@@ -116,7 +118,7 @@ def measure(sides: Sequence[Side], args: argparse.Namespace, title: str) -> dict
         print(f"\n{title}\n")
     print("| side | KV sent / least | KV, MiB | TTFT p50, ms | p99 | ITL mean, ms | prefill CPU, s | decode CPU, s |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in SIDES:
+    for name in runs:
         print(row(name, runs[name], page_bytes), flush=True)
     return runs
 
@@ -124,6 +126,12 @@ def measure(sides: Sequence[Side], args: argparse.Namespace, title: str) -> dict
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="runs of each side (default: 3)")
+    parser.add_argument(
+        "--sides",
+        type=lambda text: text.split(","),
+        default=list(SIDES[:3]),
+        help=f"which, and off with them (default: {','.join(SIDES[:3])})",
+    )
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--at-once", type=int, default=4, help="requests under way (default: 4)")
@@ -138,14 +146,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
+    if args.sides[0] != SIDES[0] or not set(args.sides) <= set(SIDES):
+        parser.error(f"--sides: off first, and of the others some: {', '.join(SIDES)}")
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
     common = ["--enable-metrics", "--page-size", str(PAGE), "--chunked-prefill-size", "2048"]
     pool = ["--max-total-tokens", str(args.pool)]
     on = [*pool, RADIX_FLAG, *args.decode_options.split()]
-    host = ["--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio)]
+    host = [*on, "--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio)]
+    of_side = dict(zip(SIDES, (pool, on, host, [*host, "--hicache-write-policy", "write_back"]), strict=True))
     options = {
-        "decode": 3,
-        "decode_args": [pool, on, [*on, *host]],
+        "decode": len(args.sides),
+        "decode_args": [of_side[name] for name in args.sides],
         "prefill_args": ["--max-total-tokens", str(args.prefill_pool)],
         "common_args": common,
         "backend": args.backend,
@@ -156,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hosts is not None:
             options["hosts"] = {"prefill": hosts.prefill, "decode": hosts.decode}
         with Cluster(model, **options) as cluster:
-            sides = [Side(cluster, i) for i in range(len(SIDES))]
+            sides = {name: Side(cluster, i) for i, name in enumerate(args.sides)}
             for rate in rates:
                 if hosts is not None:
                     hosts.set_rate(rate)
@@ -165,9 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps(found))
     same = all(
-        [one["answers"] for one in runs[name]] == [one["answers"] for one in runs["off"]]
+        [one["answers"] for one in side] == [one["answers"] for one in runs["off"]]
         for runs in found.values()
-        for name in SIDES
+        for side in runs.values()
     )
     sound = not any(one["audit"] for runs in found.values() for side in runs.values() for one in side)
     print("All answers are the same." if same else "ANSWERS DIFFER between the sides.")

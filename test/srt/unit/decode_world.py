@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
 from sglang.srt.mem_cache.host_tier.memory import HostMemory
 from sglang.srt.mem_cache.host_tier.tier import HostTier
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
@@ -123,11 +124,15 @@ class Receiver:
 
 
 class HostSizes(NamedTuple):
-    """A host tier: its tokens, after how many uses something is saved, and whether copies end when a test says so."""
+    """A host tier: its tokens, after how many uses something is saved, and whether copies end when a test says so.
+
+    ahead: whether what evictions take next is saved, and nothing else.
+    """
 
     tokens: int
     hits: int = 1
     late: bool = False
+    ahead: bool = False
 
 
 class LateCopies:
@@ -227,7 +232,8 @@ class World(DecodeWorker):
         pools = [(self.kv, pool), *self.draft_pools(sizes, params.page_size)]
         memory = HostMemory(pools, "direct", lambda: None)
         memory = LateCopies(memory) if sizes.late else memory
-        self.tier = HostTier(tree, host_tree(tree, sizes.tokens, self.host_class), memory, sizes.hits)
+        ahead = SaveAhead(tree) if sizes.ahead else None
+        self.tier = HostTier(tree, host_tree(tree, sizes.tokens, self.host_class), memory, sizes.hits, ahead)
         tree.attach(self.tier)
         return tree
 

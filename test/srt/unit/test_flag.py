@@ -82,7 +82,6 @@ def test_decode_has_none_without_the_flag(parse):
         (["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"], "fake"),
         ([*DECODE, "--disable-radix-cache"], "--disable-radix-cache"),
         ([*DECODE, "--enable-hierarchical-cache", "--hicache-ratio", "1"], "--hicache-ratio is 1: host memory"),
-        ([*DECODE, "--enable-hierarchical-cache", "--hicache-write-policy", "write_back"], "write_back"),
         ([*DECODE, "--enable-lmcache"], "--enable-lmcache"),
         ([*DECODE, "--enable-streaming-session"], "--enable-streaming-session"),
         ([*DECODE, "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),

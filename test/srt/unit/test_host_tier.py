@@ -760,7 +760,6 @@ def options(**given: Any) -> Any:
             {"hicache_storage_backend": "file", "speculative_algorithm": "EAGLE"},
             "--hicache-storage-backend and --speculative-algorithm",
         ),
-        (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "write_back"),
         (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],
 )

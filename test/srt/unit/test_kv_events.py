@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from decode_world import World
+from decode_world import HostSizes, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from kv_listener import Listener, names_in, names_of
-from sglang.srt.disaggregation.kv_events import BlockStored
+from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
 from sglang.srt.mem_cache.kv_event_namespaces import namespace_hash
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from test_host_tier import HostLife, leave_pool, saved, settle
 from test_life_of_a_request import Life
+from test_save_ahead import AheadLife
 from test_traps import PAGE, serve_to_end, tokens
 
 
@@ -45,6 +47,63 @@ class Overheard(Life):
 def test_by_events_exactly_the_tree_is_known_in_every_life(page_size, states, windows):
     machine = type("Overheard", (Overheard,), {"page_size": page_size, "states": states, "windows": windows})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+class OverheardTier:
+    """Lives with a host tier: who listens knows of each page whether it is on the device, in host memory, or both."""
+
+    @invariant()
+    def sound(self):
+        super().sound()
+        if not hasattr(self, "world"):
+            return
+        if not hasattr(self, "listeners"):
+            # What was there before is not told again.
+            assert self.world.flush()
+            self.world.tree.enable_kv_cache_events = self.world.tier.host.enable_kv_cache_events = True
+            self.listeners = {MEDIUM_GPU: Listener(), MEDIUM_CPU: Listener()}
+            for prompt in ([1, 2] * 9, [1] * 17, [2, 1, 1] * 8):
+                serve_to_end(self.world, prompt)
+                settle(self.world)
+        events = self.world.tree.take_events()
+        for medium, tree in ((MEDIUM_GPU, self.world.tree), (MEDIUM_CPU, self.world.tier.host)):
+            listener = self.listeners[medium]
+            listener.hear([event for event in events if getattr(event, "medium", medium) == medium])
+            assert set(listener.parents) == set(names_in(tree))
+        device, host = (set(listener.parents) for listener in self.listeners.values())
+        HEARD.append((len(device - host), len(host - device), len(device & host)))
+
+
+# Pages on the device alone, in host memory alone, and in both.
+HEARD: list[tuple[int, int, int]] = []
+
+
+@pytest.mark.parametrize("life", [HostLife, AheadLife])
+@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, 3)])
+def test_by_events_both_media_are_known_in_every_life_with_a_host_tier(life, page_size, states):
+    machine = type("Overheard", (OverheardTier, life), {"page_size": page_size, "states": states})
+    HEARD.clear()
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    device, host, both = map(any, zip(*HEARD, strict=True))
+    # What is saved ahead leaves the device with it now and then only.
+    assert device and both and (host or life is AheadLife)
+
+
+def test_a_page_is_told_of_once_for_each_medium():
+    world, prompt = World(size=64, page_size=PAGE, host=HostSizes(256)), tokens(1, 16)
+    world.tree.enable_kv_cache_events = world.tier.host.enable_kv_cache_events = True
+    names, kept = names_of(prompt, "salt", PAGE), world.tier.host
+    saved(world, prompt, extra_key="salt")
+    stored = [(event.block_hashes, event.medium) for event in world.tree.take_events() if type(event) is BlockStored]
+    for medium in (MEDIUM_GPU, MEDIUM_CPU):
+        assert [name for (name,), where in stored if where == medium][:4] == names
+    leave_pool(world)
+    assert {event.medium for event in world.tree.take_events()} == {MEDIUM_GPU}
+    kept.evict_shortfall(8)
+    removed = world.tree.take_events()
+    assert [(event.block_hashes, event.medium) for event in removed] == [([name], MEDIUM_CPU) for name in names[2:]]
+    # Both media are clear then; and nobody listens to the tree over host memory by itself.
+    assert world.flush() and len(world.tree.take_events()) == 1 and kept.kv_event_queue == []
 
 
 def listened_to(world: World) -> World:

@@ -118,7 +118,6 @@ DECODE = CacheKind(
                     "--hicache-storage-backend and --speculative-algorithm",
                     lambda args: args.hicache_storage_backend is not None and args.speculative_algorithm is not None,
                 ),
-                _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.

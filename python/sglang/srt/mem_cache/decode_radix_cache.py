@@ -242,7 +242,12 @@ class DecodeRadixCache(RadixCache):
         short = self.watermark - self.pool.available_size()
         # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
         if short > self.watermark * WATERMARK_SLACK:
-            evict_leaves(self, short, exact=True, max_leaves=WATERMARK_LEAVES, wanted_too=False)
+            leaves = WATERMARK_LEAVES
+            evict_leaves(self, short, exact=True, max_leaves=leaves, wanted_too=False, stop_at=self.is_saved_first)
+
+    def is_saved_first(self, node: TreeNode) -> bool:
+        """Whether a leaf is about to be saved elsewhere, and is not evicted before unless its memory is needed."""
+        return False
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Tells the requests that watch ``child`` of the split."""

@@ -101,6 +101,7 @@ class KvTransferCounters:
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
             self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
+            self._unsaved = counter("decode_host_evicted_unsaved_tokens", "Tokens evicted before they were copied.")
             self._fetched = counter("decode_storage_fetched_tokens", "Tokens that a storage brought to host memory.")
             self._written = counter("decode_storage_written_tokens", "Tokens of host memory written to a storage.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
@@ -187,7 +188,12 @@ class KvTransferCounters:
         """What a host tier has copied since the start, in tokens, and under ``storage`` what is below it."""
         if not self.enabled:
             return
-        counted = {"loaded": self._loaded, "saved": self._host_saved, "dropped": self._dropped}
+        counted = {
+            "loaded": self._loaded,
+            "saved": self._host_saved,
+            "dropped": self._dropped,
+            "evicted_unsaved": self._unsaved,
+        }
         stored = {"fetched": self._fetched, "written": self._written}
         for made, now in (counted, totals), (stored, totals.get("storage", {})):
             for name in now.keys() & made:

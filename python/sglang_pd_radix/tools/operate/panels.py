@@ -261,4 +261,5 @@ ON_NO_PANEL: dict[str, str] = {
     "sglang:decode_storage_fetched_tokens_total": "part of what comes back from host memory",
     "sglang:decode_storage_written_tokens_total": "what is fetched says whether it is worth it",
     "sglang:decode_host_dropped_tokens_total": "host memory that is full shows under the free part of each pool",
+    "sglang:decode_host_evicted_unsaved_tokens_total": "how much of a pool one admission takes says why",
 }

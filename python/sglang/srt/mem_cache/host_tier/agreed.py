@@ -42,6 +42,7 @@ class SavesStep:
 
     def __init__(self, saves: Saves, alone: bool):
         """Begins saves. alone: whether there is one rank."""
+        saves.turn()
         self._saves, looking = saves, saves.looking
         self._begun: list[Saving] = saves.start() if looking else []
         if alone:

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
+    from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
     from sglang.srt.mem_cache.host_tier.memory import Copy, HostMemory
     from sglang.srt.mem_cache.host_tier.tree import HostTree
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -72,9 +73,14 @@ class Saves:
     Those under way are the same on all ranks, whatever their trees hold; see `agreed.py`.
     """
 
-    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
-        """tree, host: of the device's pool, and of host memory. hits: after how many uses a node is saved."""
-        self._tree, self._host, self._memory, self.hits = tree, host, memory, hits
+    def __init__(
+        self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int, ahead: SaveAhead | None = None
+    ):
+        """tree, host: of the device's pool, and of host memory. hits: after how many uses a node is saved.
+
+        ahead: what evictions take next, if that is what is saved, however often it was used.
+        """
+        self._tree, self._host, self._memory, self.hits, self._ahead = tree, host, memory, hits, ahead
         page = tree.page_size
         self._limit = max(page, int(tree.pool_size * SAVING_PART) // page * page)
         self.under_way: list[Saving] = []
@@ -82,8 +88,9 @@ class Saves:
         self.to_come: dict[TreeNode, Given] = {}
         # Whether there may be any on some rank. It goes by what was called, not by what came of it: the same on all.
         self.looking = False
-        # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed.
-        self.saved_tokens = self.dropped_tokens = self.failed_tokens = 0
+        # Tokens since the start: saved, and not saved for want of room in host memory or since a copy failed; and
+        # evicted before they were saved, or found to have been.
+        self.saved_tokens = self.dropped_tokens = self.failed_tokens = self.late_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -102,19 +109,42 @@ class Saves:
 
     def used(self, node: TreeNode) -> None:
         """``node`` is new, or has been met again."""
-        if node.hit_count >= self.hits and not getattr(node, _MARK, False):
+        if self._ahead is not None:
+            if getattr(node, _MARK, None) is False:
+                delattr(node, _MARK)
+        elif node.hit_count >= self.hits and not getattr(node, _MARK, False):
             setattr(node, _MARK, True)
             self.to_come[node] = NOTHING_YET
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """``upper`` has taken the first tokens of ``lower``. A save of that is of both."""
-        setattr(upper, _MARK, getattr(lower, _MARK, False))
+        if hasattr(lower, _MARK):
+            setattr(upper, _MARK, getattr(lower, _MARK))
 
     def on_removal(self, node: TreeNode) -> None:
         """A node which is gone is saved no more, nor the rest of one that is under way and has let go of it."""
+        given = self.to_come.pop(node, None)
+        self.late_tokens += self._unsaved_part(node, given)
         setattr(node, _MARK, False)
-        if self.to_come.pop(node, None) is not None:
+        if given is not None:
             self._save_above(node)
+
+    def _unsaved_part(self, node: TreeNode, given: Given | None) -> int:
+        """Tokens of a leaf that are not known to be in host memory, and should be. given: if it is to be saved."""
+        if given is None and hasattr(node, _MARK):
+            part = next((one for one in self.under_way if one.node is node and one.rest), None)
+            if part is None:
+                return 0
+            given = Given(part.held + len(part.slots))
+        elif given is None and self._ahead is None:
+            # By the policy it was not worth it.
+            return 0
+        end = sum(len(one.key) for one in path_to(self._tree, node))
+        return min(len(node.key), end - (NOTHING_YET if given is None else given).tokens)
+
+    def is_next(self, node: TreeNode) -> bool:
+        """Whether ``node``, which an eviction that has time would take, is saved first."""
+        return self._ahead is not None and (node in self.to_come or not hasattr(node, _MARK))
 
     def _save_above(self, node: TreeNode) -> None:
         """``node`` was to be saved and is gone: what is left of its path is to be."""
@@ -123,11 +153,18 @@ class Saves:
 
     # ---- steps ----
 
+    def turn(self) -> None:
+        """Once in each turn of the scheduler's loop, on all ranks."""
+        if self._ahead is not None and self._ahead.turn():
+            self.looking = True
+
     def start(self) -> list[Saving]:
         """Begin saves, as far as they do not hold too much of the pool; of a large node a part.
 
         They are under way when `take` is told of them.
         """
+        if self._ahead is not None:
+            self._list_ahead(self._ahead)
         left, begun = self._limit - self.tokens, []
         if not self.to_come or left <= 0:
             return []
@@ -143,6 +180,11 @@ class Saves:
                     left -= len(one.slots)
         return begun
 
+    def _list_ahead(self, ahead: SaveAhead) -> None:
+        for node in ahead.unsaved(self.tokens, lambda node: hasattr(node, _MARK)):
+            setattr(node, _MARK, True)
+            self.to_come[node] = NOTHING_YET
+
     def take(self, begun: Sequence[Saving]) -> None:
         """All ranks have begun these, and have as many to come."""
         self.under_way += begun
@@ -156,7 +198,7 @@ class Saves:
             self._drop(saving)
         self.under_way = [saving for saving in self.under_way if saving not in savings]
         for node, given in self.to_come.items():
-            self._unmark(node, given.tokens)
+            _unmark(self._tree, node, given.tokens)
         self.to_come.clear()
         self.looking = False
 
@@ -167,20 +209,21 @@ class Saves:
         each other for ever. Cost: tokens behind what is known to be in host memory, and the nodes above.
         """
         path = path_to(self._tree, node)
-        end, below, skipped = self._end_of_known(path, given)
+        end, below, skipped = _end_of_known(self._host, path, given)
         parts = [one.key.token_ids for one in below]
         tokens = parts[0] if len(parts) == 1 else [token for part in parts for token in part]
         found = self._host.peek_below(end, tokens, skipped, node.key.extra_key)
         lacks = sum(len(one.key) for one in path) - found.length
         if not lacks:
-            self._note_end(path, found.length, found.path[-1], found.in_last)
+            _note_end(path, found.length, found.path[-1], found.in_last)
+            _mark_path(self._tree, node)
             return None
         above, slots = self._take(found, min(lacks, most) if found.length >= given.tokens else 0)
         if slots is None:
-            self._unmark(node, found.length)
+            _unmark(self._tree, node, found.length)
             self.dropped_tokens += lacks
             return None
-        self._note_end(path, found.length, above, found.in_last)
+        _note_end(path, found.length, above, found.in_last)
         start = len(tokens) - lacks
         stop = start + len(slots)
         key = RadixKey(tokens[start:stop], node.key.extra_key, is_bigram=self._tree.is_eagle)
@@ -192,34 +235,6 @@ class Saves:
             # Maybe on this rank only: all learn of it with the next reduction.
             logger.error("A copy of %d tokens to host memory failed", len(slots), exc_info=e)
         return Saving(node, above, found.length, key, slots, copy, rest=len(slots) < lacks)
-
-    def _end_of_known(self, path: Sequence[TreeNode], given: Given) -> tuple[TreeNode, Sequence[TreeNode], int]:
-        """Where host memory is known to hold the tokens of ``path`` up to.
-
-        Returns its node that ends there, the nodes of the path from there on, and the tokens of the first of these that
-        lie before.
-        """
-        host = self._host
-        end = sum(len(one.key) for one in path)
-        last = _live(host, given.end)
-        for i in range(len(path) - 1, -1, -1):
-            saved = _live(host, getattr(path[i], _END, None))
-            if saved is not None:
-                return saved, path[i + 1 :], 0
-            end -= len(path[i].key)
-            if last is not None and given.tokens >= end:
-                return last, path[i:], given.tokens - end
-        return host.root_node, path, 0
-
-    def _note_end(self, path: Sequence[TreeNode], length: int, node: TreeNode, in_last: int) -> None:
-        """Host memory holds so many tokens of ``path``, up to ``in_last`` of its ``node``."""
-        end = sum(len(one.key) for one in path)
-        for one in reversed(path):
-            if end <= length:
-                if end == length and in_last == len(node.key):
-                    setattr(one, _END, weakref.ref(node))
-                return
-            end -= len(one.key)
 
     def _take(self, found: PrefixPeek, most: int) -> tuple[TreeNode, torch.Tensor | None]:
         """Lock what host memory holds and take slots for what follows, as many as there are up to ``most`` tokens.
@@ -253,6 +268,7 @@ class Saves:
             note_known(last)
         if not saving.rest:
             setattr(node, _END, weakref.ref(last))
+            _mark_path(self._tree, node)
             return
         self.looking = True
         if getattr(node, _MARK):
@@ -263,20 +279,10 @@ class Saves:
     def _drop(self, saving: Saving) -> None:
         """Give back what a save holds whose copy has ended, or was never begun."""
         self.unlock(saving)
-        self._unmark(saving.node, saving.held)
+        _unmark(self._tree, saving.node, saving.held)
         self.failed_tokens += len(saving.slots)
         self._host.pool.free(saving.slots)
         self._host.dec_lock_ref(saving.above)
-
-    def _unmark(self, node: TreeNode, held: int) -> None:
-        """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
-        path = path_to(self._tree, node)
-        end = sum(len(one.key) for one in path)
-        for one in reversed(path):
-            if end <= held:
-                return
-            setattr(one, _MARK, False)
-            end -= len(one.key)
 
     def unlock(self, saving: Saving) -> None:
         """Let go of the node on the device. The copy must have ended."""
@@ -300,8 +306,9 @@ class Saves:
         self.looking = False
 
 
-# At the engine's nodes: whether it has been saved, or is to be; and where in the tree over host memory it ends. What a
-# split takes from a node is its head, in either tree, so it keeps its end.
+# At the engine's nodes: whether it has been saved, or is to be (False: it could not be, until it is used again; without
+# it nobody has looked); and where in the tree over host memory it ends. What a split takes from a node is its head, in
+# either tree, so it keeps its end.
 _MARK = "in_host_memory"
 _END = "end_in_host_memory"
 NOTHING_YET = Given()
@@ -313,6 +320,53 @@ def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
     """The node that was noted, if it is still there."""
     node = None if end is None else end()
     return node if node is not None and is_in(host, node) else None
+
+
+def _mark_path(tree: DecodeRadixCache, node: TreeNode) -> None:
+    """All of the path to ``node`` has been saved."""
+    while node is not tree.root_node:
+        setattr(node, _MARK, True)
+        node = node.parent
+
+
+def _unmark(tree: DecodeRadixCache, node: TreeNode, held: int) -> None:
+    """Of the path to ``node``, what is behind ``held`` tokens is not in host memory: its next use counts."""
+    path = path_to(tree, node)
+    end = sum(len(one.key) for one in path)
+    for one in reversed(path):
+        if end <= held:
+            return
+        setattr(one, _MARK, False)
+        end -= len(one.key)
+
+
+def _end_of_known(host: HostTree, path: Sequence[TreeNode], given: Given) -> tuple[TreeNode, Sequence[TreeNode], int]:
+    """Where host memory is known to hold the tokens of ``path`` up to.
+
+    Returns its node that ends there, the nodes of the path from there on, and the tokens of the first of these that
+    lie before.
+    """
+    end = sum(len(one.key) for one in path)
+    last = _live(host, given.end)
+    for i in range(len(path) - 1, -1, -1):
+        saved = _live(host, getattr(path[i], _END, None))
+        if saved is not None:
+            return saved, path[i + 1 :], 0
+        end -= len(path[i].key)
+        if last is not None and given.tokens >= end:
+            return last, path[i:], given.tokens - end
+    return host.root_node, path, 0
+
+
+def _note_end(path: Sequence[TreeNode], length: int, node: TreeNode, in_last: int) -> None:
+    """Host memory holds so many tokens of ``path``, up to ``in_last`` of its ``node``."""
+    end = sum(len(one.key) for one in path)
+    for one in reversed(path):
+        if end <= length:
+            if end == length and in_last == len(node.key):
+                setattr(one, _END, weakref.ref(node))
+            return
+        end -= len(one.key)
 
 
 def _slots_of(nodes: Sequence[TreeNode], start: int, stop: int) -> torch.Tensor:

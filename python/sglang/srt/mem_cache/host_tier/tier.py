@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.host_tier.agreed import SavesStep
+from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool, kv_pool_of
 from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
@@ -35,8 +36,9 @@ __all__ = ["HostTier", "Load", "add_host_tier"]
 logger = logging.getLogger(__name__)
 
 # By the engine's write policy: after how many uses what is in the tree is saved. A request uses its prompt twice, when
-# that is committed and when it ends, so this is what another request has used too.
-HITS = {"write_through": 1, "write_through_selective": 3}
+# that is committed and when it ends, so this is what another request has used too. With the last, uses do not count.
+WRITE_BACK = "write_back"
+HITS = {"write_through": 1, "write_through_selective": 3, WRITE_BACK: 1}
 
 
 class Load:
@@ -65,10 +67,12 @@ class Load:
 class HostTier:
     """Host memory below the tree of one rank."""
 
-    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
-        """host: the tree over host memory. hits: see `Saves`."""
+    def __init__(
+        self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int, ahead: SaveAhead | None = None
+    ):
+        """host: the tree over host memory. hits, ahead: see `Saves`."""
         self.tree, self.host, self.memory = tree, host, memory
-        self.saves = Saves(tree, host, memory, hits)
+        self.saves = Saves(tree, host, memory, hits, ahead)
         # What is below it, if anything is.
         self.storage: HostStorage | None = None
         # Tokens since the start that were copied back; and loads that failed.
@@ -136,6 +140,7 @@ class HostTier:
             "saved": saves.saved_tokens,
             "loaded": self.loaded_tokens,
             "dropped": saves.dropped_tokens,
+            "evicted_unsaved": saves.late_tokens,
             "failed_saves": saves.failed_tokens,
             "failed_loads": self.failed_loads,
             **({} if self.storage is None else {"storage": self.storage.state()}),
@@ -189,7 +194,8 @@ def add_host_tier(
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
     # The engine's allocators never give the first page away.
     host = host_tree(tree, pool.size - tree.page_size, host_class)
-    tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy]))
+    ahead = SaveAhead(tree) if args.hicache_write_policy == WRITE_BACK else None
+    tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy], ahead))
     logger.info(
         "Decode keeps %d tokens in host memory, %.2f GB of this rank, below the %d of its pool.",
         host.pool_size,

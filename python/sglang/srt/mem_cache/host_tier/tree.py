@@ -9,9 +9,10 @@ Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#3032
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -41,7 +42,13 @@ def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
 
 
 class HostTree(DecodeRadixCache):
-    """The tree over host memory. It can be gone on with from a node, without a look at the tokens above."""
+    """The tree over host memory. It can be gone on with from a node, without a look at the tokens above.
+
+    Its KV events are told with those of the device's tree, in their order, and name host memory as their medium.
+    """
+
+    # Of the device's tree.
+    events: Callable[[], list[Any]] = list
 
     def peek_below(self, node: TreeNode, token_ids: Sequence[Any], start: int, extra_key: str | None) -> PrefixPeek:
         """As `peek`, of a prompt of which the tree has what ends with ``node``. Cost: what follows, and its depth.
@@ -74,6 +81,24 @@ class HostTree(DecodeRadixCache):
             node = child
         return before, node
 
+    def _record_store_event(self, node: TreeNode) -> None:
+        super()._record_store_event(node)
+        self._tell_events()
+
+    def _record_remove_event(self, node: TreeNode) -> None:
+        super()._record_remove_event(node)
+        self._tell_events()
+
+    def _record_all_cleared_event(self) -> None:
+        """It is cleared with the device's tree, whose event is of both."""
+
+    def _tell_events(self) -> None:
+        events = self.take_events()
+        for event in events:
+            assert isinstance(event, (BlockStored, BlockRemoved))
+            event.medium = MEDIUM_CPU
+        self.events().extend(events)
+
 
 def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree) -> HostTree:
     """A tree of this kind over ``size`` slots in host memory, from the second page on; for what ``tree`` has held."""
@@ -90,8 +115,10 @@ def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree
             page_size=page,
             is_eagle=tree.is_eagle,
             eviction_policy=tree.eviction_policy,
+            enable_kv_cache_events=tree.enable_kv_cache_events,
         )
     )
+    host.events = lambda: tree.kv_event_queue
     # A watermark is for what prefill writes in long runs.
     host.watermark = 0
     return host
@@ -112,6 +139,9 @@ class HostTierRadixCache(DecodeRadixCache):
 
     def nodes_in_use(self) -> list[TreeNode]:
         return [] if self.tier is None else self.tier.saves.locked()
+
+    def is_saved_first(self, node: TreeNode) -> bool:
+        return self.tier is not None and self.tier.saves.is_next(node)
 
     def drop_unlocked(self) -> None:
         """Of both trees, and with it what is being saved, which would go on to differ."""
