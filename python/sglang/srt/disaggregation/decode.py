@@ -39,7 +39,7 @@ from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_aro
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
-from sglang.srt.disaggregation.local_steps import make_local_prefills, next_local_batch, step_watchers
+from sglang.srt.disaggregation.local_steps import make_local_prefills, measured, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.prefix_loads import PrefixLoads
@@ -225,8 +225,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices)
-        measured = step_watchers(self.transfer_queue)
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, measured)
+        figures = measured(self.transfer_queue)
+        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, figures)
         self.admission = Admission(
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
         )

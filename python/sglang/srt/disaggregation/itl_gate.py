@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, StepWatch, mean_of
+from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, StepWatch, has_prompts, mean_of
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ class ItlGate:
             [len(req.output_ids) for req in reqs if req.finished_reason is not None and not _aborted(req)]
         )
         self._note_joined(reqs)
-        if seconds is not None:
+        # Of another DP rank's prompts tokens are told, and the step took as long as they did.
+        if seconds is not None and not has_prompts(batch):
             self.decode.note(self._requests(batch), self._tokens(reqs), seconds)
         self._steps += 1
         if self._counters is not None and self._steps % REPORT == 0:
@@ -252,16 +253,18 @@ class ItlGate:
         answer = 0 if self.estimate is None else self.estimate.answer
         return min(left, max(answer - done, answer // LEAST_PART) if answer else UNKNOWN_ANSWER)
 
-    def most_computed(self, most: int, running: Sequence[Req]) -> int:
+    def most_computed(self, most: int, running: Sequence[Req], elsewhere: int = 0) -> int:
         """Tokens of prompts that one step may compute, at most ``most``, while ``running`` wait for it.
 
-        A quarter of that even where there is no time, or prompts that are computed here would starve.
+        A quarter of that even where there is no time, or prompts that are computed here would starve. elsewhere:
+        requests that wait for it on another DP rank.
         """
         known = self.estimate
-        if known is None or not any(known.computed) or not running:
+        requests = max(len(running), elsewhere)
+        if known is None or not any(known.computed) or not requests:
             return most
         tokens = sum(req.seqlen for req in running) if not self._shares else self._tokens(running)
-        spare = self._most(known) - known.decode.of(len(running), tokens) - known.computed.fixed
+        spare = self._most(known) - known.decode.of(requests, tokens) - known.computed.fixed
         return max(min(most, spare // max(1, known.computed.per_request)), most // LEAST_PART, 1)
 
     # ---- what is told ----

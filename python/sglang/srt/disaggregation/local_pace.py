@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.disaggregation.step_time import PS, Parts, StepTimes, StepWatch
+from sglang.srt.disaggregation.step_time import PS, Parts, StepTimes, StepWatch, has_prompts
 
 __all__ = ["Pace"]
 
@@ -58,6 +58,8 @@ class Pace:
         if seconds is None:
             return
         if batch.forward_mode.is_decode():
+            if has_prompts(batch):
+                return
             self._decode.note(len(batch.reqs), 0, seconds)
         elif batch.forward_mode.is_extend() and batch.prefill_stats is not None:
             self._computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_pace import Pace
 from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.step_time import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
@@ -143,6 +144,7 @@ class LocalPrefills:
         self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
         self.policy, self._tells = policy, tells
         self.pace = Pace(admission.transfers.short)
+        self.ranks = OtherRanks()
         # How many of so many tokens one step may compute while others wait for it.
         self.bound: Callable[[int], int] = lambda most: most
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
@@ -176,7 +178,7 @@ class LocalPrefills:
         delta = max(1, len(req.origin_input_ids) - found.length)
         if delta > self.policy.most or not may_compute(req):
             return False
-        decoding = others()
+        decoding = max(others(), self.ranks.decoding)
         if decoding and not self.slices and delta > self.bound(self.policy.slice):
             return False
         queued = self.queued

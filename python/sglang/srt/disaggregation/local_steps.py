@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["end_local_step", "make_local_prefills", "merge_computed", "next_local_batch", "step_watchers"]
+__all__ = ["end_local_step", "make_local_prefills", "measured", "merge_computed", "next_local_batch", "step_watchers"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,20 @@ def make_local_prefills(
     counters = KvTransferCounters.get(scheduler.server_args)
     local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
     if gate is not None:
-        local.bound = lambda most: gate.most_computed(most, scheduler.running_batch.reqs)
+        local.bound = lambda most: gate.most_computed(most, scheduler.running_batch.reqs, local.ranks.decoding)
     return local
 
 
-def step_watchers(queue: Any) -> list[Any]:
-    """What learns from the time that steps take, on a worker with this queue of transfers; None: on another."""
+def measured(queue: Any) -> list[Any]:
+    """What goes by measured figures that ranks agree on, on a worker with this queue of transfers; None: on another."""
     local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
     return [*([] if gate is None else [gate]), *([] if local is None else [local.pace])]
+
+
+def step_watchers(queue: Any) -> list[Any]:
+    """What learns from each step, and is told where the loop has nothing to do."""
+    local = getattr(queue, "local", None)
+    return [*measured(queue), *([] if local is None else [local.ranks])]
 
 
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
@@ -69,7 +75,7 @@ def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
     batch = _local_batch(scheduler, local)
     if batch is None:
         # Of those that decode, if there are any.
-        local.pace.decoded(scheduler.running_batch.batch_size(), local.policy.slice)
+        local.pace.decoded(max(scheduler.running_batch.batch_size(), local.ranks.decoding), local.policy.slice)
     return batch
 
 
@@ -83,7 +89,7 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     elif after_local:
         running.filter_batch(v1_spec_info_filtered=True)
     # Or who decodes, or could begin to, would stand still for as long as prompts come.
-    decoding = running.batch_size() + len(scheduler.waiting_queue)
+    decoding = who_wait(scheduler, local)
     if (after_local and decoding) or not local.may_step(decoding):
         return None
     slices = local.begin(pick(scheduler, local))
@@ -132,10 +138,15 @@ def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
     scheduler.last_batch = scheduler.cur_batch = None
 
 
+def who_wait(scheduler: Any, local: LocalPrefills) -> int:
+    """How many requests decode, or could begin to, while a step over prompts runs; on another DP rank, if more there."""
+    return max(scheduler.running_batch.batch_size() + len(scheduler.waiting_queue), local.ranks.decoding)
+
+
 def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     """What the next step computes: as much as those that decode can wait for."""
     running, rows = scheduler.running_batch, scheduler.req_to_token_pool
-    tokens = local.most_tokens(running.batch_size() + len(scheduler.waiting_queue))
+    tokens = local.most_tokens(who_wait(scheduler, local))
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)

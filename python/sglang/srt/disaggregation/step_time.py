@@ -15,11 +15,11 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Estimate", "Parts", "StepTimes", "StepWatch"]
+__all__ = ["Estimate", "OtherRanks", "Parts", "StepTimes", "StepWatch", "has_prompts"]
 
 # Picoseconds in a second: ranks agree on whole numbers, and compute with nothing else.
 PS = 10**12
@@ -199,6 +199,31 @@ class StepWatch:
         now = time.monotonic() if now is None else now
         began, self._ended = self._ended, now
         return None if began is None else now - began
+
+
+def has_prompts(batch: Any) -> bool:
+    """Whether a step computes prompts, on this or another of the DP ranks that step together."""
+    return bool(getattr(batch, "is_extend_in_batch", False))
+
+
+class OtherRanks:
+    """The DP ranks that step together with this one, by what the engine tells all of each step.
+
+    decoding: requests of the rank that decodes the most of them, this one included, as far as is known; 0 where ranks
+    do not step together.
+    """
+
+    def __init__(self) -> None:
+        self.decoding = 0
+
+    def idle(self) -> None:
+        """The loop has nothing to do, on any of them."""
+        self.decoding = 0
+
+    def note_step(self, batch: Any, result: Any = None) -> None:
+        """The result of ``batch`` has been processed. A rank that computes prompts counts these, and not requests."""
+        if batch.global_num_tokens and not has_prompts(batch):
+            self.decoding = max(batch.global_num_tokens)
 
 
 def _level(number: int) -> int:

@@ -1,0 +1,102 @@
+"""DP ranks that step together: what one computes of prompts, and learns of steps, while another decodes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.itl_gate import ItlGate
+from sglang.srt.disaggregation.local_pace import Pace
+from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq, Policy
+from sglang.srt.disaggregation.local_steps import pick, who_wait
+from sglang.srt.disaggregation.step_time import Estimate, OtherRanks, Parts
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+MS = 10**9
+
+
+def step(reqs: int, everywhere: list[int] | None, prompts: bool = False) -> SimpleNamespace:
+    """The batch of this rank, which decodes ``reqs``; ``everywhere``: what the engine tells all DP ranks of the step."""
+    figures = {"finished_reason": None, "cache_protected_len": 0, "seqlen": 500, "output_ids": [0] * 20}
+    found = [SimpleNamespace(rid=f"r{i}", origin_input_ids=[0] * 480, **figures) for i in range(reqs)]
+    return SimpleNamespace(
+        reqs=found,
+        forward_mode=ForwardMode.DECODE if reqs else ForwardMode.IDLE,
+        global_num_tokens=everywhere,
+        is_extend_in_batch=prompts,
+        prefill_stats=None,
+    )
+
+
+class Rank:
+    """One that has 16 remainders of 128 tokens to compute and decodes ``running`` requests, with a target of 15 ms."""
+
+    def __init__(self, running: int, target: bool = True):
+        tree = SimpleNamespace(is_eagle=False, page_size=16)
+        admission = SimpleNamespace(transfers=SimpleNamespace(short=lambda: None))
+        self.local = LocalPrefills(tree, None, admission, None, Policy.of("auto"), True)
+        for _ in range(16):
+            req = SimpleNamespace(origin_input_ids=[0] * 128, to_finish=None, lora_id=None)
+            self.local.waiting.append(LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True))
+        reqs = step(running, None).reqs
+        self.scheduler = SimpleNamespace(
+            running_batch=SimpleNamespace(reqs=reqs, batch_size=lambda: len(reqs)),
+            req_to_token_pool=SimpleNamespace(size=64),
+            max_running_requests=64,
+            waiting_queue=[],
+            enable_lora=False,
+        )
+        if target:
+            gate = ItlGate(15.0, SimpleNamespace(protected_size_=0))
+            # A decode step: 4 ms and half a millisecond a request. One over prompts: 1 ms and a tenth for a token.
+            gate.estimate = Estimate(Parts(4 * MS, MS // 2, 0), Parts(MS, MS // 10, 0), 1000, 100, 20, 10000, 3)
+            self.local.bound = lambda most: gate.most_computed(most, reqs, self.local.ranks.decoding)
+
+    def next_step(self) -> int:
+        """Tokens of prompts."""
+        return sum(end - one.done for one, end in pick(self.scheduler, self.local))
+
+
+@pytest.mark.parametrize("target", [True, False])
+def test_who_decodes_on_another_rank_is_waited_for_as_here(target):
+    here, elsewhere = Rank(8, target), Rank(0, target)
+    elsewhere.local.ranks.note_step(step(0, [0, 8]))
+    assert who_wait(elsewhere.scheduler, elsewhere.local) == 8
+    assert elsewhere.next_step() == here.next_step() < 200
+    # Nobody decodes anywhere.
+    elsewhere.local.ranks.idle()
+    assert elsewhere.next_step() == Policy.of("auto").step
+
+
+def test_what_is_told_of_a_step():
+    ranks = OtherRanks()
+    ranks.note_step(step(3, None))
+    assert ranks.decoding == 0, "one that steps alone"
+    ranks.note_step(step(3, [3, 7]))
+    assert ranks.decoding == 7
+    # Tokens of prompts.
+    ranks.note_step(step(3, [3, 2048], prompts=True))
+    assert ranks.decoding == 7
+    ranks.note_step(step(3, [3, 0]))
+    assert ranks.decoding == 3
+
+
+def test_prompts_are_no_requests_of_a_step():
+    """Neither the gate nor the pace learns from a step that was as long as another rank's prompts made it."""
+    gates, paces = [], []
+    for prompts in (False, True):
+        gate, pace, now = ItlGate(15.0, SimpleNamespace(protected_size_=0)), Pace(), 0.0
+        for n in range(200):
+            requests = 1 + n % 8
+            for each in (gate, pace):
+                each.note_step(step(requests, [requests, 4]), SimpleNamespace(), now + 0.004 + 0.0005 * max(requests, 4))
+            now += 0.004 + 0.0005 * max(requests, 4)
+            if prompts and n % 4 == 0:
+                now += 0.2
+                for each in (gate, pace):
+                    each.note_step(step(requests, [requests, 2048], prompts=True), SimpleNamespace(), now)
+        gate.take(gate.own())
+        gates.append(gate.estimate)
+        paces.append(pace.own())
+    assert gates[0] == gates[1] and gates[0].requests == 8
+    assert paces[0] == paces[1] and paces[0][0] > 0
