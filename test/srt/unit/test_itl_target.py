@@ -278,9 +278,10 @@ def test_an_idle_turn_of_the_loop_ends_the_time_of_steps(monkeypatch):
     monkeypatch.setattr(SchedulerRuntimeCheckerMixin.__base__, "self_check_during_idle", lambda self: None)
     gate = made(10)
     gate.note_step(batch([req(1)]), SimpleNamespace(), 1.0)
-    worker = object.__new__(type("Worker", (SchedulerRuntimeCheckerMixin,), {"itl_gate": lambda self: gate}))
+    worker = object.__new__(SchedulerRuntimeCheckerMixin)
+    worker.disagg_decode_transfer_queue = SimpleNamespace(gate=gate, local=None, quarantine=[])
     worker.self_check_during_idle()
-    assert gate._ended is None
+    assert gate._watch._ended is None
 
 
 # ---- on a worker ----
