@@ -89,7 +89,9 @@ def test_prompts_are_no_requests_of_a_step():
         for n in range(200):
             requests = 1 + n % 8
             for each in (gate, pace):
-                each.note_step(step(requests, [requests, 4]), SimpleNamespace(), now + 0.004 + 0.0005 * max(requests, 4))
+                each.note_step(
+                    step(requests, [requests, 4]), SimpleNamespace(), now + 0.004 + 0.0005 * max(requests, 4)
+                )
             now += 0.004 + 0.0005 * max(requests, 4)
             if prompts and n % 4 == 0:
                 now += 0.2

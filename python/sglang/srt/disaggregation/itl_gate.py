@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, StepWatch, has_prompts, mean_of
+from sglang.srt.disaggregation.step_time import (
+    PS,
+    RECENT,
+    WIDTH,
+    Estimate,
+    Parts,
+    StepTimes,
+    StepWatch,
+    has_prompts,
+    mean_of,
+)
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
