@@ -16,7 +16,7 @@ MS = 10**9
 
 
 def step(reqs: int, everywhere: list[int] | None, prompts: bool = False) -> SimpleNamespace:
-    """The batch of this rank, which decodes ``reqs``; ``everywhere``: what the engine tells all DP ranks of the step."""
+    """The batch of this rank, which decodes ``reqs``; ``everywhere``: what all DP ranks are told of the step."""
     figures = {"finished_reason": None, "cache_protected_len": 0, "seqlen": 500, "output_ids": [0] * 20}
     found = [SimpleNamespace(rid=f"r{i}", origin_input_ids=[0] * 480, **figures) for i in range(reqs)]
     return SimpleNamespace(

@@ -139,7 +139,7 @@ def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
 
 
 def who_wait(scheduler: Any, local: LocalPrefills) -> int:
-    """How many requests decode, or could begin to, while a step over prompts runs; on another DP rank, if more there."""
+    """How many requests decode, or could, while a step over prompts runs; on another DP rank, if more do there."""
     return max(scheduler.running_batch.batch_size() + len(scheduler.waiting_queue), local.ranks.decoding)
 
 
