@@ -9,6 +9,7 @@ import time
 import pytest
 import requests
 from pd import FLAG, TP2, Pair, conversations, counter, pools, wait_idle, words
+from rolling import wait
 
 from sglang_pd_radix.tools.cluster import Cluster
 
@@ -142,7 +143,8 @@ def test_two_workers_share_a_storage(clusters, model, truth, backend, ranks, tmp
     for pair in send.pairs:
         pair.check_idle()
         assert all(pool["host"]["storage"]["late"] == 0 for pool in pools(pair.decode_url))
-        assert counter(pair.decode_url, "sglang:decode_storage_fetched_tokens_total") > 0
+        # Metrics are written once a second.
+        wait(lambda url=pair.decode_url: counter(url, "sglang:decode_storage_fetched_tokens_total") > 0, 10)
     # After a flush it is all there; when it has been cleared, nothing is.
     first = send.pairs[0]
     prompt = words(random.Random(7), 100)

@@ -148,19 +148,19 @@ def test_through_the_gateway(cluster, seen):
     )
     reply.raise_for_status()
 
-    def halves(spans: list[Span]) -> set[str]:
-        return {span.name.split(" Req")[0] for span in spans if span.trace == client and " Req" in span.name}
+    def names(spans: list[Span]) -> set[str]:
+        return {span.name for span in spans if span.trace == client}
 
     def gateway(spans: list[Span]) -> list[Span]:
         return [span for span in spans if span.trace == client and span.service == "smg"]
 
-    spans = seen.wait(lambda spans: halves(spans) == {"prefill", "decode"} and bool(gateway(spans)))
-    assert {*PREFILL, *DECODE} <= {span.name for span in spans if span.trace == client}
+    # Each process sends its own, when it likes.
+    spans = seen.wait(lambda spans: {*PREFILL, *DECODE} <= names(spans) and bool(gateway(spans)))
+    assert {name.split(" Req")[0] for name in names(spans) if " Req" in name} == {"prefill", "decode"}
     (whole,) = gateway(spans)
     assert (whole.parent, whole.attributes["path"]) == ("cd" * 8, "/generate")
     stages = [span for span in spans if span.trace == client and span.name in (*PREFILL, *DECODE)]
     assert whole.start <= min(span.start for span in stages)
-    print({span.name: span.parent for span in spans if span.trace == client}, whole.span)
 
 
 def test_nothing_was_told_twice_or_left_open(cluster, seen):

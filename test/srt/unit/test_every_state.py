@@ -36,7 +36,7 @@ from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -417,7 +417,7 @@ def asked(bench: Bench) -> Req:
 def unasked(bench: Bench) -> Req:
     """It has been admitted, and a step in flight still uses its pages; prefill will be asked in the next one."""
     req = bench.arrive()
-    ended = SimpleNamespace(finished=lambda: True)
+    ended = SimpleNamespace(finished_reason=FINISH_LENGTH(1))
     slots = torch.arange(0, bench.world.size + PAGE, PAGE)
     batch = SimpleNamespace(
         reqs=[ended] * len(slots),

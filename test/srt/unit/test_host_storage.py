@@ -233,7 +233,6 @@ def raising(number: int):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_storage_that_takes_nothing(world, monkeypatch, caplog, number):
     """Full, or only to be read: requests go on, and what could not be written is written when there is more of it."""
-    monkeypatch.setattr(storage_threads, "PAUSE_S", 0.05)
     one = world()
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", raising(number))
@@ -244,7 +243,8 @@ def test_a_storage_that_takes_nothing(world, monkeypatch, caplog, number):
     # One page of it failed, and after that it was left alone. It is saved in three parts, and tried again with each.
     assert (state["written"], state["failed"]) == (0, PAGE) and state["dropped"] >= 32
     assert caplog.text.count("Writing to the storage of KV") == 1 and os.strerror(number) in caplog.text
-    time.sleep(0.06)
+    # The time for which it is left alone is over.
+    one.tier.storage.threads.writing._until = 0.0
     one.serve(tokens(1, 24) + tokens(9, 4))
     assert one.tier.state()["storage"]["written"] == 28
     one.forget()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.disaggregation.step_in_flight import StepInFlight, find_step_in_flight
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 # Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.
 TABLE = torch.tensor(
@@ -29,7 +30,7 @@ def batch(speculates: bool, windows: torch.Tensor | None = None) -> SimpleNamesp
         out_cache_loc=torch.tensor([30, 9, 34]),
         req_pool_indices=torch.tensor([2, 0, 3]),
         req_to_token_pool=SimpleNamespace(req_to_token=TABLE, get_mamba_indices=lambda rows: states[rows]),
-        reqs=[SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished=lambda: False) for c, a in lengths],
+        reqs=[SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished_reason=None) for c, a in lengths],
         window_cache_loc=windows,
     )
 
@@ -71,8 +72,8 @@ def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():
     first, last = batch(False), batch(False)
     done = [SimpleNamespace(copy_done=object()) for _ in range(2)]
     scheduler.result_queue = [(first, done[0]), (last, done[1])]
-    first.reqs[0].finished = lambda: True
+    first.reqs[0].finished_reason = FINISH_LENGTH(1)
     assert find_step_in_flight(scheduler, 4) is None, "who has ended was in an earlier step"
-    last.reqs[1].finished = lambda: True
+    last.reqs[1].finished_reason = FINISH_LENGTH(1)
     late = find_step_in_flight(scheduler, 4)
     assert (late.batch, late.ended, late.done, late.page_size) == (last, [1], done[1].copy_done, 4)

@@ -102,7 +102,7 @@ class Schedule:
 
         computes_here: whether this worker computes prompts itself. measured: what ranks agree on beside the rest.
         """
-        self._measured = measured
+        self._measured = tuple(measured)
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
         self._computes_here = computes_here
         # The last order of admission, and the state in which it was found.
