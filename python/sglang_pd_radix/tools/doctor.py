@@ -137,12 +137,12 @@ def ask(probes: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
     A snippet that raises, dies or takes longer than ``timeout`` seconds answers ``{"error": reason}``.
     """
     children: dict[str, subprocess.Popen[str]] = {}
-    with process_group.ends_held_back():
-        for name, code in probes.items():
-            children[name] = _start(code)
     deadline = time.monotonic() + timeout
     answers: dict[str, dict[str, Any]] = {}
     try:
+        with process_group.ends_held_back():
+            for name, code in probes.items():
+                children[name] = _start(code)
         for name, child in children.items():
             try:
                 output, _ = child.communicate(timeout=max(0.1, deadline - time.monotonic()))

@@ -84,8 +84,9 @@ def _ask(urls: Sequence[str], question: dict[str, Any]) -> list[dict[str, Any]]:
         status, content = http(f"{url}/ended_requests?{urlencode(question)}", timeout=TIMEOUT_S)
         try:
             found = json.loads(content)["requests"] if status == 200 else []
-            return status, [record | {"worker": url.partition("//")[2]} for record in found]
-        except (ValueError, TypeError, KeyError):
+            worker = {"worker": url.partition("//")[2]}
+            return status, [record | worker for record in found if record.keys() >= {"room", "times"}]
+        except (ValueError, TypeError, KeyError, AttributeError):
             return OTHER, []
 
     with ThreadPoolExecutor(len(urls)) as pool:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
@@ -141,8 +143,19 @@ def owner(path: Path) -> int | None:
 def check_unowned(path: Path | None) -> None:
     """Raise PdRadixError if ``path`` describes a deployment that runs."""
     pid = owner(path) if path else None
-    if pid is not None and Path(f"/proc/{pid}").exists():
+    if path and pid is not None and _wrote(pid, path):
         raise PdRadixError(f"--json {path}: it describes a deployment that runs, of process {pid}; give another file")
+
+
+def _wrote(pid: int, path: Path) -> bool:
+    """Whether process ``pid`` runs, and has since before ``path`` was written.
+
+    What was killed leaves its file, and its number is another's then; in a container it may be the same each time.
+    """
+    try:
+        return psutil.Process(pid).create_time() <= path.stat().st_mtime
+    except (OSError, psutil.Error):
+        return False
 
 
 def check_log_dir(path: Path | None) -> None:
@@ -160,13 +173,13 @@ def check_port(host: str, port: int | None) -> None:
         return
     if not 1 <= port <= 65535:
         raise PdRadixError(f"--port {port}: give 1 to 65535")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((host.strip("[]"), port))
-        except OSError as error:
-            raise PdRadixError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        with socket.socket(family) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except (OSError, ValueError) as error:
+        raise PdRadixError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def check_may_switch(who: str, engine_options: Sequence[str]) -> None:

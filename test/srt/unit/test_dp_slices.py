@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.disaggregation import local_steps
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_pace import Pace
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq, Policy
@@ -102,3 +103,57 @@ def test_prompts_are_no_requests_of_a_step():
         paces.append(pace.own())
     assert gates[0] == gates[1] and gates[0].requests == 8
     assert paces[0] == paces[1] and paces[0][0] > 0
+
+
+def test_ranks_that_step_together_share_what_the_others_lose():
+    """Each step over prompts is all ranks': with four, each has a quarter of the part."""
+    steps = []
+    for ranks in (1, 4):
+        pace = Pace()
+        pace.take([20 * MS, 15 * MS, MS // 10, 0, 0])
+        pace.note_step(step(16, [16] * ranks))
+        pace.computed(64, 16)
+        steps.append(0)
+        while not pace.has_time:
+            pace.decoded(16, 64)
+            steps[-1] += 1
+    assert steps[1] == pytest.approx(4 * steps[0], abs=4)
+
+
+def test_a_rank_that_decodes_nothing_measures_what_it_waits_for():
+    pace, now = Pace(), 0.0
+    for _ in range(40):
+        now += 0.02
+        pace.note_step(step(0, [0, 8]), now=now)
+    assert pace.own()[0] == pytest.approx(0.02 * 1000 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_step_without_prompts_comes_between_two_where_others_may_decode(monkeypatch, together):
+    """What another rank decodes is told of no other; one that decodes nothing itself would never hear of it."""
+    rank = Rank(0, target=False)
+    rank.local.ranks.together = together
+    rank.local.launched = SimpleNamespace(reqs=[])
+    for name in ("end_aborted", "merge_computed"):
+        monkeypatch.setattr(local_steps, name, lambda *args: None)
+    begun = []
+    monkeypatch.setattr(rank.local, "begin", lambda slices: begun.extend(slices) or [])
+    rank.scheduler.running_batch.is_empty = lambda: True
+    local_steps._local_batch(rank.scheduler, rank.local)
+    assert bool(begun) == (not together)
+
+
+def test_a_burst_is_not_all_taken_because_nobody_decodes_yet():
+    """The first of it decode when the rest has its turn, which then waits for their steps."""
+    rank = Rank(0, target=False)
+    rank.local.pace.take([20 * MS, 15 * MS, MS // 10, 0, 300 * MS])
+    req = SimpleNamespace(
+        origin_input_ids=[0] * 128, return_logprob=False, return_hidden_states=False, return_routed_experts=False,
+        is_prefill_only=False, input_embeds=None, multimodal_inputs=None, session=None, token_type_ids=None,
+        bootstrap_host="10.0.0.1",
+    )  # fmt: skip
+    found = SimpleNamespace(length=0, path=(), in_last=0)
+    rank.local.waiting = rank.local.waiting[:15]
+    assert rank.local.should_compute(req, found, lambda: 0), "what one step computes"
+    rank.local.waiting.append(rank.local.waiting[0])
+    assert not rank.local.should_compute(req, found, lambda: 0)

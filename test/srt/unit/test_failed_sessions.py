@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sglang.srt.disaggregation.mooncake.failed_sessions import FIRST_S, MOST_S, FailedSessions
+from sglang.srt.disaggregation.mooncake.failed_sessions import MOST_S, FailedSessions
 
 
 class World:
@@ -32,29 +32,29 @@ def test_what_never_failed_is_not_in_it(world):
     assert "a" not in world.sessions
 
 
-def test_one_tries_at_a_time(world):
+def test_after_a_pause_all_are_tried(world):
+    """Also the second chunk of a prompt, whatever came of the first."""
     world.sessions.add("a")
-    # Nobody says what came of it: somebody else tries.
-    assert world.tries(3.5) == [1.0, 2.0, 3.0]
+    assert world.tries(1.5) == [1.0, 1.1, 1.2, 1.3, 1.4]
 
 
-def test_a_success_ends_it(world):
-    world.sessions.add("a")
-    world.now += FIRST_S
-    assert "a" not in world.sessions and "a" in world.sessions
-    world.sessions.remove("a")
-    assert all("a" not in world.sessions for _ in range(3))
-    world.sessions.add("a")
-    assert world.tries(1.5) == [1.0]
+def test_failures_that_come_together_count_once(world):
+    for _ in range(5):
+        world.sessions.add("a")
+    assert world.tries(1.5)[:1] == [1.0]
 
 
-def test_each_further_failure_doubles_the_pause(world):
+def test_each_failure_soon_after_a_pause_doubles_the_next(world):
     pauses = []
     for _ in range(9):
         world.sessions.add("a")
-        pauses += world.tries(100)[:1]
-        world.now += 1000
+        pauses += world.tries(61)[:1]
+        world.now = 1000.0 + 61 * len(pauses)
     assert pauses == [1, 2, 4, 8, 16, 32, MOST_S, MOST_S, MOST_S]
+    # It has worked for longer than the longest pause.
+    world.now += 2 * MOST_S + 1
+    world.sessions.add("a")
+    assert world.tries(3)[:1] == [1.0]
 
 
 def test_others_stay_out_until_they_register_anew(world):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_admission import Transfers
-from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, Pace
+from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, PROBE, Pace
 from sglang.srt.disaggregation.local_prefill import LocalReq
 from sglang.srt.disaggregation.no_prefill import NoPrefill
 from sglang.srt.disaggregation.step_time import PS, Parts
@@ -108,20 +108,22 @@ def test_nothing_is_known_at_first_and_nothing_held_back():
 
 def test_what_is_measured_is_what_ranks_agree_on():
     pace = Pace(lambda: 0.25)
-    decode = SimpleNamespace(is_decode=lambda: True, is_extend=lambda: False)
-    extend = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True)
+    decode = SimpleNamespace(is_decode=lambda: True, is_extend=lambda: False, is_idle=lambda: False)
+    extend = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True, is_idle=lambda: False)
     now = 100.0
-    pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8), now=now)
+    pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8, global_num_tokens=None), now=now)
     for i in range(60):
         now += 0.02
-        pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8), now=now)
+        pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8, global_num_tokens=None), now=now)
         tokens = 16 + i % 3 * 24
         now += 0.03 + 0.0005 * tokens
         stats = SimpleNamespace(log_input_tokens=tokens)
-        pace.note_step(SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0]), now=now)
+        pace.note_step(
+            SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0], global_num_tokens=None), now=now
+        )
     # What passes while there is nothing to do is no step's.
     pace.idle()
-    pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8), now=now + 50)
+    pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8, global_num_tokens=None), now=now + 50)
     step, fixed, per_token, _, transfer = pace.own()
     assert len(pace.own()) == pace.width and all(isinstance(figure, int) for figure in pace.own())
     assert step == pytest.approx(0.02 * PS, rel=0.01) and transfer == PS // 4
@@ -175,3 +177,16 @@ def test_what_has_no_prefill_waits_for_no_time():
         req = SimpleNamespace(origin_input_ids=[1] * 9, to_finish=None)
         local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=receiver), 0, True)]
         assert local.may_step(8) == goes
+
+
+def test_a_time_that_is_believed_too_long_is_measured_again():
+    """Else nothing would be computed here any more, and no sample would come."""
+    pace = pace_of(20, 800, transfer_ms=300)
+    taken = []
+    for step in range(3 * PROBE):
+        pace.decoded(16, SLICE)
+        if pace.is_sooner(SLICE, 0, SLICE, 16):
+            pace.computed(SLICE, 16)
+            taken.append(step)
+    assert 1 <= len(taken) <= 3 and taken[0] == PROBE - 1
+    assert not pace.is_sooner(SLICE, 0, SLICE, 16)

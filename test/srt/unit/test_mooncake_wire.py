@@ -993,28 +993,39 @@ def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str, monkey
 def lost_write(world: World, room: int, prefix: int | None = 4) -> str:
     """What the client of a request hears whose KV cannot be written, or is not."""
     request = world.request(room, 24, prefix).bootstrap()
-    request.send().wait_senders(KVPoll.Failed)
-    (why,) = reasons(request.senders)
+    request.send()
+    until(lambda: request.senders[0].poll() == KVPoll.Failed, "the first rank has failed")
+    (why,) = reasons(request.senders[:1])
     request.wait_receivers(KVPoll.Failed)
     reasons(request.receivers)
+    until(lambda: all(one.poll() in (KVPoll.Failed, KVPoll.Success) for one in request.senders[1:]), "so have others")
+    for one in request.senders[1:]:
+        one.clear() if one.poll() == KVPoll.Success else reasons([one])
     return why
 
 
-def test_a_write_that_failed_costs_the_requests_of_a_moment(world: World) -> None:
-    """The engine writes nothing to a decode worker of which one write has failed, until that is restarted."""
-    now = [100.0]
-    (prefill,) = world.prefill
-    prefill.manager.failed_sessions = failed_sessions.FailedSessions(lambda: now[0])
-    prefill.library.result = -1
+@pytest.mark.parametrize("chunks", [(6,), (4, 6)])
+@pytest.mark.parametrize("shape", [{}, {"decode_tp": 2}, {"stages": (1, 1)}, {"stages": (1, 1), "decode_tp": 2}], ids=str)
+def test_a_write_that_failed_costs_the_requests_of_a_moment(monkeypatch, shape: dict, chunks: tuple) -> None:
+    """The engine writes nothing to a decode worker of which one write has failed, until that is restarted.
+
+    Of what it writes then it has a way for each shape.
+    """
+    world, now = World(monkeypatch, **shape), [100.0]
+    for rank in world.prefill:
+        rank.manager.failed_sessions = failed_sessions.FailedSessions(lambda: now[0])
+    library = world.prefill[0].library
+    library.result = -1
     assert "Failed to send kv chunk" in lost_write(world, 1)
-    prefill.library.result = 0
+    library.result = 0
     assert "is not alive" in lost_write(world, 2)
     now[0] += failed_sessions.FIRST_S
     for room in (3, 4):
-        request = world.request(room, 24, 4).bootstrap().send()
+        request = world.request(room, 24, 4).bootstrap().send(*chunks)
         request.finish()
         request.assert_landed()
     world.assert_books_closed()
+    world.close()
 
 
 def test_a_decode_without_the_flag_is_left_to_the_engine(world: World, monkeypatch) -> None:

@@ -652,6 +652,15 @@ def test_one_file_for_two_deployments(fake, tmp_path):
     assert json.loads(file.read_text()) == {"owner_pid": os.getpid()}
 
 
+@pytest.mark.parametrize("pid", [os.getpid(), os.getppid(), 2**22 - 1])
+def test_a_file_that_a_killed_one_has_left_is_no_deployment(tmp_path, pid):
+    """Its number may be that of another process by then, or in a container that of this one."""
+    file = tmp_path / "up.json"
+    file.write_text(json.dumps({"owner_pid": pid}))
+    os.utime(file, (1e9, 1e9))
+    up.check_unowned(file)
+
+
 def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -26,6 +26,9 @@ __all__ = ["Pace"]
 ONE_IN, MANY = 20, 8
 # Steps over prompts that have been earned in advance, at most.
 AHEAD = 2
+# After so many decode steps without one over prompts, one is taken: what is believed of its time may be too much, and
+# without a sample that would stay so.
+PROBE = 500
 
 
 class Pace:
@@ -45,6 +48,8 @@ class Pace:
         self.computed_step = Parts(0, 0, 0)
         # Earned and not spent; less than 0: spent and not earned.
         self.spare = 0
+        # Decode steps since the last one over prompts. DP ranks that step together, for each of which all wait.
+        self._since, self._sharers = 0, 1
 
     # ---- what is measured ----
 
@@ -54,14 +59,17 @@ class Pace:
 
     def note_step(self, batch: Any, result: Any = None, now: float | None = None) -> None:
         """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
-        seconds = self._watch.lap(now)
+        seconds, everywhere = self._watch.lap(now), batch.global_num_tokens or ()
+        self._sharers = max(1, len(everywhere))
         if seconds is None:
             return
-        if batch.forward_mode.is_decode():
-            if has_prompts(batch):
-                return
-            self._decode.note(len(batch.reqs), 0, seconds)
-        elif batch.forward_mode.is_extend() and batch.prefill_stats is not None:
+        mode = batch.forward_mode
+        if mode.is_decode() or mode.is_idle():
+            # One in which this rank only waits for others is as long as theirs.
+            requests = len(batch.reqs) if mode.is_decode() else max(everywhere, default=0)
+            if requests and not has_prompts(batch):
+                self._decode.note(requests, 0, seconds)
+        elif mode.is_extend() and batch.prefill_stats is not None:
             self._computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
 
     # ---- what ranks agree on ----
@@ -82,11 +90,13 @@ class Pace:
 
     def decoded(self, requests: int, slice_tokens: int) -> None:
         """A decode step of ``requests`` is launched; nobody decodes: 0. slice_tokens: of a step over prompts."""
+        self._since = self._since + 1 if requests else 0
         most = AHEAD * self._cost(slice_tokens)
         self.spare = min(most, self.spare + self._earned(requests)) if requests else most
 
     def computed(self, tokens: int, requests: int) -> None:
         """A step over ``tokens`` tokens of prompts is launched, for which ``requests`` wait that decode."""
+        self._since = 0
         if requests:
             self.spare -= self._cost(tokens)
 
@@ -101,7 +111,7 @@ class Pace:
         requests: that decode, and would wait for it. Where nothing is known of prefill, only without a wait.
         """
         earned = self._earned(requests)
-        if not earned:
+        if not earned or (self._since >= PROBE and self.has_time):
             return True
         lacks = (queued + delta - 1) // slice_tokens * self._cost(slice_tokens) - self.spare
         steps = max(0, -(-lacks // earned))
@@ -111,7 +121,7 @@ class Pace:
 
     def _earned(self, requests: int) -> int:
         """With a decode step of ``requests``."""
-        return self.decode_step * max(requests, MANY) // (ONE_IN * max(1, requests))
+        return self.decode_step * max(requests, MANY) // (ONE_IN * self._sharers * max(1, requests))
 
     def _cost(self, tokens: int) -> int:
         """Of a step over so many tokens of prompts."""

@@ -182,9 +182,14 @@ class LocalPrefills:
         if decoding and not self.slices and delta > self.bound(self.policy.slice):
             return False
         queued = self.queued
+        if self.policy.paced and queued + delta > self.policy.step:
+            # More than a step computes for which nobody waits: by the next, those of this one decode.
+            decoding = max(decoding, len(self.waiting))
         if not self.policy.should_compute(delta, queued, unknown_to_prefill(found), bool(decoding)):
             return False
-        return not (decoding and self.policy.paced) or self.pace.is_sooner(delta, queued, self.policy.slice, decoding)
+        return not (decoding and self.policy.paced) or self.pace.is_sooner(
+            delta, queued, self.bound(self.policy.slice), decoding
+        )
 
     # ---- admission: see `PrefillDeltas` ----
 

@@ -90,7 +90,8 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
         running.filter_batch(v1_spec_info_filtered=True)
     # Or who decodes, or could begin to, would stand still for as long as prompts come.
     decoding = who_wait(scheduler, local)
-    if (after_local and decoding) or not local.may_step(decoding):
+    # Where DP ranks step together, what others decode is told only of a step without prompts.
+    if (after_local and (decoding or local.ranks.together)) or not local.may_step(decoding):
         return None
     slices = local.begin(pick(scheduler, local))
     if not slices:

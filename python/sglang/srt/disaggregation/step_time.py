@@ -210,11 +210,13 @@ class OtherRanks:
     """The DP ranks that step together with this one, by what the engine tells all of each step.
 
     decoding: requests of the rank that decodes the most of them, this one included, as far as is known; 0 where ranks
-    do not step together.
+    do not step together, and where the engine tells none of the others (DeepEP with --moe-dense-tp-size 1).
     """
 
     def __init__(self) -> None:
         self.decoding = 0
+        # Whether there are any.
+        self.together = False
 
     def idle(self) -> None:
         """The loop has nothing to do, on any of them."""
@@ -222,8 +224,10 @@ class OtherRanks:
 
     def note_step(self, batch: Any, result: Any = None) -> None:
         """The result of ``batch`` has been processed. A rank that computes prompts counts these, and not requests."""
-        if batch.global_num_tokens and not has_prompts(batch):
-            self.decoding = max(batch.global_num_tokens)
+        everywhere = batch.global_num_tokens or ()
+        self.together = len(everywhere) > 1
+        if everywhere and not has_prompts(batch):
+            self.decoding = max(everywhere)
 
 
 def _level(number: int) -> int:

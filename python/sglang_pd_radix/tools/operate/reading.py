@@ -216,7 +216,7 @@ def _ranks(
         if "requests" not in pool and role != "engine":
             rank.error = UNTOLD
         ranks.append(rank)
-        oldest += [request | {"worker": rank.name} for request in pool.get("oldest", ())]
+        oldest += [request | {"worker": rank.name} for request in pool.get("oldest", ()) if "seconds" in request]
     return ranks, oldest
 
 

@@ -118,7 +118,6 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {session!r} does not end in a port")
-            # The engine asks whether it has failed, which after a pause is a try.
             self.failed_sessions.remove(session)
             return True
         self.inbox.take(message)
@@ -191,13 +190,6 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             # The request fails for that, and decode is told so.
             self.end_notices.undelivered(room, peer)
             raise
-
-    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: list) -> int:
-        """Adds that a session to which a write has failed is written to again once a write has succeeded."""
-        failed = super()._transfer_data(mooncake_session_id, transfer_blocks)
-        if not failed and transfer_blocks:
-            self.failed_sessions.remove(mooncake_session_id)
-        return failed
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
         """A state that could not be written fails the room; the engine goes on to report a success.

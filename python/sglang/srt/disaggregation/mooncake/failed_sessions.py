@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 __all__ = ["FailedSessions"]
 
-# Seconds until the first try after a failure, and the most between two. Each further failure doubles them: a write to
-# a host that is gone may hold up a transfer thread for as long as the transport waits.
+# Seconds until it is tried again after a failure, and the most. Each that comes soon after a pause doubles the next: a
+# write to a host that is gone may hold up a transfer thread for as long as the transport waits.
 FIRST_S, MOST_S = 1.0, 60.0
 
 
@@ -30,8 +30,8 @@ class _Pause:
 class FailedSessions:
     """In the place of the engine's set of that name: a session is in it while nothing is to be written to it.
 
-    One of a decode worker with the flag comes out for one try at a time, and for good with a write that succeeds or
-    when that worker registers anew. The engine asks and adds under its lock of sessions; the rest may come at any time.
+    One of a decode worker with the flag comes out after a pause, and others when that worker registers anew. It goes by
+    failures alone: of what succeeds the engine has several ways, of which some are nobody's to hear of.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -44,25 +44,21 @@ class FailedSessions:
         self._tried_again.add(session)
 
     def add(self, session: str) -> None:
-        """A write has failed."""
+        """A write has failed. Of several that were under way together the first counts."""
+        now, before = self._clock(), self._pauses.get(session)
         if session not in self._tried_again:
             self._pauses[session] = _Pause(MOST_S, float("inf"))
-            return
-        before = self._pauses.get(session)
-        seconds = FIRST_S if before is None else min(2 * before.seconds, MOST_S)
-        self._pauses[session] = _Pause(seconds, self._clock() + seconds)
+        elif before is None or now > before.until + MOST_S:
+            self._pauses[session] = _Pause(FIRST_S, now + FIRST_S)
+        elif now >= before.until:
+            seconds = min(2 * before.seconds, MOST_S)
+            self._pauses[session] = _Pause(seconds, now + seconds)
 
     def remove(self, session: str) -> None:
-        """A write has succeeded, or its decode worker has registered anew. Of one that is not in here, nothing."""
+        """Its decode worker has registered anew. Of one that is not in here, nothing."""
         self._pauses.pop(session, None)
 
     def __contains__(self, session: str) -> bool:
-        """Whether to write nothing. Who is told otherwise after a pause tries, and others wait for what comes of it."""
+        """Whether to write nothing."""
         pause = self._pauses.get(session)
-        if pause is None:
-            return False
-        now = self._clock()
-        if now < pause.until:
-            return True
-        pause.until = now + pause.seconds
-        return False
+        return pause is not None and self._clock() < pause.until
