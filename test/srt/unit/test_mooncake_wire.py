@@ -1005,13 +1005,15 @@ def lost_write(world: World, room: int, prefix: int | None = 4) -> str:
 
 
 @pytest.mark.parametrize("chunks", [(6,), (4, 6)])
-@pytest.mark.parametrize("shape", [{}, {"decode_tp": 2}, {"stages": (1, 1)}, {"stages": (1, 1), "decode_tp": 2}], ids=str)
-def test_a_write_that_failed_costs_the_requests_of_a_moment(monkeypatch, shape: dict, chunks: tuple) -> None:
+@pytest.mark.parametrize(
+    "shape", [{}, {"decode_tp": 2}, {"stages": (1, 1)}, {"stages": (1, 1), "decode_tp": 2}], ids=str
+)
+def test_a_write_that_failed_costs_the_requests_of_a_moment(monkeypatch, stages, decode_tp, chunks) -> None:
     """The engine writes nothing to a decode worker of which one write has failed, until that is restarted.
 
     Of what it writes then it has a way for each shape.
     """
-    world, now = World(monkeypatch, **shape), [100.0]
+    world, now = World(monkeypatch, stages=stages, decode_tp=decode_tp), [100.0]
     for rank in world.prefill:
         rank.manager.failed_sessions = failed_sessions.FailedSessions(lambda: now[0])
     library = world.prefill[0].library

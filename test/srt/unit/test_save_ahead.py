@@ -124,6 +124,26 @@ def test_an_eviction_of_what_was_saved_loses_nothing():
     one.check()
 
 
+def test_what_host_memory_has_evicted_is_saved_again():
+    """It was used here meanwhile, and its copy was the oldest there."""
+    one = world()
+    prompts = fill(one, 8)
+    settle(one)
+    saved = held(one, prompts)
+    assert any(saved)
+    one.tier.host.drop_unlocked()
+    assert not any(held(one, prompts))
+    for _ in range(40):
+        one.tier.memory.wait()
+        one.step()
+    assert held(one, prompts) == saved
+    # And if there is no time for it, it is counted.
+    one.tier.host.drop_unlocked()
+    late = one.tier.saves.late_tokens
+    one.tree.evict_shortfall(32)
+    assert one.tier.saves.late_tokens > late
+
+
 def test_what_must_go_at_once_is_counted_and_not_waited_for():
     one = world(late=True)
     prompts = fill(one, 8)

@@ -133,9 +133,10 @@ class Saves:
         """Tokens of a leaf that are not known to be in host memory, and should be. given: if it is to be saved."""
         if given is None and hasattr(node, _MARK):
             part = next((one for one in self.under_way if one.node is node and one.rest), None)
-            if part is None:
+            if part is not None:
+                given = Given(part.held + len(part.slots))
+            elif not self._is_lost(node):
                 return 0
-            given = Given(part.held + len(part.slots))
         elif given is None and self._ahead is None:
             # By the policy it was not worth it.
             return 0
@@ -144,7 +145,15 @@ class Saves:
 
     def is_next(self, node: TreeNode) -> bool:
         """Whether ``node``, which an eviction that has time would take, is saved first."""
-        return self._ahead is not None and (node in self.to_come or not hasattr(node, _MARK))
+        unsaved = node in self.to_come or not hasattr(node, _MARK)
+        return self._ahead is not None and (unsaved or self._is_lost(node))
+
+    def _is_lost(self, node: TreeNode) -> bool:
+        """Whether host memory, under save-ahead, has evicted again what was saved of ``node``, which is in use here."""
+        end = getattr(node, _END, None)
+        if self._ahead is None or end is None or _live(self._host, end) is not None:
+            return False
+        return node not in self.to_come and all(one.node is not node for one in self.under_way)
 
     def _save_above(self, node: TreeNode) -> None:
         """``node`` was to be saved and is gone: what is left of its path is to be."""
@@ -181,7 +190,9 @@ class Saves:
         return begun
 
     def _list_ahead(self, ahead: SaveAhead) -> None:
-        for node in ahead.unsaved(self.tokens, lambda node: hasattr(node, _MARK)):
+        for node in ahead.unsaved(self.tokens, lambda node: hasattr(node, _MARK) and not self._is_lost(node)):
+            # It is noted anew, if there is one: what ends within a node there has none, and is not saved for ever.
+            setattr(node, _END, None)
             setattr(node, _MARK, True)
             self.to_come[node] = NOTHING_YET
 

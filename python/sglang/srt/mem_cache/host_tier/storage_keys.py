@@ -27,18 +27,28 @@ __all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_i
 VERSION = 1
 # Options by which the KV of the same tokens of the same model may differ.
 _OPTIONS = (
+    "custom_weight_loader",
     "dtype",
     "hicache_mem_layout",
     "json_model_override_args",
     "kv_cache_dtype",
     "load_format",
     "model_impl",
+    "model_loader_extra_config",
+    "modelopt_checkpoint_restore_path",
+    "modelopt_quant",
     "page_size",
     "quantization",
     "quantization_param_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
     "speculative_algorithm",
     "torchao_config",
 )
+
+
+# Load formats with which a worker has the weights of another, or of a server.
+_NOT_FROM_FILES = ("remote", "remote_instance")
 
 
 def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[bytes]:
@@ -68,8 +78,14 @@ def weights_id(model_path: str, revision: str | None) -> str:
 def model_folder(args: ServerArgs, weights: str | None) -> str:
     """The part of a folder's name that the options tell. weights: what they are called, None: look at the files.
 
-    Raises ValueError where they cannot be looked at.
+    Raises ValueError where they cannot be looked at, or are not those of the files.
     """
+    if weights is None and args.load_format in _NOT_FROM_FILES:
+        raise ValueError(
+            f"--hicache-storage-backend: with --load-format {args.load_format} the weights are not those of the model's "
+            'files. Name them with --hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all '
+            "workers with them, or leave the storage out."
+        )
     options = {name: getattr(args, name, None) for name in _OPTIONS}
     if args.load_format == "dummy":
         # These are made up at start.
