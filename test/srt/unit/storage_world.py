@@ -99,6 +99,8 @@ class StorageWorld(World):
 
     def settle_alone(self) -> None:
         """Written; no step is taken for it."""
+        if isinstance(self.threads, ByHand):
+            self.threads.run(99)
         self.until(lambda: not self.storage.writes.waiting, step=False)
 
     def serve(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:

@@ -15,7 +15,7 @@ from test_host_tier import HostLife, saved
 
 # Time is a matter of the lives'.
 FOR_EVER = Limits(threshold=1, base_s=1e9)
-LIVES: list[tuple[int, int, int]] = []
+LIVES: list[tuple[int, int]] = []
 # Conversations that may come back.
 STORED = ([1, 2] * 9, [1] * 17, [2, 1, 1] * 8)
 
@@ -95,7 +95,7 @@ class StorageLife(HostLife):
         self.ends_with_a_fetch()
         state = self.world.storage.state()
         assert not state["loading"] and not state["requests"] and not state["waiting"] and not state["corrupt"]
-        LIVES.append((state["written"], state["fetched"], state["late"]))
+        LIVES.append((state["written"], state["fetched"]))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def ends_with_a_fetch(self):
@@ -113,6 +113,6 @@ class StorageLife(HostLife):
 def test_invariants_hold_in_every_life_with_a_storage(page_size, states):
     machine = type("StorageLife", (StorageLife,), {"page_size": page_size, "states": states})
     LIVES.clear()
-    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))
-    written, fetched, late = (sum(column) for column in zip(*LIVES, strict=True))
-    assert written and fetched and late
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))
+    written, fetched = (sum(column) for column in zip(*LIVES, strict=True))
+    assert written and fetched

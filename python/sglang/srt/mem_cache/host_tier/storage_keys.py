@@ -82,8 +82,8 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
     """
     if weights is None and args.load_format in _NOT_FROM_FILES:
         raise ValueError(
-            f"--hicache-storage-backend: with --load-format {args.load_format} the weights are not those of the model's "
-            'files. Name them with --hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all '
+            f"--hicache-storage-backend: with --load-format {args.load_format} the weights are others than the files' "
+            '. Name them with --hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all '
             "workers with them, or leave the storage out."
         )
     options = {name: getattr(args, name, None) for name in _OPTIONS}
