@@ -278,6 +278,15 @@ def test_tests_that_were_skipped_have_not_passed(tmp_path):
 def test_a_chaos_that_was_too_short_for_growth_is_judged_by_the_rest(tmp_path):
     storm = {"requests": 90, "seconds": 60.0, "ended": {"whole": 80, "failed": 10}}
     found = {"problems": [], "not_judged": ["growth"], "judged": ["pace 1.0"], "storm": storm, "events": [1]}
+    open_ = readings.chaos([done(tmp_path, readings.STORM, found)])
+    assert (open_.verdict, open_.why) == (UNJUDGED, "growth"), "which is of growth, chaos says"
+    found["growth_not_judged"] = ["growth"]
+    never = readings.chaos([done(tmp_path, readings.STORM, {**found, "not_judged": ["growth", "kill of decode-0"]})])
+    assert (never.verdict, never.why) == (UNJUDGED, "kill of decode-0")
+    ended = {**found, "problems": ["ended by signal 2"], "ended": "ended by signal 2"}
+    assert readings.chaos([done(tmp_path, readings.STORM, ended)]).verdict == UNJUDGED
+    ended["problems"] = ["wrong", *ended["problems"]]
+    assert readings.chaos([done(tmp_path, readings.STORM, ended)]).why == "wrong"
     outcome = readings.chaos([done(tmp_path, readings.STORM, found)])
     assert outcome.verdict == PASSED and "not judged in so short a storm: growth" in outcome.lines
     storm["ended"]["whole"] = 0

@@ -270,17 +270,23 @@ def storm(done: Sequence[Done]) -> Outcome:
 def chaos(done: Sequence[Done]) -> Outcome:
     """Of `benchmark/chaos.py --json`.
 
-    Growth takes an hour to be seen: what it says that it was too short to judge is told, and not what this part is for.
+    Growth takes an hour to be seen: where it says that it was too short for that, it is told, and not what this part is
+    for. All else that it leaves open is open.
     """
     found = read_json(done[-1].result / STORM)
     if found is None:
         return without_result(done[-1])
-    problems = found["problems"]
+    ended = found.get("ended", "")
+    problems = [text for text in found["problems"] if text != ended]
+    growth = found.get("growth_not_judged", [])
+    unknown = [ended] if ended else []
+    unknown += [text for text in found["not_judged"] if text not in growth]
     whole = found.get("storm", {}).get("ended", {}).get("whole", 0)
-    unknown = [] if problems or whole else ["no answer was complete in the storm"]
-    lines = [*found["judged"], *(f"not judged in so short a storm: {text}" for text in found["not_judged"])]
+    unknown += [] if problems or whole else ["no answer was complete in the storm"]
+    lines = [*found["judged"], *(f"not judged in so short a storm: {text}" for text in growth)]
     if "storm" in found:
         of = found["storm"]
-        ended = ", ".join(f"{count} {how}" for how, count in of["ended"].items())
-        lines.insert(0, f"{of['requests']} requests in {of['seconds']:.0f} s, {len(found['events'])} events: {ended}")
+        how_many = ", ".join(f"{count} {how}" for how, count in of["ended"].items())
+        events = len(found["events"])
+        lines.insert(0, f"{of['requests']} requests in {of['seconds']:.0f} s, {events} events: {how_many}")
     return Outcome(_word(problems, unknown), _why(problems, unknown), _lines(lines, problems, unknown))
