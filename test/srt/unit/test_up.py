@@ -607,6 +607,21 @@ def test_signal_ends_everything(fake, tmp_path, signum):
     assert not (tmp_path / "up.json").exists()
 
 
+def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
+    """`nohup pd-radix up` outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start_up(fake, tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+
+
 def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_PREFILL", "never")
     process = start_up(fake, tmp_path)

@@ -59,6 +59,7 @@ def run(
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             start_new_session=True,
+            preexec_fn=_heeds_interrupt,
         )
     family = _Family(popen.pid)
     with _watchdog(popen.pid):
@@ -77,6 +78,11 @@ def run(
             family.end()
             popen.wait()
     return Ended(popen.returncode, time.monotonic() - began, stopped, overran)
+
+
+def _heeds_interrupt() -> None:
+    """In the child: a shell that starts this process in the background has it ignore SIGINT, which is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(popen: subprocess.Popen[bytes], family: _Family, grace_s: float) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import fcntl
 import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from . import child
 from .budget import Claim, allot
 from .outcome import FAILED, PASSED, SKIPPED, UNJUDGED, Outcome
 
-OUTCOME, SETTING, LOG = "outcome.json", "setting.json", "log"
+OUTCOME, SETTING, LOG, LOCK = "outcome.json", "setting.json", "log", "lock"
 _TAIL = 30
 # What an option of an engine may hold that is nobody's business.
 _SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
@@ -84,16 +87,41 @@ def open_state(directory: Path, setting: Mapping[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise PdRadixError(f"{file}: {getattr(error, 'strerror', None) or error}: remove {directory}") from error
     if earlier is None:
-        if any(directory.iterdir()):
+        if _others(directory):
             raise PdRadixError(f"{directory} holds other files: give another --report")
         _write(file, setting)
         return
+    if not isinstance(earlier, dict):
+        raise PdRadixError(f"{file} is not what an earlier run has written: remove {directory}")
     other = [name for name in {**earlier, **setting} if earlier.get(name) != setting.get(name)]
     if other:
         told = "; ".join(f"{name} was {earlier.get(name)}, and is {setting.get(name)}" for name in other)
         raise PdRadixError(
             f"{directory} has parts that were found with something else ({told}): give another --report, or remove it"
         )
+
+
+def _others(directory: Path) -> bool:
+    return any(path.name != LOCK for path in directory.iterdir())
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """In it, no other run has ``directory``, which is made if it is not there. Raises PdRadixError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            # Nothing is left in a directory that is somebody else's.
+            if (directory / SETTING).exists() or not _others(directory):
+                lock = stack.enter_context((directory / LOCK).open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PdRadixError(
+                f"another run is at work in {directory}: wait for it, or give another --report"
+            ) from error
+        except OSError as error:
+            raise PdRadixError(f"{directory}: {error.strerror or error}: give another --report") from error
+        yield
 
 
 def earlier(parts: Sequence[Part], directory: Path) -> dict[str, Outcome]:
@@ -189,7 +217,8 @@ def run_part(part: Part, directory: Path, seconds: float, asked_to_end: Callable
         outcome = _judged(part, done)
     except Exception as error:  # one part is not to lose the others
         outcome = Outcome(FAILED, f"{type(error).__name__}: {error}", tail=done[-1].log[-_TAIL:] if done else ())
-    outcome = replace(outcome, commands=tuple(commands), seconds=time.monotonic() - began)
+    date = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    outcome = replace(outcome, commands=tuple(commands), seconds=time.monotonic() - began, date=date)
     if outcome.finished or not asked_to_end():
         try:
             _write(directory / OUTCOME, outcome.document())
