@@ -59,7 +59,7 @@ faults, each part within its share of the time, and one report to attach to an i
   pd-radix verify --thorough --minutes 30 --report report.html
 
 Exit code: 0 the verdict is PASSED (and every fault was found; with --thorough, every part that this host can show), 1
-it is not, 2 bad usage.
+it is not, 2 bad usage, 128 and its number where a signal has ended it (130 for Ctrl-C).
 """
 
 
