@@ -215,7 +215,6 @@ def _write(file: Path, json_file: Path | None, told: Mapping[str, Any], outcomes
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # nobody is there to be told: what is to be done is done all the same
+    # Where nobody is there to be told, what is to be done is done all the same.
+    with contextlib.suppress(OSError, ValueError):
         print(f"pd-radix: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
