@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="pd-radix-chaos-"))
     report: dict[str, Any] = {"seed": args.seed, "backend": args.backend, "log_dir": str(log_dir)}
     report |= {"problems": [], "not_judged": [], "judged": []}
-    before = signal.signal(signal.SIGTERM, _end)
+    before = {signum: signal.signal(signum, _end) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
         model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
@@ -128,18 +128,27 @@ def main(argv: list[str] | None = None) -> int:
             )
             with cluster:
                 Run(args, shape, cluster, Fire(cluster, hosts, model), asks, right, report).all()
+    except _Ended as error:
+        # Nothing that is wrong with anybody, for who reads the report; but not well either.
+        report["ended"] = str(error)
+        report["problems"].append(str(error))
     except PdRadixError as error:
         report["problems"].append(str(error))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(text(report))
     return 1 if report["problems"] else 0
 
 
+class _Ended(PdRadixError):
+    """A signal asked for the end."""
+
+
 def _end(signum: int, frame: Any) -> None:
-    raise PdRadixError(f"ended by signal {signum} before it was done")
+    raise _Ended(f"ended by signal {signum} before it was done")
 
 
 @dataclass
@@ -205,6 +214,7 @@ class Run:
         self._steps()
         grown = growth.judge([one for one in samples if one.at_s <= clients.ended_s - clients.began_s])
         self._judged("growth", growth.problems(grown), growth.not_judged(grown), grown)
+        self.report["growth_not_judged"] = growth.not_judged(grown)
         self.report |= _told_of(clients, fire)
 
     def _judge_storm(self, clients: Clients) -> None:

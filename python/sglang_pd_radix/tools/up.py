@@ -246,7 +246,9 @@ def run(args: argparse.Namespace) -> int:
 
     # Handlers only take note: an exception between the start of a process and its registration would lose it.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, note)
+        # What is ignored stays so: `nohup` asks for that.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, note)
     with Display() as show:
         cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)
         try:

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -58,7 +59,7 @@ faults, each part within its share of the time, and one report to attach to an i
   pd-radix verify --thorough --minutes 30 --report report.html
 
 Exit code: 0 the verdict is PASSED (and every fault was found; with --thorough, every part that this host can show), 1
-it is not, 2 bad usage.
+it is not, 2 bad usage, 128 and its number where a signal has ended it (130 for Ctrl-C).
 """
 
 
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     unwell = [check for check in checks if check.status == "fail"]
     verdict.lines.append("doctor: " + ("nothing is wrong" if not unwell else ", ".join(c.name for c in unwell)))
     verdict.failures += [f"doctor: {check.name}: {check.detail}. {check.way_out}" for check in unwell]
+    interrupted = False
     with tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch:
         logs = args.log_dir or Path(scratch)
         try:
@@ -110,12 +112,19 @@ def run(args: argparse.Namespace) -> int:
                 raise
             # What has been found so far belongs to the report as well.
             verdict.failures.append(str(error))
+        except KeyboardInterrupt:
+            if not verdict.setting.get("model"):
+                raise
+            interrupted = True
+            verdict.unknown.append("it was interrupted before it was done")
     if verdict.word == "PASSED":
         verdict.lines.append("pools: after each part every page was free or in the tree, and no lock was left")
     print(verdict.text)
     if args.json:
         document = {**asdict(verdict), "passed": verdict.word == "PASSED"}
         args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if interrupted:
+        return 128 + signal.SIGINT
     return 0 if verdict.word == "PASSED" else 1
 
 

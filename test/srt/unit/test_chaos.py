@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import signal
 import textwrap
+import time
 from pathlib import Path
 
 import chaos
@@ -126,6 +129,7 @@ def run_chaos(tmp_path: Path, *more: str) -> tuple[int, dict]:
 def test_a_storm_that_harms_nobody(tmp_path: Path, stand_ins: None, capsys: pytest.CaptureFixture):
     status, report = run_chaos(tmp_path)
     assert report["problems"] == [] and status == 0
+    assert report["growth_not_judged"] == [text for text in report["not_judged"] if text.startswith("growth of ")] != []
     said = capsys.readouterr().out
     assert "all is well" in said and "pace: " in said
     kinds = {done["event"].split()[2] for done in report["events"]}
@@ -149,6 +153,21 @@ def test_what_is_wrong_is_found(
     assert "differs from token" in found
     assert all(f"decode-{i}: 16 tokens of KV are lost" in found for i in range(2)) and "prefill" not in found
     assert "WRONG: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_found_is_written_when_it_is_ended(tmp_path: Path, stand_ins: None, monkeypatch, signum: int):
+    def all_(self: chaos.Run) -> None:
+        self.report["problems"].append("5 answers are wrong")
+        os.kill(os.getpid(), signum)
+        time.sleep(5)
+
+    monkeypatch.setattr(chaos.Run, "all", all_)
+    before = signal.getsignal(signum)
+    status, report = run_chaos(tmp_path)
+    ended = f"ended by signal {signum} before it was done"
+    assert status == 1 and report["problems"] == ["5 answers are wrong", ended] and report["ended"] == ended
+    assert signal.getsignal(signum) is before
 
 
 def test_a_storm_in_which_requests_fail_fast_and_one_tree_is_not_used(

@@ -247,6 +247,20 @@ def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
     assert [len(trials) for trials in found["trials"].values()] == [2, 2, 2] and "interrupted" in found["problems"][0]
 
 
+def test_a_bound_that_was_measured_before_an_interruption_is_kept(monkeypatch):
+    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
+
+    def interrupted(*args):
+        # The first run of a side warms it.
+        if args[3].name == "off-at-most-2" and args[4] == 1:
+            raise KeyboardInterrupt
+        return served.run_once(*args)
+
+    monkeypatch.setattr(goodput, "run_once", interrupted)
+    found = served.measure()
+    assert list(found["bounded"]) == ["off-at-most-1"] and "interrupted" in found["problems"][0]
+
+
 def test_the_report_says_all_of_it(monkeypatch, tmp_path):
     served = Served(monkeypatch)
     served.problems = ["decode-0 holds 3 tokens"]
@@ -292,7 +306,7 @@ def test_bounds_of_running_requests_are_sides_without_the_flag():
     ]
     with pytest.raises(PdRadixError, match="goes with --slo"):
         command.run(options("--slo-curve", "8"))
-    for text in ("", "0", "8,x", "8,8", "-1"):
+    for text in ("", "0", "8,x", "8,8", "8,08", "-1"):
         with pytest.raises(PdRadixError, match="different numbers"):
             goodput.bounded_sides(text)
 

@@ -114,6 +114,37 @@ time.sleep(600)
     assert outcomes["next"].verdict == PASSED
 
 
+def test_a_result_does_not_hide_that_a_command_crashed(tmp_path):
+    says = "import sys; print('pd-radix: decode ended', file=sys.stderr)"
+    outcome = run([part("one", leaves(before=says) + "\nexit(3)")], tmp_path)["one"]
+    assert outcome.verdict == FAILED and outcome.why == "only ended with exit status 3: decode ended"
+    assert outcome.lines[0] == "one" and outcome.tail
+    # The last one's status says that something could not be judged, where it says so; one before it has crashed.
+    unjudged = leaves('{"verdict": "NOT JUDGED"}') + "\nexit(1)"
+    assert run([part("last", unjudged)], tmp_path)["last"].verdict == UNJUDGED
+    assert run([part("first", unjudged, Step("next", python("")))], tmp_path)["first"].verdict == FAILED
+    crash = [Step("make", python("exit(4)")), Step("long", python("import time; time.sleep(600)"))]
+    outcome = run([part("then", leaves(), *crash)], tmp_path, 3)["then"]
+    assert outcome.verdict == FAILED and outcome.why.startswith("make ended with exit status 4; then long was stopped")
+
+
+def test_an_optional_step_that_overruns_leaves_the_rest_as_it_is(tmp_path):
+    late = Step("more", python("import time; time.sleep(600)"), optional=True)
+    outcome = run([part("two", leaves(), late)], tmp_path, 2)["two"]
+    assert outcome.verdict == PASSED and outcome.finished and "more was stopped after" in outcome.lines[-1]
+    asked = iter([False] * 8)
+    outcome = run([part("both", leaves(), late)], tmp_path, 60, asked_to_end=lambda: next(asked, True))["both"]
+    assert outcome.verdict == UNJUDGED and not outcome.finished, "interrupted it is not whole"
+
+
+def test_what_the_disk_refuses_costs_one_part(tmp_path):
+    gone = part("gone", "import shutil, pathlib; shutil.rmtree(pathlib.Path('RESULT').parents[1])")
+    (tmp_path / "taken").write_text("a file in the place of a directory")
+    outcomes = run([gone, part("taken", leaves())], tmp_path)
+    assert [o.verdict for o in outcomes.values()] == [FAILED, PASSED]
+    assert "its record cannot be written" in outcomes["gone"].why and not outcomes["gone"].finished
+
+
 def test_what_failed_before_it_was_stopped_has_failed(tmp_path):
     wrong = leaves('{"verdict": "FAILED"}') + "\nimport time; time.sleep(600)"
     outcome = run([part("both", wrong)], tmp_path, 2)["both"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.bench import command as bench
 from sglang_pd_radix.tools.cluster import option_value
 from sglang_pd_radix.tools.doctor import Check
-from sglang_pd_radix.tools.thorough import host, parts, readings, storm
+from sglang_pd_radix.tools.thorough import host, parts, readings, runner, storm
 from sglang_pd_radix.tools.thorough.child import Ended
 from sglang_pd_radix.tools.thorough.host import Gpu, Host
 from sglang_pd_radix.tools.thorough.outcome import FAILED, PASSED, UNJUDGED
@@ -59,7 +60,8 @@ def test_every_command_is_one_that_there_is(name, setting):
                 bench.chosen_sizes(args), bench.chosen_sides(args)
             given = getattr(args, "engine_options", [])
             if "--tp" in setting.engine_options and words[2] != "make-model":
-                assert option_value(given, "--tp") == "2" and option_value(given, "--page-size") == "64"
+                page = "1" if name == "linear" else "64"
+                assert option_value(given, "--tp") == "2" and option_value(given, "--page-size") == page
                 exact = words[2] == "demo"
                 assert option_value(given, "--attention-backend") == ("triton" if exact else "fa3")
         elif words[0].endswith("chaos.py"):
@@ -109,6 +111,34 @@ def test_what_each_host_is_asked():
     assert bounds == list(parts.SMALL_BOUNDS)
 
 
+def test_no_option_of_the_user_makes_another_part_of_one():
+    given = ["--max-running-requests", "64", "--page-size", "64", "--speculative-algorithm", "EAGLE3"]
+    draft = ["--speculative-draft-model-path=/data/draft", "--speculative-num-steps", "5", "--tp", "2"]
+    setting = Setting(Host(False, GPUS, ROOT, True), Path("/models"), "org/model", engine_options=[*given, *draft])
+    bounds = [option_value(command, "--max-running-requests") for command in commands(setting, "exchange")]
+    assert bounds == list(parts.BOUNDS)
+    eagle, linear = commands(setting, "eagle")[-1], commands(setting, "linear")[-1]
+    assert option_value(eagle, "--speculative-draft-model-path") == "/models/eagle/draft"
+    assert [eagle.count(name) for name in ("--speculative-algorithm", "--speculative-num-steps")] == [1, 1]
+    assert option_value(linear, "--page-size") == "1" and linear.count("--page-size") == 1
+    # A draft is of the model that the user has given, and of no made one.
+    for name in parts.NAMES:
+        drafted = any("/data/draft" in word for command in commands(setting, name) for word in command)
+        assert drafted == (name in ("exactness", "rounding", "shared", "exchange", "chat", "placement")), name
+        if name != "kernels":
+            assert any("--tp" in word for word in commands(setting, name)[-1])
+
+
+def test_no_secret_is_in_a_command_of_the_report():
+    secret = ["--api-key", "SECRET", "--speculative-draft-model-path", "/home/me/draft", "--chat-template=/home/me/x"]
+    setting = Setting(Host(False, GPUS, ROOT, True), Path("/models"), "org/model", engine_options=secret)
+    for part in parts.parts(setting):
+        for step in part.steps(Path("/parts") / part.name, 600.0) if not part.needs() else ():
+            told = runner.as_typed(step, Path("/parts") / part.name)
+            assert "SECRET" not in told and "/home/me" not in told, told
+            assert "--api-key" in told or step.name in ("make-model", "pytest")
+
+
 def test_optional_libraries_are_what_doctor_says():
     found = host.look([Check("mooncake", "warn", "installed, but it lacks libibverbs", "apt-get install")])
     assert found.mooncake == "installed, but it lacks libibverbs; apt-get install"
@@ -128,7 +158,8 @@ def done(tmp_path, file: str = "", document: object = None, name: str = "only", 
     elif document is not None:
         (result / file).write_text(json.dumps(document))
     (result / "log").write_text("Traceback\npd-radix: GPU out of memory\n")
-    return Done(name, [], Ended(**{"code": 1, "seconds": 1.0, **ended}), result)
+    code = 1 if document is None else 0
+    return Done(name, [], Ended(**{"code": code, "seconds": 1.0, **ended}), result)
 
 
 READERS = {
@@ -168,6 +199,30 @@ def test_a_benchmark_is_read(tmp_path):
     wrong = a_document()
     wrong["workloads"][0]["problems"] = ["on, run 1: decode-1: 16 tokens of KV are lost"]
     assert "KV are lost" in readings.bench([done(tmp_path, readings.BENCH, wrong)], ()).why
+
+
+def test_a_benchmark_that_does_not_tell_of_all_workloads_has_failed(tmp_path):
+    half = dataclasses.replace(done(tmp_path, readings.BENCH, a_document(), code=1), command=["bench", "--only", "a,i"])
+    found = readings.bench([half], ())
+    assert found.verdict == FAILED and "exit status 1 and without (i): GPU out of memory" in found.why
+    assert found.tables, "what there is of it is told"
+    stopped = dataclasses.replace(half, ended=Ended(-2, 1.0, "stopped after 1 s"))
+    assert readings.bench([stopped], ()).verdict == PASSED, "the runner says that it was stopped"
+
+
+@pytest.mark.parametrize("name", ["exchange", "placement"])
+def test_the_first_of_several_benchmarks_that_crashed_is_told(name, tmp_path):
+    well = done(tmp_path, readings.BENCH, a_document(), "well")
+    crashed = done(tmp_path, name="first")
+    late = done(tmp_path, name="late", stopped="stopped after 3 s")
+    for more in (well, late):
+        found = READERS[name]([crashed, more])
+        assert found.verdict == FAILED and found.why.startswith("first ended with exit status 1 and without a result")
+    with_figures = done(tmp_path, readings.BENCH, a_document(), "figures", code=-11)
+    found = READERS[name]([with_figures, well])
+    assert found.verdict == FAILED and "figures ended with exit status -11" in found.why
+    nothing = done(tmp_path, readings.BENCH, {**a_document(), "workloads": []}, "nothing", code=1)
+    assert READERS[name]([nothing, well]).why.startswith("nothing ended with exit status 1")
 
 
 def bounded(requests_per_s: dict[str, float], itl_s: dict[str, float]) -> dict:
@@ -223,6 +278,15 @@ def test_tests_that_were_skipped_have_not_passed(tmp_path):
 def test_a_chaos_that_was_too_short_for_growth_is_judged_by_the_rest(tmp_path):
     storm = {"requests": 90, "seconds": 60.0, "ended": {"whole": 80, "failed": 10}}
     found = {"problems": [], "not_judged": ["growth"], "judged": ["pace 1.0"], "storm": storm, "events": [1]}
+    open_ = readings.chaos([done(tmp_path, readings.STORM, found)])
+    assert (open_.verdict, open_.why) == (UNJUDGED, "growth"), "which is of growth, chaos says"
+    found["growth_not_judged"] = ["growth"]
+    never = readings.chaos([done(tmp_path, readings.STORM, {**found, "not_judged": ["growth", "kill of decode-0"]})])
+    assert (never.verdict, never.why) == (UNJUDGED, "kill of decode-0")
+    ended = {**found, "problems": ["ended by signal 2"], "ended": "ended by signal 2"}
+    assert readings.chaos([done(tmp_path, readings.STORM, ended)]).verdict == UNJUDGED
+    ended["problems"] = ["wrong", *ended["problems"]]
+    assert readings.chaos([done(tmp_path, readings.STORM, ended)]).why == "wrong"
     outcome = readings.chaos([done(tmp_path, readings.STORM, found)])
     assert outcome.verdict == PASSED and "not judged in so short a storm: growth" in outcome.lines
     storm["ended"]["whole"] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,9 +60,12 @@ class Deployment:
             return 200, {}
         ids = body["input_ids"]
         if "logprob_start_len" in body:
+            if self.away == "prefill-0":
+                return 503, {"error": "away"}
             start = body["logprob_start_len"]
             right = self.tokens(ids[: start + 1])
-            own = [[-0.1 if a == b else -5.0, b] for a, b in zip(right, ids[start + 1 :], strict=True)]
+            as_likely = -0.1 if self.wrong == "ties" else -5.0
+            own = [[-0.1 if a == b else as_likely, b] for a, b in zip(right, ids[start + 1 :], strict=True)]
             top = [[[-0.1, token]] for token in right]
             return 200, {"meta_info": {"input_token_logprobs": [[0, 0], *own], "input_top_logprobs": [None, *top]}}
         time.sleep(0.02)
@@ -75,6 +79,8 @@ class Deployment:
 
     def whole(self, ids: list[int]) -> dict:
         tokens = self.tokens(ids)
+        if self.wrong == "ties" and self.done and self.done[-1] == ("start", "decode-0"):
+            tokens[7] += 1
         if self.wrong == "stale" and any(what == "kill" for what, _ in self.done):
             tokens[7] += 1
         held = 256 if tuple(ids) in self.held and self.wrong != "forgets" else 0
@@ -143,6 +149,52 @@ def test_everything_is_done_once_and_compared(monkeypatch):
     assert rounds.keys() == {"calm", "again", *faults, *(f"after: {fault}" for fault in faults)}
     assert rounds["kill decode"].failed and not rounds["after: kill decode"].failed
     assert rounds["calm"].held == 0 and rounds["again"].held == 12 * 256
+
+
+def test_what_may_be_as_likely_is_scored_once_prefill_is_back(monkeypatch):
+    deployment, report = thrown(monkeypatch, "ties")
+    assert report.problems == [] and ("start", "prefill-0") in deployment.done
+    assert {round.what: round for round in report.rounds}["kill prefill"].tied
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, subprocess.TimeoutExpired("kill", 1)])
+def test_clients_end_however_a_fault_does(monkeypatch, error):
+    class Clients(storm.Storm):
+        def _ask(self, number):
+            time.sleep(0.01)
+            return storm.Told(number, (1,), "", 0.01)
+
+    def fault():
+        raise error
+
+    monkeypatch.setattr(storm, "AROUND_S", 0.05)
+    left: list[BaseException] = []
+
+    def thrown_in() -> None:
+        try:
+            Clients(SimpleNamespace(), storm.Report())._under("kill decode", fault, True)
+        except BaseException as found:
+            left.append(found)
+
+    thread = threading.Thread(target=thrown_in, daemon=True)
+    before = threading.active_count()
+    thread.start()
+    thread.join(5)
+    assert left and threading.active_count() == before
+
+
+def test_a_worker_that_is_stopped_goes_on_when_the_storm_is_interrupted(monkeypatch):
+    deployment = Deployment()
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    faults = {what: fault for what, fault, _ in storm.Storm(deployment, storm.Report())._faults()}
+    monkeypatch.setattr(storm, "time", SimpleNamespace(sleep=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        faults["stop decode"]()
+    deployment.server.shutdown()
+    assert deployment.done == [("stop", "decode-0"), ("go on", "decode-0")]
 
 
 @pytest.mark.parametrize(

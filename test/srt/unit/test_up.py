@@ -246,21 +246,32 @@ def test_gpus_are_given_out_in_turn_and_shared_when_scarce():
 
 def test_what_is_compared_is_on_the_same_gpus():
     """Else one side of two GPUs would have one for itself, and the other would share prefill's."""
-    assert compared_on([], sides=2, decode=1, gpus=1) == [[], []]
-    assert compared_on([], sides=2, decode=1, gpus=2) == [["--base-gpu-id", "1"]] * 2
+    assert compared_on([], sides=[[], []], decode=1, gpus=1) == [[], []]
+    assert compared_on([], sides=[[], []], decode=1, gpus=2) == [["--base-gpu-id", "1"]] * 2
     both = [["--base-gpu-id", "2"], ["--base-gpu-id", "4"]]
-    assert compared_on(["--tp", "2"], sides=2, decode=2, gpus=6) == both + both
-    assert compared_on(["--tp", "2"], sides=3, decode=1, gpus=3) == [[]] * 3
-    assert compared_on(["--base-gpu-id", "0"], sides=2, decode=1, gpus=8) == [[], []]
+    assert compared_on(["--tp", "2"], sides=[[], []], decode=2, gpus=6) == both + both
+    assert compared_on(["--tp", "2"], sides=[[], [], []], decode=1, gpus=3) == [[]] * 3
+    assert compared_on(["--base-gpu-id", "0"], sides=[[], []], decode=1, gpus=8) == [[], []]
+    # A side that takes more GPUs than prefill and the others: room for it, or all on the first ones.
+    larger = [[], [], ["--tp", "2"]]
+    assert compared_on([], larger, 1, 4) == [["--base-gpu-id", "2"]] * 3
+    assert compared_on([], larger, 1, 2) == [["--base-gpu-id", "0"]] * 3
+    placed = gpu_placement(
+        [[], *([*side, *at] for side, at in zip(larger, compared_on([], larger, 1, 2), strict=True))], 2
+    )
+    assert [wave for _, wave in placed] == [0, 1, 2, 3]
+    assert compared_on([], [[], ["--base-gpu-id", "3"]], 1, 4) == [["--base-gpu-id", "1"], []]
     # Prefill alone on the first GPU, and on the second one after the other, each with its part.
-    (prefill, first), *decode = gpu_placement([[], *compared_on([], 2, 1, 2)], 2)
+    (prefill, first), *decode = gpu_placement([[], *compared_on([], [[], []], 1, 2)], 2)
     assert prefill[:2] == ["--base-gpu-id", "0"] and (first, [wave for _, wave in decode]) == (0, [0, 1])
     assert all("--base-gpu-id" not in extra and "--mem-fraction-static" in extra for extra, _ in decode)
     with pytest.raises(PdRadixError, match="--base-gpu-id takes a number"):
         gpu_placement([["--base-gpu-id", "x"]], 2)
     with pytest.raises(PdRadixError, match="--mem-fraction-static takes a number"):
         gpu_placement([["--mem-fraction-static", "most"], []], 1)
-    assert gpu_placement([["--base-gpu-id", "3"], []], 2)[0] == ([], 0)
+    assert gpu_placement([["--base-gpu-id", "3"], []], 4)[0] == ([], 0)
+    with pytest.raises(PdRadixError, match="needs 2 GPUs from --base-gpu-id 3 on, and this machine has 4"):
+        gpu_placement([["--base-gpu-id", "3", "--tp", "2"], []], 4)
     with pytest.raises(PdRadixError, match="needs 2 GPUs"):
         gpu_placement([["--tp=2"]], 1)
 
@@ -605,6 +616,21 @@ def test_signal_ends_everything(fake, tmp_path, signum):
         assert entry["log"] in line
     assert "prefill-1: starting" in err and "stopped; logs are in" in err
     assert not (tmp_path / "up.json").exists()
+
+
+def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
+    """`nohup pd-radix up` outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start_up(fake, tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
 
 
 def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):

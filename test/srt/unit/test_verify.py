@@ -337,6 +337,24 @@ def test_only_what_is_passed_exits_with_0(monkeypatch, capsys, tmp_path, failure
     assert ("PASSED" in capsys.readouterr().out) is (code == 0)
 
 
+def test_what_was_found_is_written_when_it_is_interrupted(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(verify.doctor, "diagnose", list)
+    found: dict[str, str] = {}
+
+    def ended(args, model, logs, records, verdict):
+        verdict.setting |= found
+        verdict.failures.append("KV is wrong")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "_verify", ended)
+    out = tmp_path / "x.json"
+    assert cli.main(["verify", "--json", str(out)]) == 130 and not out.exists(), "nothing has run"
+    found["model"] = "m"
+    assert cli.main(["verify", "--json", str(out)]) == 130
+    written = json.loads(out.read_text())
+    assert written["failures"] == ["KV is wrong"] and written["unknown"] == ["it was interrupted before it was done"]
+
+
 @pytest.mark.parametrize(
     ("sent", "failed"), [(1.0, []), (1.2, ["1.200 times"]), (0.0, ["0.000 times"])], ids=["right", "more", "uncounted"]
 )

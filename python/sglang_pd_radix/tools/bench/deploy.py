@@ -138,7 +138,7 @@ class Deployment:
         decode = ["--max-total-tokens", str(shape.pool), "--num-reserved-decode-tokens", str(shape.reserve)]
         side_of = [side for side in self.sides for _ in range(shape.decode)]
         gpus = 0 if cpu_host.active() else gpu_count()
-        places = compared_on(self.options, len(self.sides), shape.decode, gpus)
+        places = compared_on(self.options, [side.options for side in self.sides], shape.decode, gpus)
         self.cluster = Cluster(
             self.model,
             decode=len(side_of),

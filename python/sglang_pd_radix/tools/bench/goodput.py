@@ -81,7 +81,8 @@ class Slo:
 def bounded_sides(text: str) -> list[Side]:
     """The sides of the exchange curve of ``off``, of ``N,N,...``. Raises PdRadixError."""
     numbers = [part.strip() for part in text.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers) or len({*numbers}) < len(numbers):
+    right = all(number.isdecimal() and int(number) > 0 for number in numbers)
+    if not right or len({int(number) for number in numbers}) < len(numbers):
         raise PdRadixError(f"--slo-curve {text}: write different numbers of requests above 0, as in 8,16,32")
     return [Side(f"{BOUND_NAME}{int(n)}", False, (BOUND_OPTION, str(int(n)))) for n in numbers]
 
@@ -244,7 +245,9 @@ def measure(
     try:
         search_all(searches, one)
         most = max(trial.rate for search in searches.values() for trial in search.trials)
-        bounded |= {name: one(name, min(MOST_RATE, BEYOND * most)) for name in sides if name not in searches}
+        for name in sides:
+            if name not in searches:
+                bounded[name] = one(name, min(MOST_RATE, BEYOND * most))
     except KeyboardInterrupt:
         problems.add("interrupted before all rates were found")
     show.end()

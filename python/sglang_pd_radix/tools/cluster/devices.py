@@ -76,7 +76,12 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
     for args, size in zip(arguments, sizes, strict=True):
         given = option_value(args, "--base-gpu-id")
         if given is not None:
-            first.append(_gpu_named(given))
+            start = _gpu_named(given)
+            if start < 0 or start + size > gpus:
+                raise PdRadixError(
+                    f"a worker needs {size} GPUs from --base-gpu-id {start} on, and this machine has {gpus}"
+                )
+            first.append(start)
             continue
         if cursor + size > gpus:
             cursor = 0
@@ -100,18 +105,26 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
     return placement
 
 
-def compared_on(options: Sequence[str], sides: int, decode: int, gpus: int) -> list[list[str]]:
+def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], decode: int, gpus: int) -> list[list[str]]:
     """Options by which the decode workers of all ``sides``, ``decode`` of each, are on the same GPUs.
 
-    options: of all workers. One list for each worker, side by side. Prefill has the first GPUs and these have the next
-    ones; where there are none for them, all share. What runs on other GPUs, or beside another worker, cannot be
-    compared.
+    options: of all workers; sides: what each has beside them. One list for each worker, side by side. Prefill has the
+    first GPUs and these have the next ones, each as many as the side that takes the most; where there are none for
+    them, all share. What runs on other GPUs, or beside another worker, cannot be compared. A side with a
+    ``--base-gpu-id`` of its own runs there.
     """
-    size = _gpus_needed(options)
+    sizes = [_gpus_needed([*options, *side]) for side in sides]
+    size = max([_gpus_needed(options), *sizes])
     places = gpus // size - 1
-    if places < 1 or has_option(options, "--base-gpu-id"):
-        return [[] for _ in range(sides * decode)]
-    return [["--base-gpu-id", str(size * (1 + i % places))] for _ in range(sides) for i in range(decode)]
+    if has_option(options, "--base-gpu-id") or gpus == 0:
+        return [[] for _ in range(len(sides) * decode)]
+    if places < 1:
+        # Left to themselves they take the next GPUs in turn, which are the same for all only where all take as many.
+        alike = {_gpus_needed(options), *sizes} == {size}
+        first = [[] if alike else ["--base-gpu-id", "0"]] * decode
+    else:
+        first = [["--base-gpu-id", str(size * (1 + i % places))] for i in range(decode)]
+    return [[] if has_option(side, "--base-gpu-id") else [*place] for side in sides for place in first]
 
 
 def _gpu_named(given: str) -> int:

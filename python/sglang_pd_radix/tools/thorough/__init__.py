@@ -5,8 +5,8 @@ host.py      what this machine has
 budget.py    how the minutes are shared out
 child.py     a command in a process group of its own, with an end
 runner.py    one part after the other; what is finished stays finished
-parts.py     the table of the parts
-commands.py  the commands of which parts are made
+parts.py     the table of the parts, and the commands of which they are made
+setting.py   what all parts have in common: the host, and what the user has asked for
 readings.py  what the results of those commands come to
 storm.py     kill, stop and flush, with every answer compared
 facts.py     hardware, driver and versions, for the report

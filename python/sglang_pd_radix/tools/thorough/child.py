@@ -26,11 +26,15 @@ _GONE_S = 4.0
 
 @dataclass(frozen=True)
 class Ended:
-    """code: exit status, negative for a signal. stopped: why it was ended from here, "" where it ended by itself."""
+    """code: exit status, negative for a signal. stopped: why it was ended from here, "" where it ended by itself.
+
+    overran: that was because its time was over.
+    """
 
     code: int
     seconds: float
     stopped: str = ""
+    overran: bool = False
 
 
 def run(
@@ -55,24 +59,30 @@ def run(
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             start_new_session=True,
+            preexec_fn=_heeds_interrupt,
         )
     family = _Family(popen.pid)
     with _watchdog(popen.pid):
-        stopped = ""
+        stopped, overran = "", False
         try:
             while popen.poll() is None and not stopped:
                 family.look()
                 if asked_to_end():
                     stopped = "interrupted"
                 elif time.monotonic() - began > seconds:
-                    stopped = f"stopped after {seconds:.0f} s, its share of the time"
+                    overran, stopped = True, f"stopped after {seconds:.0f} s, its share of the time"
                 time.sleep(_POLL_S)
             if stopped:
                 _interrupt(popen, family, grace_s)
         finally:
             family.end()
             popen.wait()
-    return Ended(popen.returncode, time.monotonic() - began, stopped)
+    return Ended(popen.returncode, time.monotonic() - began, stopped, overran)
+
+
+def _heeds_interrupt() -> None:
+    """In the child: a shell that starts this process in the background has it ignore SIGINT, which is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(popen: subprocess.Popen[bytes], family: _Family, grace_s: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import hashlib
 import json
 import shlex
 import signal
@@ -21,7 +23,7 @@ from sglang_pd_radix.tools import doctor
 from sglang_pd_radix.tools.bench.chart import check_libraries
 from sglang_pd_radix.tools.up import check_json, check_may_switch, check_model
 
-from . import facts, host, parts, report, runner
+from . import child, facts, host, parts, report, runner
 from .outcome import PASSED, Outcome
 from .setting import Setting
 
@@ -35,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--thorough", action="store_true", help="everything that this host can show, in the order of worth, in a report"
     )
     group.add_argument(
-        "--minutes", type=minutes, metavar="N", help=f"how long, at most (default: {MINUTES:g}); the first parts first"
+        "--minutes",
+        type=minutes,
+        metavar="N",
+        help=f"how long, at most (default: {MINUTES:g}); the first parts first, and a part that is stopped may take "
+        f"{child.GRACE_S:.0f} s longer to write what it has found",
     )
     group.add_argument(
         "--report",
@@ -87,6 +93,8 @@ def misused(args: argparse.Namespace) -> str:
         return "--self-test is a check of its own: leave out --thorough"
     if args.log_dir:
         return "--log-dir: with --thorough, logs are in the directory beside the report"
+    if args.json and args.json.absolute() == (args.report or REPORT).absolute():
+        return f"--json and --report are both {args.json}"
     return "--seed: the parts of --thorough have their own" if args.seed else ""
 
 
@@ -105,14 +113,28 @@ def run(args: argparse.Namespace) -> int:
         here, directory.absolute() / "models", args.model, args.backend, args.router, tuple(args.engine_options)
     )
     chosen = parts.parts(setting, args.only or parts.NAMES)
-    runner.open_state(directory, _found_with(setting))
+    with runner.alone(directory):
+        runner.open_state(directory, _found_with(setting))
+        return _run(args, file, directory, setting, chosen, checks)
+
+
+def _run(
+    args: argparse.Namespace,
+    file: Path,
+    directory: Path,
+    setting: Setting,
+    chosen: Sequence[runner.Part],
+    checks: Sequence[doctor.Check],
+) -> int:
     signals: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         signals.append(signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, note)
+        # What is ignored stays so: `nohup` asks for that.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, note)
     told = _document(setting, chosen, checks)
 
     def known(outcomes: Mapping[str, Outcome]) -> None:
@@ -123,21 +145,30 @@ def run(args: argparse.Namespace) -> int:
         chosen, directory.absolute(), 60 * (args.minutes or MINUTES), known, _say, lambda: bool(signals)
     )
     document = report.Document(**told, outcomes=outcomes)
-    print(report.text(document))
-    print(f"{file}: the report; {directory}: logs, and what is finished")
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone; the report is written
+        print(report.text(document))
+        print(f"{file}: the report; {directory}: logs, and what is finished", flush=True)
     if signals:
         return 128 + signals[0]
     return 0 if document.verdict == PASSED else 1
 
 
 def _found_with(setting: Setting) -> dict[str, Any]:
-    """By what parts of two runs are comparable."""
+    """By what parts of two runs are comparable.
+
+    The options are kept without what is nobody's business, and compared by a digest of all that they are.
+    """
+    options = hashlib.sha256("\0".join(setting.engine_options).encode(errors="surrogateescape")).hexdigest()
+    versions = facts.versions(setting.host, setting.router)
     return {
         "model": setting.model or "made models",
         "backend": setting.backend,
         "router": setting.router or "default",
         "engine options": runner.hidden(setting.engine_options),
+        "digest of the engine options": options[:16],
         "sglang-pd-radix": __version__,
+        **{f"version of {name}": version for name, version in versions.items()},
+        "driver": sorted({driver for (driver,) in host.ask_driver("driver_version")}) or "none",
         "GPUs": [gpu.name for gpu in setting.host.gpus] or "none",
     }
 
@@ -176,11 +207,14 @@ def _write(file: Path, json_file: Path | None, told: Mapping[str, Any], outcomes
     for path, content_of in files.items():
         try:
             partial = path.with_name(path.name + ".partial")
-            partial.write_text(content_of, encoding="utf-8")
+            # A name on the command line need not be UTF-8.
+            partial.write_text(content_of, encoding="utf-8", errors="backslashreplace")
             partial.replace(path)
         except OSError as error:
             raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _say(text: str) -> None:
-    print(f"pd-radix: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    # Where nobody is there to be told, what is to be done is done all the same.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"pd-radix: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

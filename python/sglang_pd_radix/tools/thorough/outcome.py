@@ -33,6 +33,7 @@ class Outcome:
 
     finished: nothing of it is to be done again when the command is run again. commands: what was run, as a shell has
     it. tail: the end of its log, where that says more than ``why``. seconds: that it took.
+    date: when it was done.
     """
 
     verdict: str
@@ -44,6 +45,7 @@ class Outcome:
     commands: Sequence[str] = ()
     tail: Sequence[str] = ()
     seconds: float = 0.0
+    date: str = ""
 
     def document(self) -> dict[str, Any]:
         """Ready for JSON."""

@@ -18,7 +18,7 @@ from sglang_pd_radix.tools.cluster import has_option, with_defaults
 from . import readings
 from .outcome import Outcome
 from .runner import Done, Part, Step
-from .setting import TRITON, Setting
+from .setting import TRITON, Setting, without_drafts
 
 #: Pool of workers that no command sizes, tokens.
 POOL = 16384
@@ -68,7 +68,7 @@ def _demo(
     directory: Path,
     model: str,
     *arguments: str,
-    options: Mapping[str, str | None] | None = None,
+    forced: Mapping[str, str] | None = None,
     environment: Sequence[tuple[str, str]] = (),
 ) -> Step:
     """A chat with the flag off and on, in exact float32."""
@@ -80,7 +80,8 @@ def _demo(
         "chat",
         "demo",
         *("--model", model, *backend, *chat, *arguments, *files),
-        options={**setting.together(POOL), **(options or {})},
+        options=setting.together(POOL),
+        forced=forced,
         environment=(*setting.exact(), *environment),
         exact=True,
     )
@@ -123,16 +124,16 @@ def _read_mla(done: Sequence[Done]) -> Outcome:
 
 def _linear(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     # Larger pages need a strategy that a decode worker without the flag has on GPUs alone.
-    options = {"--page-size": "1", "--max-mamba-cache-size": "80"}
+    forced = {"--page-size": "1", "--max-mamba-cache-size": "80"}
     exact = () if setting.small else (("SGLANG_MAMBA_CONV_DTYPE", "float32"),)
     model = str(setting.model_of("qwen3-next"))
-    return [setting.making("qwen3-next"), _demo(setting, directory, model, options=options, environment=exact)]
+    return [setting.making("qwen3-next"), _demo(setting, directory, model, forced=forced, environment=exact)]
 
 
 def _eagle(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     target = setting.model_of("eagle")
     draft = {"--speculative-algorithm": "EAGLE", "--speculative-draft-model-path": f"{target}/draft"}
-    return [setting.making("eagle"), _demo(setting, directory, str(target), options={**draft, **_CHAIN})]
+    return [setting.making("eagle"), _demo(setting, directory, str(target), forced={**draft, **_CHAIN})]
 
 
 def _mooncake(setting: Setting, directory: Path, seconds: float) -> list[Step]:
@@ -174,7 +175,7 @@ def _bench(
     name: str,
     keys: str,
     *arguments: str,
-    options: Mapping[str, str | None] | None = None,
+    forced: Mapping[str, str] | None = None,
     environment: Sequence[tuple[str, str]] = (),
 ) -> Step:
     out = directory / name / "report"
@@ -185,7 +186,8 @@ def _bench(
         "bench",
         *(*small, "--only", keys, "--backend", setting.backend, *(("--model", model) if model else ())),
         *(*arguments, "--out", str(out)),
-        options={**setting.together(), **_on_gpu(setting), **(options or {})},
+        options={**setting.together(), **_on_gpu(setting)},
+        forced=forced,
         environment=tuple(environment),
     )
 
@@ -226,8 +228,8 @@ def _exchange(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     first, *more = SMALL_BOUNDS if setting.small else BOUNDS
 
     def bound(most: str) -> Step:
-        options = {"--max-running-requests": most}
-        return _bench(setting, directory, most, "a", "--runs", "1", *sizes, options=options)
+        forced = {"--max-running-requests": most}
+        return _bench(setting, directory, most, "a", "--runs", "1", *sizes, forced=forced)
 
     steps = [bound(first), *(bound(most) for most in more)]
     optional = [*steps[:2], *(Step(s.name, s.command, s.environment, optional=True) for s in steps[2:])]
@@ -268,14 +270,16 @@ def _faults(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     files = ("--json", str(out / readings.STORM), "--log-dir", str(out / "logs"))
     router = ("--router", setting.router) if setting.router else ()
     common = ("--model", model, "--backend", setting.backend, *router, *files)
+    # The model is a made one.
+    given = without_drafts(setting.engine_options_in_float32())
     if _in_full(setting):
         assert setting.host.checkout
-        options = with_defaults(setting.engine_options_in_float32(), setting.together())
+        options = with_defaults(given, setting.together())
         program = [str(setting.host.checkout / "benchmark" / "chaos.py"), "--one-host", "--distinct", "60"]
         more = ["--seconds", f"{max(60.0, seconds - _CALM_S):.0f}", f"--options={shlex.join(options)}"]
     else:
         program = ["-m", "sglang_pd_radix.tools.thorough.storm"]
-        options = setting.engine_options_in_float32()
+        options = given
         more = ["--seconds", f"{0.6 * seconds:.0f}", *(["--", *options] if options else [])]
     command = [sys.executable, *program, *common, *more]
     return [setting.making("qwen3"), Step("storm", command, setting.exact())]

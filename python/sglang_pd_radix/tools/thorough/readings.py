@@ -8,9 +8,10 @@ from typing import Any
 
 from sglang_pd_radix.tools.bench import report
 from sglang_pd_radix.tools.bench.chart import Chart, Line
+from sglang_pd_radix.tools.cluster import option_value
 
 from .outcome import FAILED, PASSED, UNJUDGED, Outcome, Picture, Table
-from .runner import Done, read_json, without_result
+from .runner import Done, ended_with, read_json, without_result
 
 #: Where each command writes its result, in the directory of its step.
 VERIFY, DEMO, BENCH, PYTEST, STORM = "verdict.json", "demo.json", "report/report.json", "junit.xml", "storm.json"
@@ -85,6 +86,7 @@ def bench(done: Sequence[Done], pictures: Sequence[str]) -> Outcome:
     if found is None:
         return without_result(done[-1])
     problems = [f"({entry['key']}) {problem}" for entry in found["workloads"] for problem in entry["problems"]]
+    problems += _left_out(done[-1], found)
     lines = [report.describe(found)]
     tables = [Table("Over all", *report.headline(found))]
     drawn = []
@@ -101,6 +103,15 @@ def bench(done: Sequence[Done], pictures: Sequence[str]) -> Outcome:
     return Outcome(_word(problems), _why(problems), _lines(lines, problems), tables, drawn)
 
 
+def _left_out(one: Done, found: dict[str, Any]) -> list[str]:
+    """The workloads that a benchmark was asked for and has not told of, unless it was stopped."""
+    asked = (option_value(one.command, "--only") or "").split(",")
+    missing = [key for key in asked if key and key not in [entry["key"] for entry in found["workloads"]]]
+    if not missing or one.ended.stopped:
+        return []
+    return [ended_with(one, f" and without {', '.join(f'({key})' for key in missing)}")]
+
+
 def side_figures(found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of the first workload of a benchmark: medians of each side."""
     summary = found["workloads"][0]["summary"]
@@ -110,12 +121,13 @@ def side_figures(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 def exchange(done: Sequence[Done]) -> Outcome:
     """Of the same benchmark with another bound of running requests in each step: what ITL is paid for requests/s."""
     results = {one.name: read_json(one.result / BENCH) for one in done if one.name != "make-model"}
-    found = {name: result for name, result in results.items() if result is not None}
+    found = {name: result for name, result in results.items() if _has_figures(result)}
     if not found:
-        return without_result(done[-1])
+        return _nothing(done)
     lost = [one for one in done if one.name in results and one.name not in found and not one.ended.stopped]
     problems = [f"{name}: {text}" for name, result in found.items() for text in result["workloads"][0]["problems"]]
-    problems += [f"{one.name}: {without_result(one).why}" for one in lost]
+    problems += [without_result(one).why for one in lost]
+    problems += _crashed(done, found)
     points = {name: side_figures(result) for name, result in found.items()}
     heading = ["running at most", "side", "requests/s", "ITL mean, ms", "ITL p50, ms", "TTFT p50, ms", "running, most"]
     rows = [
@@ -145,6 +157,29 @@ def exchange(done: Sequence[Done]) -> Outcome:
     )
 
 
+def _has_figures(result: Any) -> bool:
+    return bool(result and result["workloads"])
+
+
+def _nothing(done: Sequence[Done]) -> Outcome:
+    """Of steps of which one that is needed has no figures: the first that ended by itself says why."""
+    lost = [one for one in done if one.name != "make-model" and not _has_figures(read_json(one.result / BENCH))]
+    first = next((one for one in (*done, *lost) if one.ended.code and not one.ended.stopped), None)
+    return without_result(first or [*done[-1:], *lost][-1])
+
+
+def _crashed(done: Sequence[Done], found: dict[str, Any]) -> list[str]:
+    """Benchmarks that ended badly, though their figures are there and nothing is wrong with them."""
+    return [
+        ended_with(one)
+        for one in done
+        if one.name in found
+        and one.ended.code
+        and not one.ended.stopped
+        and not found[one.name]["workloads"][0]["problems"]
+    ]
+
+
 def curve(points: Sequence[dict[str, float]]) -> list[tuple[float, float]]:
     """Requests/s and mean ITL (seconds) of a side, by ITL."""
     return sorted(((of["requests_per_s"], of["itl_mean_s"]) for of in points), key=lambda point: point[1])
@@ -169,9 +204,10 @@ def at_equal(curves: dict[str, list[tuple[float, float]]]) -> list[str]:
 def placement(done: Sequence[Done]) -> Outcome:
     """Of the same benchmark with prefill on decode's GPU and on another."""
     results = {one.name: read_json(one.result / BENCH) for one in done if one.name != "make-model"}
-    if None in results.values() or not results:
-        return without_result(done[-1])
+    if not results or not all(map(_has_figures, results.values())):
+        return _nothing(done)
     problems = [f"{name}: {text}" for name, result in results.items() for text in result["workloads"][0]["problems"]]
+    problems += _crashed(done, results)
     heading = ["prefill on", "side", "requests/s", "TTFT p50, ms", "ITL mean, ms", "ITL p99, ms"]
     rows = [
         [
@@ -234,17 +270,23 @@ def storm(done: Sequence[Done]) -> Outcome:
 def chaos(done: Sequence[Done]) -> Outcome:
     """Of `benchmark/chaos.py --json`.
 
-    Growth takes an hour to be seen: what it says that it was too short to judge is told, and not what this part is for.
+    Growth takes an hour to be seen: where it says that it was too short for that, it is told, and not what this part is
+    for. All else that it leaves open is open.
     """
     found = read_json(done[-1].result / STORM)
     if found is None:
         return without_result(done[-1])
-    problems = found["problems"]
+    ended = found.get("ended", "")
+    problems = [text for text in found["problems"] if text != ended]
+    growth = found.get("growth_not_judged", [])
+    unknown = [ended] if ended else []
+    unknown += [text for text in found["not_judged"] if text not in growth]
     whole = found.get("storm", {}).get("ended", {}).get("whole", 0)
-    unknown = [] if problems or whole else ["no answer was complete in the storm"]
-    lines = [*found["judged"], *(f"not judged in so short a storm: {text}" for text in found["not_judged"])]
+    unknown += [] if problems or whole else ["no answer was complete in the storm"]
+    lines = [*found["judged"], *(f"not judged in so short a storm: {text}" for text in growth)]
     if "storm" in found:
         of = found["storm"]
-        ended = ", ".join(f"{count} {how}" for how, count in of["ended"].items())
-        lines.insert(0, f"{of['requests']} requests in {of['seconds']:.0f} s, {len(found['events'])} events: {ended}")
+        how_many = ", ".join(f"{count} {how}" for how, count in of["ended"].items())
+        events = len(found["events"])
+        lines.insert(0, f"{of['requests']} requests in {of['seconds']:.0f} s, {events} events: {how_many}")
     return Outcome(_word(problems, unknown), _why(problems, unknown), _lines(lines, problems, unknown))

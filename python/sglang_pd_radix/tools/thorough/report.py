@@ -99,6 +99,7 @@ def markdown(document: Document) -> str:
     parts += ["## pd-radix doctor", _fenced(document.doctor)]
     for name, outcome in document.outcome_of.items():
         parts += [f"## {name}: {outcome.verdict}", document.titles[name] + "."]
+        parts += [outcome.date] if outcome.date else []
         parts += [f"**{outcome.why}**"] if outcome.why else []
         parts += [_fenced(outcome.commands)] if outcome.commands else []
         parts += ["\n".join(f"- {line}" for line in outcome.lines)] if outcome.lines else []
@@ -152,6 +153,7 @@ def html(document: Document) -> str:
     for name, outcome in document.outcome_of.items():
         parts.append(f"<h2 id={name}>{escape(name)}: {_colored(outcome.verdict)}</h2>")
         parts.append(f"<p>{escape(document.titles[name])}.</p>")
+        parts += [f"<p>{escape(outcome.date)}</p>"] if outcome.date else []
         parts += [f"<p><b>{escape(outcome.why)}</b></p>"] if outcome.why else []
         parts += [f"<pre>{escape(chr(10).join(outcome.commands))}</pre>"] if outcome.commands else []
         if outcome.lines:

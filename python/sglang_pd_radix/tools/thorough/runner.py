@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import fcntl
 import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,14 @@ from sglang_pd_radix.tools.cluster import log_tail
 
 from . import child
 from .budget import Claim, allot
-from .outcome import FAILED, SKIPPED, UNJUDGED, Outcome
+from .outcome import FAILED, PASSED, SKIPPED, UNJUDGED, Outcome
 
-OUTCOME, SETTING, LOG = "outcome.json", "setting.json", "log"
+OUTCOME, SETTING, LOG, LOCK = "outcome.json", "setting.json", "log", "lock"
 _TAIL = 30
 # What an option of an engine may hold that is nobody's business.
 _SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
+# Whose value is a command line again.
+_LINES = ("--options", "--decode-options", "--prefill-options")
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
-    """A step that was begun. result: the directory for its files."""
+    """A step that was begun. result: the directory for its files. optional: as of `Step`."""
 
     name: str
     command: Sequence[str]
     ended: child.Ended
     result: Path
+    optional: bool = False
 
     @property
     def log(self) -> list[str]:
@@ -81,16 +87,41 @@ def open_state(directory: Path, setting: Mapping[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise PdRadixError(f"{file}: {getattr(error, 'strerror', None) or error}: remove {directory}") from error
     if earlier is None:
-        if any(directory.iterdir()):
+        if _others(directory):
             raise PdRadixError(f"{directory} holds other files: give another --report")
         _write(file, setting)
         return
+    if not isinstance(earlier, dict):
+        raise PdRadixError(f"{file} is not what an earlier run has written: remove {directory}")
     other = [name for name in {**earlier, **setting} if earlier.get(name) != setting.get(name)]
     if other:
         told = "; ".join(f"{name} was {earlier.get(name)}, and is {setting.get(name)}" for name in other)
         raise PdRadixError(
             f"{directory} has parts that were found with something else ({told}): give another --report, or remove it"
         )
+
+
+def _others(directory: Path) -> bool:
+    return any(path.name != LOCK for path in directory.iterdir())
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """In it, no other run has ``directory``, which is made if it is not there. Raises PdRadixError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            # Nothing is left in a directory that is somebody else's.
+            if (directory / SETTING).exists() or not _others(directory):
+                lock = stack.enter_context((directory / LOCK).open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PdRadixError(
+                f"another run is at work in {directory}: wait for it, or give another --report"
+            ) from error
+        except OSError as error:
+            raise PdRadixError(f"{directory}: {error.strerror or error}: give another --report") from error
+        yield
 
 
 def earlier(parts: Sequence[Part], directory: Path) -> dict[str, Outcome]:
@@ -166,11 +197,10 @@ def run_all(
 def run_part(part: Part, directory: Path, seconds: float, asked_to_end: Callable[[], bool] = lambda: False) -> Outcome:
     """Do one part from its beginning, and write down what it comes to. Whatever goes wrong in it is its verdict."""
     began = time.monotonic()
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
     done: list[Done] = []
     commands: list[str] = []
     try:
+        _make_empty(directory)
         for step in part.steps(directory, seconds):
             left = seconds - (time.monotonic() - began)
             if step.unless is not None and step.unless.exists():
@@ -181,22 +211,47 @@ def run_part(part: Part, directory: Path, seconds: float, asked_to_end: Callable
             result.mkdir(exist_ok=True)
             commands.append(as_typed(step, directory))
             ended = child.run(step.command, dict(step.environment), result / LOG, left, asked_to_end)
-            done.append(Done(step.name, step.command, ended, result))
+            done.append(Done(step.name, step.command, ended, result, step.optional))
             if ended.stopped:
                 break
         outcome = _judged(part, done)
     except Exception as error:  # one part is not to lose the others
         outcome = Outcome(FAILED, f"{type(error).__name__}: {error}", tail=done[-1].log[-_TAIL:] if done else ())
-    outcome = replace(outcome, commands=tuple(commands), seconds=time.monotonic() - began)
+    date = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    outcome = replace(outcome, commands=tuple(commands), seconds=time.monotonic() - began, date=date)
     if outcome.finished or not asked_to_end():
-        _write(directory / OUTCOME, outcome.document())
+        try:
+            _write(directory / OUTCOME, outcome.document())
+        except OSError as error:
+            why = f"its record cannot be written: {error}"
+            return replace(outcome, verdict=FAILED, why=f"{outcome.why}; {why}" if outcome.why else why, finished=False)
     return outcome
+
+
+def _make_empty(directory: Path) -> None:
+    if directory.is_file() or directory.is_symlink():
+        directory.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
 
 
 def _judged(part: Part, done: Sequence[Done]) -> Outcome:
     outcome, last = part.read(done), done[-1]
+    # An exit status other than 0 goes with what the last one has found wrong, and not with a result that is well.
+    crashed = [
+        one
+        for one in done
+        if one.ended.code and not one.ended.stopped and (one is not last or outcome.verdict == PASSED)
+    ]
+    if crashed and outcome.verdict != FAILED:
+        why = ended_with(crashed[0])
+        outcome = replace(
+            outcome, verdict=FAILED, why=why, lines=(*outcome.lines, f"FAILED: {why}"), tail=crashed[0].log[-_TAIL:]
+        )
     if not last.ended.stopped:
         return outcome
+    if last.optional and last.ended.overran and outcome.verdict == PASSED:
+        return replace(outcome, lines=(*outcome.lines, f"{last.name} was {last.ended.stopped}, and is left out"))
     # What there is of it is worth telling, and what has failed has failed.
     why = f"{last.name} was {last.ended.stopped}"
     if outcome.verdict == FAILED:
@@ -222,11 +277,23 @@ def hidden(words: Sequence[str]) -> list[str]:
             shown.append("...")
         elif name in _SECRET:
             shown.append(f"{name}=..." if equals else name)
+        elif shown and shown[-1] in _LINES:
+            shown.append(_hidden_line(word))
+        elif name in _LINES and equals:
+            shown.append(f"{name}={_hidden_line(value)}")
         elif word.startswith("/"):
             shown.append(Path(word).name)
         else:
             shown.append(f"{name}={Path(value).name}" if value.startswith("/") else word)
     return shown
+
+
+def _hidden_line(line: str) -> str:
+    """Options of engines that are one word of a command."""
+    try:
+        return shlex.join(hidden(shlex.split(line)))
+    except ValueError:
+        return "..."
 
 
 def read_json(path: Path) -> Any:
@@ -242,6 +309,11 @@ def without_result(done: Done) -> Outcome:
     lines = done.log
     if done.ended.stopped:
         return Outcome(UNJUDGED, tail=lines[-_TAIL:])
-    own = [line.partition("pd-radix: ")[2] for line in lines if line.startswith("pd-radix: ")]
-    why = f"{done.name} ended with exit status {done.ended.code} and without a result"
-    return Outcome(FAILED, f"{why}: {own[-1]}" if own else why, tail=lines[-_TAIL:])
+    return Outcome(FAILED, ended_with(done, " and without a result"), tail=lines[-_TAIL:])
+
+
+def ended_with(done: Done, more: str = "") -> str:
+    """How it ended, and what it has said of that itself."""
+    own = [line.partition("pd-radix: ")[2] for line in done.log if line.startswith("pd-radix: ")]
+    why = f"{done.name} ended with exit status {done.ended.code}{more}"
+    return f"{why}: {own[-1]}" if own else why

@@ -24,7 +24,8 @@ _DRAFTED = ("eagle",)
 class Setting:
     """models: a directory for made ones. model: the user's, None for a made one. router: None for the default.
 
-    engine_options: the user's, for all workers of all parts; they go before those of a part.
+    engine_options: the user's, for all workers of all parts. They go before what a part has only for want of a better
+    one, and not before what makes the part what it is; those of drafts are for the user's model alone.
     """
 
     host: Host
@@ -44,15 +45,20 @@ class Setting:
         command: str,
         *arguments: str,
         options: Mapping[str, str | None] | None = None,
+        forced: Mapping[str, str] | None = None,
         exact: bool = False,
         **more: object,
     ) -> Step:
         """The step ``name``: a command of pd-radix with ``arguments`` and, for the engine, ``options``.
 
-        exact: in float32 that is exact here, whatever the user's options say of types and attention.
+        forced: those that make the part what it is, whatever the user's say of them. exact: in float32 that is exact
+        here, whatever the user's options say of types and attention.
         """
         router = ["--router", self.router] if self.router else []
-        engine = with_defaults(self.engine_options_in_float32() if exact else self.engine_options, options or {})
+        made = self.model is None or self.model not in arguments
+        given = self.engine_options_in_float32() if exact else [*self.engine_options]
+        given = without(without_drafts(given) if made else given, tuple(forced or {}))
+        engine = [*with_defaults(given, options or {}), *(word for pair in (forced or {}).items() for word in pair)]
         words = [sys.executable, "-m", "sglang_pd_radix.tools.cli", command, *arguments, *router]
         return Step(name, [*words, "--", *engine] if engine else words, **more)  # type: ignore[arg-type]
 
@@ -103,5 +109,17 @@ def without(options: Sequence[str], names: Sequence[str]) -> list[str]:
         elif word.partition("=")[0] in names:
             skip = "=" not in word
         else:
+            kept.append(word)
+    return kept
+
+
+def without_drafts(options: Sequence[str]) -> list[str]:
+    """``options`` less all that is for a draft of one model, each with as many values as it has."""
+    kept: list[str] = []
+    skip = False
+    for word in options:
+        if word.startswith("-"):
+            skip = word.startswith("--speculative-")
+        if not skip:
             kept.append(word)
     return kept

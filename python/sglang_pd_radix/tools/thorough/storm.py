@@ -180,8 +180,10 @@ class Storm:
         def stop(worker: Process) -> Callable[[], None]:
             def fault() -> None:
                 self.cluster.pause([worker.name])
-                time.sleep(STOPPED_S)
-                self.cluster.resume([worker.name])
+                try:
+                    time.sleep(STOPPED_S)
+                finally:
+                    self.cluster.resume([worker.name])
 
             return fault
 
@@ -231,18 +233,22 @@ class Storm:
 
         with ThreadPoolExecutor(len(self.asks)) as pool:
             clients = [pool.submit(client, number) for number in range(len(self.asks))]
-            time.sleep(AROUND_S)
-            fault()
-            time.sleep(AROUND_S)
-            over.set()
+            try:
+                time.sleep(AROUND_S)
+                fault()
+                time.sleep(AROUND_S)
+            finally:
+                # The pool waits for its clients, however this ends.
+                over.set()
             for one in clients:
                 one.result()
-        self._judge(what, told, kills)
         if kills:
             dead = self.cluster.dead()
             assert dead
             self.cluster.restart(dead.name)
             self._wait_back()
+        # Prefill scores what may be as likely, so it has to be there.
+        self._judge(what, told, kills)
         self.cluster.check()
         self._judge(f"after: {what}", self._each_once(), False)
 

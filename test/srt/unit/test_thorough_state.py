@@ -1,0 +1,133 @@
+"""`pd-radix verify --thorough`: what is kept from run to run, by whom, and what comes with how it was started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import cli
+from sglang_pd_radix.tools.doctor import Check
+from sglang_pd_radix.tools.thorough import child, command, facts, report, runner
+from sglang_pd_radix.tools.thorough.host import Host
+from sglang_pd_radix.tools.thorough.outcome import PASSED, Outcome
+from sglang_pd_radix.tools.thorough.runner import Part, Step
+from sglang_pd_radix.tools.thorough.setting import Setting
+
+
+def part(name: str, code: str = "") -> Part:
+    steps = [Step("only", [sys.executable, "-c", code])]
+    return Part(
+        name, f"the part {name}", 1, 0, lambda: "", lambda directory, seconds: steps, lambda done: Outcome(PASSED)
+    )
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(signum) for signum in signums]
+    yield
+    for signum, handler in zip(signums, before, strict=True):
+        signal.signal(signum, handler)
+
+
+def thorough(monkeypatch: pytest.MonkeyPatch, file: Path, *parts: Part, more: tuple[str, ...] = ()) -> int:
+    monkeypatch.setattr(command.parts, "parts", lambda setting, names: parts)
+    monkeypatch.setattr(command.doctor, "diagnose", lambda: [Check("device", "ok", "CPU", "")])
+    return cli.main(["verify", "--thorough", "--minutes", "1", "--report", str(file), *more])
+
+
+def test_one_run_at_a_time(tmp_path, monkeypatch, handlers, capsys):
+    state = tmp_path / "r.parts"
+    with runner.alone(state):
+        with pytest.raises(PdRadixError, match="another run is at work in .*: wait for it, or give another --report"):
+            with runner.alone(state):
+                pytest.fail("two are in it")
+        assert thorough(monkeypatch, tmp_path / "r.md", part("one")) == 1
+        assert "another run is at work" in capsys.readouterr().err and not (tmp_path / "r.md").exists()
+    assert thorough(monkeypatch, tmp_path / "r.md", part("one")) == 0
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    with runner.alone(tmp_path / "theirs"), pytest.raises(PdRadixError, match="holds other files"):
+        runner.open_state(tmp_path / "theirs", {})
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["file"]
+    (tmp_path / "file").touch()
+    with pytest.raises(PdRadixError, match="give another --report"), runner.alone(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.parametrize("kept", ["[]", "1", "{", ""])
+def test_a_setting_that_no_run_has_written(kept, tmp_path):
+    (tmp_path / runner.SETTING).write_text(kept)
+    with pytest.raises(PdRadixError, match="remove"):
+        runner.open_state(tmp_path, {"model": "m"})
+
+
+def test_parts_are_of_the_same_options_and_versions(monkeypatch):
+    def found_with(*options: str) -> dict:
+        return command._found_with(Setting(Host(True), Path("/m"), engine_options=options))
+
+    name = "--speculative-draft-model-path"
+    first, second = found_with(name, "/data/v1/draft"), found_with(name, "/data/v2/draft")
+    assert first != second and first == found_with(name, "/data/v1/draft") and "/data" not in str(first)
+    assert "s3cret" not in str(found_with("--api-key", "s3cret"))
+    assert found_with("--a", "b c") != found_with("--a", "b", "c")
+    for versions in ({"sglang": "0.5.9"}, {"sglang": "0.5.10", "checkout": "abc"}, {"torch": "2.9"}):
+        monkeypatch.setattr(facts, "versions", lambda host, router, versions=versions: versions)
+        assert found_with() != first
+        first = found_with()
+    monkeypatch.setattr(command.host, "ask_driver", lambda *fields: [["580.1"]])
+    assert found_with() != first and found_with()["driver"] == ["580.1"]
+
+
+@pytest.mark.parametrize("form", report.FORMS.values(), ids=report.FORMS)
+def test_each_part_has_its_date(form, tmp_path):
+    outcome = runner.run_part(part("one"), tmp_path / "one", 60)
+    assert outcome.date[:2] == "20" and runner.earlier([part("one")], tmp_path)["one"].date == outcome.date
+    page = form(report.Document("c", "now", {"one": "a part"}, {"one": Outcome(PASSED, date="of last week")}, {}, []))
+    assert "of last week" in page
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path, monkeypatch, handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hang_up = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGHUP); time.sleep(0.5)"
+    assert thorough(monkeypatch, tmp_path / "r.md", part("one", hang_up)) == 0
+
+
+def test_a_command_heeds_an_interrupt_that_this_process_does_not(tmp_path, handlers):
+    """As a shell starts what is in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('told')"
+    ended = child.run([sys.executable, "-c", code], {}, tmp_path / "log", 2, grace_s=3)
+    assert ended.stopped and ended.code == 0 and "told" in (tmp_path / "log").read_text()
+
+
+def test_nobody_to_tell_is_no_reason_to_end(tmp_path, monkeypatch, handlers):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert thorough(monkeypatch, tmp_path / "r.md", part("one")) == 0
+        monkeypatch.undo()
+    assert "one: PASSED" in (tmp_path / "r.md").read_text()
+
+
+def test_a_command_line_that_is_not_utf_8_is_in_the_report(tmp_path, monkeypatch, handlers):
+    monkeypatch.setattr(sys, "argv", ["pd-radix", "verify", "--report", "m\udcff.md"])
+    for name in ("r.md", "r.html"):
+        (tmp_path / name[2:]).mkdir()
+        file = tmp_path / name[2:] / name
+        assert thorough(monkeypatch, file, part("one"), more=("--json", str(tmp_path / "r.json"))) == 0
+        assert "m\\udcff.md" in file.read_text()
+
+
+def test_one_file_is_not_both(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "r.md"
+    assert thorough(monkeypatch, file, part("one"), more=("--json", str(file))) == 2
+    assert "--json and --report are both" in capsys.readouterr().err and not file.exists()
