@@ -18,7 +18,6 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import alloc_token_slots, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -26,6 +25,7 @@ from sim.events import Clock
 from sim.figures import Gauges, Record
 from sim.local import SimulatedSteps
 from sim.prefill import Job, Link, Prefill
+from sim.steps import step_time, tokens_read
 from sim.workload import SPAN, Request, Workload
 
 # What the engine frees for each other request when it retracts one.
@@ -261,52 +261,30 @@ class SimulatedDecode(DecodeWorker):
             self._finish(req)
         self._tick()
 
-    def _tick(self) -> None:
+    def _tick(self, after_local: bool = False) -> None:
         """A look at the queues, the prebuilt batch, and the next decode steps, or one over prompts."""
-        if self.local is not None and self.local.under_way:
-            return
+        if self.local is not None:
+            if after_local:
+                self.local.end()
+            if self.local.under_way:
+                return
         self._ticking = False
         self._look()
         self.gauges.take(self)
         seconds = None if self.local is None else self.local.begin()
         if seconds is not None:
             self._ticking = True
-            self.clock.after(seconds, self._end_local)
+            self.clock.after(seconds, lambda: self._tick(after_local=True))
         elif self.running:
-            records = [self.records[r.rid] for r in self.running]
-            left = min([r.request.answer - r.tokens for r in records])
+            left = min([self.records[r.rid].request.answer - self.records[r.rid].tokens for r in self.running])
             self._began = self.clock.now
-            self._step = self._step_time(len(records), self.tokens_read())
+            self._step = step_time(self, len(self.running), tokens_read(self))
             self._stride(1 if self.gate is not None else min(left, self.times.stride))
         elif self.records:
             if self.gate is not None:
                 self.gate.idle()
             self._ticking = True
-            self.clock.after(self.times.poll, self._poll)
-
-    def _step_time(self, requests: int, tokens: int) -> float:
-        """Seconds of the next step."""
-        times, merged = self.times, 0.0
-        if times.shares and not self.off:
-            # As the gate counts it.
-            held = sum([req.cache_protected_len for req in self.running])
-            tokens -= (held - tokens_above(req.last_node for req in self.running)) * self.scale
-            merged = times.step_merge * requests
-        step = times.decode_step(requests, tokens) + merged
-        return step * (1 + times.beside) if times.beside and self.beside() else step
-
-    def _end_local(self) -> None:
-        assert self.local is not None
-        self.local.end()
-        self._tick()
-
-    def tokens_read(self) -> int:
-        """Tokens of KV that the next decode step reads."""
-        return sum([self.records[r.rid].request.length + self.records[r.rid].tokens for r in self.running])
-
-    def _poll(self) -> None:
-        if self._ticking:
-            self._tick()
+            self.clock.after(self.times.poll, lambda: self._tick() if self._ticking else None)
 
     def _look(self) -> None:
         """As the engine's loop looks at its queues before each decode step."""

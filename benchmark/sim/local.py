@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.step_time import PS
 
+from sim.steps import tokens_read
+
 if TYPE_CHECKING:
     from sim.decode import SimulatedDecode
 
@@ -27,7 +29,7 @@ class SimulatedSteps:
 
     def _measured(self) -> list[int]:
         worker, times = self.worker, self.worker.times
-        step = times.decode_step(len(worker.running), worker.tokens_read())
+        step = times.decode_step(len(worker.running), tokens_read(worker))
         figures = (step, times.step, worker.scale * times.token, 0.0, worker.queue.policy.transfers.short() or 0.0)
         return [round(PS * seconds) for seconds in figures]
 

@@ -43,10 +43,9 @@ class KvTransferCounters:
         # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
         from prometheus_client import Counter, Gauge
 
-        self._labels = {"model_name": model_name, "engine_type": engine_type}
-        if dp_rank is not None:
-            # Gauges show what one process wrote last, and each DP rank has a tree of its own.
-            self._labels["dp_rank"] = str(dp_rank)
+        # Gauges show what one process wrote last, and each DP rank has a tree of its own.
+        of_rank = {} if dp_rank is None else {"dp_rank": str(dp_rank)}
+        self._labels = {"model_name": model_name, "engine_type": engine_type, **of_rank}
         names = list(self._labels)
 
         def counter(name: str, text: str, by: str | None = None):
