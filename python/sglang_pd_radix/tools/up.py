@@ -246,8 +246,8 @@ def run(args: argparse.Namespace) -> int:
 
     # Handlers only take note: an exception between the start of a process and its registration would lose it.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # What is ignored stays so: `nohup` asks for that.
-        if signal.getsignal(signum) is not signal.SIG_IGN:
+        # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, note)
     with Display() as show:
         cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)

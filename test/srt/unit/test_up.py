@@ -654,6 +654,8 @@ def test_an_interrupt_leaves_no_server_that_nobody_knows(fake, tmp_path, monkeyp
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", interrupted)
+    # A shell has what it starts in the background ignore it.
+    at_first = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     cluster = Cluster("org/model", commands=fake, log_dir=tmp_path / "logs")
     with pytest.raises(KeyboardInterrupt):
@@ -661,6 +663,7 @@ def test_an_interrupt_leaves_no_server_that_nobody_knows(fake, tmp_path, monkeyp
     # The watchdog, and two servers.
     assert len(started) == 3 and all(one.poll() is not None for one in started)
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    signal.signal(signal.SIGINT, at_first)
 
 
 def test_one_file_for_two_deployments(fake, tmp_path):

@@ -132,8 +132,8 @@ def _run(
         signals.append(signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # What is ignored stays so: `nohup` asks for that.
-        if signal.getsignal(signum) is not signal.SIG_IGN:
+        # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, note)
     told = _document(setting, chosen, checks)
 
