@@ -12,10 +12,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 # Removes a Python program's shared memory and semaphores once its processes are gone. Killed, it leaves them behind.
 _TRACKER = b"multiprocessing.resource_tracker"
+
+
+# What ends a program that does not say otherwise.
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def members(group: int) -> dict[int, bytes]:
@@ -58,6 +63,14 @@ def wait_gone(group: int, seconds: float) -> None:
         time.sleep(0.02)
 
 
+def on_end(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have ``handler`` called by the signals that end this process."""
+    for signum in ENDS:
+        # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
 @contextlib.contextmanager
 def ends_held_back() -> Iterator[None]:
     """Hold back the signals that end this process, and what else their handlers do, until the block is left.
@@ -68,7 +81,7 @@ def ends_held_back() -> Iterator[None]:
     came: list[int] = []
     held = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in ENDS:
             if signal.getsignal(signum) not in (None, signal.SIG_IGN):
                 held[signum] = signal.signal(signum, lambda one, frame: came.append(one))
     try:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -21,6 +20,7 @@ import psutil
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
+from . import process_group
 from .arguments import split_options
 from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway
 from .progress import Display
@@ -245,10 +245,7 @@ def run(args: argparse.Namespace) -> int:
             raise _Ended(signals[0])
 
     # Handlers only take note: an exception between the start of a process and its registration would lose it.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, note)
+    process_group.on_end(note)
     with Display() as show:
         cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)
         try:

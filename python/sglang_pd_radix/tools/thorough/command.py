@@ -8,7 +8,6 @@ import datetime
 import hashlib
 import json
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from sglang_pd_radix.tools import doctor
 from sglang_pd_radix.tools.bench.chart import check_libraries
 from sglang_pd_radix.tools.up import check_json, check_may_switch, check_model
 
+from .. import process_group
 from . import child, facts, host, parts, report, runner
 from .outcome import PASSED, Outcome
 from .setting import Setting
@@ -131,10 +131,7 @@ def _run(
     def note(signum: int, frame: FrameType | None) -> None:
         signals.append(signum)
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, note)
+    process_group.on_end(note)
     told = _document(setting, chosen, checks)
 
     def known(outcomes: Mapping[str, Outcome]) -> None:
