@@ -1,4 +1,4 @@
-"""The engine's overlapped loop of a decode worker as it is: admit, launch step N + 1, process the result of step N.
+"""The engine's loop of a decode worker as it is: admit, launch step N + 1, process the result of step N, or of N + 1.
 
 The scheduler's methods, queues, tree, batches and pools are the real ones. Stand-ins are the wire and the model of
 `decode_world`, and the device: a step's KV is there for the steps after it, and is written once more when its end is
@@ -90,12 +90,15 @@ class LoopScheduler(Scheduler):
         args.enable_mamba_extra_buffer = lambda: False
         self.disaggregation_mode, self.tree_cache = DisaggregationMode.DECODE, loop.tree
         self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue = loop.queue, loop.transfer
-        self.enable_overlap, self.enable_hicache_storage, self.enable_hierarchical_cache = True, False, False
+        self.enable_overlap = loop.overlap
+        self.enable_hicache_storage = self.enable_hierarchical_cache = self.enable_hisparse = False
         self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
+        self.current_scheduler_metrics_enabled = self.enable_kv_cache_events = False
         self.enable_lora = self.enable_priority_scheduling = False
         self.tp_size, self.tp_cpu_group = dist.get_world_size(loop.group), loop.group
         self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
-        self.is_hybrid_swa = loop.windows is not None
+        self.is_hybrid_swa, self.is_hybrid_ssm = loop.windows is not None, loop.states is not None
+        self.full_tokens_per_layer, self.swa_tokens_per_layer = loop.size, loop.windows and loop.windows[1]
         self.model_config = SimpleNamespace(
             vocab_size=VOCABULARY, is_encoder_decoder=False, is_matryoshka=False, hf_config=None
         )
@@ -106,10 +109,10 @@ class LoopScheduler(Scheduler):
         self.chunked_req, self.waiting_queue, self.result_queue = None, [], deque()
         self.dllm_manager = SimpleNamespace(any_staging_reqs=lambda: False)
         self.max_running_requests, self.max_total_num_tokens = loop.pool.size, loop.size
-        self.new_token_ratio = self.min_new_token_ratio = self.new_token_ratio_decay = 0.0
+        self.new_token_ratio = self.min_new_token_ratio = self.new_token_ratio_decay = self.init_new_token_ratio = 0.0
         self.forward_ct = self.forward_ct_decode = self.num_generated_tokens = 0
         self.forward_sleep_time, self._think_end_id, self._engine_paused = None, None, False
-        self.draft_worker, self.return_health_check_ipcs = None, deque()
+        self.draft_worker, self.return_health_check_ipcs, self.recv_from_tokenizer = None, deque(), None
         self.send_to_tokenizer = SimpleNamespace(send_output=loop.tell)
         # The device.
         self.future_map = FutureMap(loop.pool.size, None, loop.pool.max_context_len, "cpu", self.spec_algorithm)
@@ -144,6 +147,13 @@ class LoopScheduler(Scheduler):
 
     def self_check_during_idle(self) -> None:
         self.loop.check()
+        super().self_check_during_idle()
+
+    def check_tree_cache(self) -> None:
+        """`Loop.check` is stricter."""
+
+    def maybe_sleep_on_idle(self) -> None:
+        pass
 
     def _profile_batch_predicate(self, batch: ScheduleBatch) -> None:
         pass
@@ -163,10 +173,12 @@ class LoopScheduler(Scheduler):
 class Loop(World):
     """A decode worker that is driven from between its steps: ``between`` is called there, as messages are received.
 
-    flag: with the decode tree; else the bare engine's queues (``check`` then looks at requests alone).
+    flag: with the decode tree; else the bare engine's queues (``check`` then looks at requests alone). overlap: with
+    the engine's overlapped loop; else with its other, in which the result of a step is there at once.
     """
 
-    def __init__(self, flag: bool = True, **sizes: Any):
+    def __init__(self, flag: bool = True, overlap: bool = True, **sizes: Any):
+        self.overlap = overlap
         super().__init__(tree_type=DecodeRadixCache if flag else self._chunk_cache(), **sizes)
         self.flag = flag
         self.steps: list[Step] = []
@@ -211,8 +223,10 @@ class Loop(World):
     def run(self, between: Callable[[], None]) -> None:
         """The loop from here on, until ``between`` raises `LoopEnds`; results of steps in flight stay unprocessed."""
         self.between = between
+        scheduler = self.scheduler
+        loop = scheduler.event_loop_overlap_disagg_decode if self.overlap else scheduler.event_loop_normal_disagg_decode
         with contextlib.suppress(LoopEnds):
-            self.scheduler.event_loop_overlap_disagg_decode()
+            loop()
 
     def between_steps(self) -> None:
         self.iterations += 1
@@ -268,8 +282,15 @@ class Loop(World):
 
     # ---- the model ----
 
-    def forward(self, batch: Any) -> GenerationBatchResult:
-        """One step: the KV of each request's last token, and a next token that depends on all before it."""
+    def forward(self, batch: Any, pp_proxy_tensors: Any = None) -> GenerationBatchResult:
+        """One step, which without overlap has ended when this returns."""
+        result = self._forward(batch)
+        if not self.overlap:
+            self.steps[-1].synchronize()
+        return result
+
+    def _forward(self, batch: Any) -> GenerationBatchResult:
+        """The KV of each request's last token, and a next token that depends on all before it."""
         step = Step(self.kv.k_buffer[0], self.steps, self.window_kv.k_buffer[0] if self.windows is not None else None)
         self.steps.append(step)
         step.rows = set(batch.req_pool_indices.tolist())
@@ -303,7 +324,7 @@ class Loop(World):
             return result
 
         # As the engine's worker: what a grammar allows is known when the result before has been processed.
-        if not batch.has_grammar:
+        if not (batch.has_grammar and self.overlap):
             return sample()
         result.delay_sample_func = sample
         return result

@@ -56,14 +56,13 @@ class SpeculatingStep(Step):
 class SpeculatingScheduler(LoopScheduler):
     """The real scheduler with EAGLE."""
 
-    def __init__(self, loop: Loop, overlap: bool):
+    def __init__(self, loop: Loop):
         super().__init__(loop)
         args = self.server_args
         args.speculative_algorithm, args.speculative_eagle_topk = "EAGLE", 1
         args.speculative_num_steps, args.speculative_num_draft_tokens = STEPS, DRAFT
         args.enable_multi_layer_eagle, args.attention_backend = False, "triton"
         self.model_config.hidden_size, self.model_config.dtype = 16, torch.float32
-        self.enable_overlap = overlap
         self.spec_algorithm = SpeculativeAlgorithm.EAGLE
         self.future_map = FutureMap(loop.pool.size, None, loop.pool.max_context_len, "cpu", self.spec_algorithm)
         self.draft_worker = SimpleNamespace(speculative_num_draft_tokens=DRAFT, clear_cache_pool=lambda: None)
@@ -77,11 +76,10 @@ class SpeculatingLoop(Loop):
     """overlap: v2."""
 
     def __init__(self, flag: bool = True, overlap: bool = True, **sizes: Any):
-        self.overlap = overlap
         size, page_size = sizes["size"], sizes["page_size"]
         self.draft_kv = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
         self.draft_kv.cpu_offloading_chunk_size = 8
-        super().__init__(flag, **sizes)
+        super().__init__(flag, overlap, **sizes)
         self.queue.draft_token_to_kv_pool = self.allocator.draft_kv_pool = self.draft_kv
         self.transfer.spec_algorithm = self.scheduler.spec_algorithm
         self.tree.is_eagle = True
@@ -96,12 +94,7 @@ class SpeculatingLoop(Loop):
         return [(self.draft_kv, pool)]
 
     def _make_scheduler(self) -> SpeculatingScheduler:
-        return SpeculatingScheduler(self, self.overlap)
-
-    def run(self, between: Any) -> None:
-        if not self.overlap:
-            self.scheduler.event_loop_overlap_disagg_decode = self.scheduler.event_loop_normal_disagg_decode
-        super().run(between)
+        return SpeculatingScheduler(self)
 
     # ---- the wire ----
 
@@ -175,7 +168,7 @@ class SpeculatingLoop(Loop):
             "topk_index": torch.ones((count, 1), dtype=torch.int64),
         }
 
-    def forward(self, batch: Any) -> GenerationBatchResult:
+    def _forward(self, batch: Any) -> GenerationBatchResult:
         step = SpeculatingStep(self.kv.k_buffer[0], self.steps, self.draft_kv.k_buffer[0])
         self.steps.append(step)
         step.rows = set(batch.req_pool_indices.tolist())
@@ -249,7 +242,6 @@ class SpeculatingLoop(Loop):
             for name, value in self._state(found, accepted, going).items():
                 setattr(batch.spec_info, name, value)
             batch.spec_info.verified_id = torch.tensor([found[i][3][accepted[i] + 1] for i in going])
-        step.synchronize()
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=res.verified_id,

@@ -49,7 +49,8 @@ def local_loop(slice_tokens: int, measured: tuple[int, ...] = UNPACED, **sizes: 
         (4, 40, FAST_PREFILL),
     ],
 )
-def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens, measured):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens, measured, overlap):
     """I1 to I8 after each step of the real loop; every answer is the model's; nothing hangs and nothing leaks."""
     computed, sliced, asked = 0, 0, 0
 
@@ -57,7 +58,8 @@ def test_every_life_with_prompts_that_are_computed_here(page_size, slice_tokens,
     @settings(max_examples=15, deadline=None)
     def play(script, size):
         nonlocal computed, sliced, asked
-        loop = local_loop(slice_tokens, measured, size=size, page_size=page_size, reserved=0, max_reqs=4)
+        sizes = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4}
+        loop = local_loop(slice_tokens, measured, overlap=overlap, **sizes)
         Play(loop, script).run()
         computed += len({rid for rid, *_ in loop.extended})
         sliced += len(loop.extended) - len({rid for rid, *_ in loop.extended})

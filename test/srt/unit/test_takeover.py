@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -318,8 +317,9 @@ class LossyPlay(Play):
             self.loop.kv.k_buffer[0][page * page_size : (page + 1) * page_size] = -1
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_every_life_with_prefills_that_are_lost(page_size):
+def test_every_life_with_prefills_that_are_lost(page_size, overlap):
     """I1 to I8 after each step of the real loop; every answer is the model's; nothing hangs and nothing leaks."""
     computed = 0
 
@@ -328,7 +328,7 @@ def test_every_life_with_prefills_that_are_lost(page_size):
     @settings(max_examples=30, deadline=None)
     def play(script, size):
         nonlocal computed
-        loop = loop_of(size=size, page_size=page_size, max_reqs=4)
+        loop = loop_of(size=size, page_size=page_size, max_reqs=4, overlap=overlap)
         LossyPlay(loop, script).run()
         computed += taken_over(loop.extended)
         assert not loop.transfer.local.busy
@@ -432,7 +432,7 @@ def test_what_one_rank_could_not_begin_counts_on_all(pair):
 @pytest.mark.parametrize("prompts", ["long", "short"])
 def test_who_has_all_of_its_kv_begins_beside_prompts_that_are_computed(prompts):
     """However long they are, and however many come, if none of them decodes."""
-    loop = loop_of(size=2048, page_size=4, max_reqs=16)
+    loop = loop_of(size=2048, page_size=4, max_reqs=16, overlap=prompts == "long")
     loop.transfer.local.policy = POLICY._replace(most=12, queued=40, debt=400)
     if prompts == "long":
         script = {1: lambda loop: [arrive([9] * 30, max_new=3)(loop), *(arrive([n] * 400)(loop) for n in (6, 7))]}
@@ -451,27 +451,9 @@ def test_who_has_all_of_its_kv_begins_beside_prompts_that_are_computed(prompts):
         if loop.iterations > 90:
             raise LoopEnds
 
-    if prompts == "short":
-        in_turns(loop, between)
-    else:
-        loop.run(between)
+    loop.run(between)
     assert sum("r1" in rids for rids in ready) <= 2
     assert "r1" in [req.rid for req in loop.told]
-
-
-def in_turns(loop: Loop, between: Callable[[], None]) -> None:
-    """Run the engine's other loop, in which each step is over before the next begins."""
-    forward = loop.forward
-
-    def forward_to_its_end(batch: Any, **options: Any) -> Any:
-        result = forward(batch)
-        loop.steps[-1].synchronize()
-        return result
-
-    loop.between, loop.scheduler.enable_overlap, loop.scheduler.enable_hisparse = between, False, False
-    loop.scheduler.model_worker.forward_batch_generation = forward_to_its_end
-    with contextlib.suppress(LoopEnds):
-        loop.scheduler.event_loop_normal_disagg_decode()
 
 
 def test_what_cannot_be_copied_from_host_memory_is_computed_without_a_prefill():

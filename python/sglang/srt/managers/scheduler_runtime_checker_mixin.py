@@ -15,13 +15,16 @@ class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
     """Checks an idle worker for lost pages."""
 
     def self_check_during_idle(self) -> None:
-        """Puts the leak check off while pages are in quarantine, which it would report as lost.
+        """Puts the leak check off while pages are in quarantine, or a prompt waits to be computed here.
 
-        Adds that the time without a step is no step's.
+        It would report them as lost. Adds that the time without a step is no step's.
         """
-        for watcher in step_watchers(getattr(self, "disagg_decode_transfer_queue", None)):
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        for watcher in step_watchers(queue):
             watcher.idle()
-        if not self.has_quarantine():
+        # A turn without a step need not be idle: those that decoded have ended, and the prompts waited for them.
+        computes = queue is not None and queue.local is not None and queue.local.busy
+        if not (computes or self.has_quarantine()):
             super().self_check_during_idle()
 
     def has_quarantine(self) -> bool:
