@@ -68,10 +68,11 @@ class Deployment:
             own = [[-0.1 if a == b else as_likely, b] for a, b in zip(right, ids[start + 1 :], strict=True)]
             top = [[[-0.1, token]] for token in right]
             return 200, {"meta_info": {"input_token_logprobs": [[0, 0], *own], "input_top_logprobs": [None, *top]}}
-        time.sleep(0.02)
+        away = self.away
+        time.sleep(0.3 if self.wrong == "slow" else 0.02)
         if path.startswith("/prefill"):
             return 200, {}
-        if self.away:
+        if away:
             return (503, {"error": "away"}) if self.wrong != "hides the kill" else (200, self.whole(ids))
         if self.wrong == "fails" and any(what == "stop" for what, _ in self.done):
             return 500, {"error": "by itself"}
@@ -126,6 +127,7 @@ class Deployment:
 def thrown(monkeypatch, wrong: str = "", seconds: float = 1000.0) -> tuple[Deployment, storm.Report]:
     monkeypatch.setattr(storm, "STOPPED_S", 0.05)
     monkeypatch.setattr(storm, "AROUND_S", 0.05)
+    monkeypatch.setattr(storm, "MET_S", 1.0)
     deployment, report = Deployment(wrong), storm.Report()
     try:
         storm.Storm(deployment, report).all(seconds, most_turns=1)
@@ -149,6 +151,14 @@ def test_everything_is_done_once_and_compared(monkeypatch):
     assert rounds.keys() == {"calm", "again", *faults, *(f"after: {fault}" for fault in faults)}
     assert rounds["kill decode"].failed and not rounds["after: kill decode"].failed
     assert rounds["calm"].held == 0 and rounds["again"].held == 12 * 256
+
+
+def test_a_kill_meets_a_request_on_a_slow_host(monkeypatch):
+    """What was under way is answered all the same, and the next one is asked later than what is done lasts."""
+    _, report = thrown(monkeypatch, "slow")
+    assert report.problems == [] and report.not_judged == []
+    rounds = {round.what: round for round in report.rounds}
+    assert rounds["kill decode"].failed and rounds["kill prefill"].failed
 
 
 def test_what_may_be_as_likely_is_scored_once_prefill_is_back(monkeypatch):

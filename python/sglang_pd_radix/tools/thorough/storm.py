@@ -35,8 +35,9 @@ from ..workers import empty_caches, idle_pools, pool_problems
 # So much of the vocabulary of a made model is ordinary words.
 WORDS = range(400, 1900)
 PREFIXES, PER_PREFIX, SHARED, OWN, ANSWER = 3, 4, 256, 48, 48
-#: Seconds: in which a client has to be told, for which a worker is stopped, and before and after what is done.
-TOLD_S, STOPPED_S, AROUND_S = 60.0, 3.0, 1.0
+#: Seconds: in which a client has to be told, for which a worker is stopped, and before and after what is done. A kill
+#: is to meet a request, and on a loaded host the next one comes later than that.
+TOLD_S, STOPPED_S, AROUND_S, MET_S = 60.0, 3.0, 1.0, 20.0
 # Seconds until a worker that was started again has to answer.
 _BACK_S = 90.0
 # A dead peer is noticed in ten seconds, and one that is stopped for three is not taken for dead.
@@ -237,6 +238,9 @@ class Storm:
                 time.sleep(AROUND_S)
                 fault()
                 time.sleep(AROUND_S)
+                until = time.monotonic() + MET_S
+                while kills and time.monotonic() < until and all(one.tokens is not None for one in list(told)):
+                    time.sleep(0.1)
             finally:
                 # The pool waits for its clients, however this ends.
                 over.set()
