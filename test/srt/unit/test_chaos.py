@@ -170,6 +170,7 @@ def test_what_was_found_is_written_when_it_is_ended(tmp_path: Path, stand_ins: N
     assert signal.getsignal(signum) is before
 
 
+@pytest.mark.thorough
 def test_a_storm_in_which_requests_fail_fast_and_one_tree_is_not_used(
     tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
@@ -201,6 +202,7 @@ def test_answers_that_are_wrong_in_calm_too(tmp_path: Path, stand_ins: None, mon
 CALM = 12 * (3 + pace.BEFORE) + 10
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_in_the_storm_alone_is_found(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     """Each by its own part of the verdict: what is right again in the calm after it was seen here or nowhere."""
     monkeypatch.setattr(growth, "WARM", dict.fromkeys(growth.WARM, 5))
@@ -226,6 +228,7 @@ def test_what_is_wrong_in_the_storm_alone_is_found(tmp_path: Path, stand_ins: No
     assert "in calm" not in found and "after the storm" not in found
 
 
+@pytest.mark.thorough
 def test_words_that_come_late_and_what_is_not_undone(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     slow = functools.partial(chaos.Shape, out_s=(9.0, 9.0), without=frozenset({"kill", "flush", "weights", "pause"}))
     monkeypatch.setattr(chaos, "Shape", lambda **options: slow(link=False))
@@ -246,6 +249,7 @@ def test_requests_that_fail_in_calm(tmp_path: Path, stand_ins: None, monkeypatch
     assert any(problem.startswith("5 requests failed in calm: 500") for problem in report["problems"])
 
 
+@pytest.mark.thorough
 def test_a_pace_that_is_lost(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pace, "SLOW", 0.8)
     monkeypatch.setattr(pace, "MIDDLE", 0.9)
@@ -257,6 +261,7 @@ def test_a_pace_that_is_lost(tmp_path: Path, stand_ins: None, monkeypatch: pytes
     assert any(problem.startswith("the pace is lost: 0.") for problem in report["problems"]), report["problems"]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ends_by_itself(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAKE_PREFILL", "dies")
     monkeypatch.setattr(chaos, "Shape", functools.partial(schedule.Shape, without=frozenset({"kill"})))
