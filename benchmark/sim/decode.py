@@ -261,20 +261,22 @@ class SimulatedDecode(DecodeWorker):
             self._finish(req)
         self._tick()
 
-    def _tick(self, after_local: bool = False) -> None:
+    def _end_local(self) -> None:
+        assert self.local is not None
+        self.local.end()
+        self._tick()
+
+    def _tick(self) -> None:
         """A look at the queues, the prebuilt batch, and the next decode steps, or one over prompts."""
-        if self.local is not None:
-            if after_local:
-                self.local.end()
-            if self.local.under_way:
-                return
+        if self.local is not None and self.local.under_way:
+            return
         self._ticking = False
         self._look()
         self.gauges.take(self)
         seconds = None if self.local is None else self.local.begin()
         if seconds is not None:
             self._ticking = True
-            self.clock.after(seconds, lambda: self._tick(after_local=True))
+            self.clock.after(seconds, self._end_local)
         elif self.running:
             left = min([self.records[r.rid].request.answer - self.records[r.rid].tokens for r in self.running])
             self._began = self.clock.now

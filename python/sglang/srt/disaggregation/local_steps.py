@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["end_local_step", "make_local_prefills", "measured", "merge_computed", "next_local_batch", "step_watchers"]
+__all__ = [
+    "end_local_step",
+    "has_prompts_to_compute",
+    "make_local_prefills",
+    "measured",
+    "merge_computed",
+    "next_local_batch",
+    "step_watchers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +71,12 @@ def step_watchers(queue: Any) -> list[Any]:
     """What learns from each step, and is told where the loop has nothing to do."""
     local = getattr(queue, "local", None)
     return [*measured(queue), *([] if local is None else [local.ranks])]
+
+
+def has_prompts_to_compute(queue: Any) -> bool:
+    """Whether a prompt waits to be computed here, or for its first decode step, on a worker with this queue."""
+    local = getattr(queue, "local", None)
+    return local is not None and local.busy
 
 
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:

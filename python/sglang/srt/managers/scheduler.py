@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVSender
-from sglang.srt.disaggregation.local_steps import end_local_step, step_watchers
+from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers
 from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
@@ -200,8 +200,8 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
 
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute is not idle."""
-        local = self._local_prefills()
-        return super().is_fully_idle(for_health_check) and not (local is not None and local.busy)
+        queue = getattr(self, "disagg_decode_transfer_queue", None)
+        return super().is_fully_idle(for_health_check) and not has_prompts_to_compute(queue)
 
     def pause_generation(self, recv_req) -> None:
         """A prompt of which a step has computed a part does not decode yet."""

@@ -5,7 +5,7 @@ Upstream: sgl-project/sglang#35049 (merged), whose deferred release the checks h
 
 from __future__ import annotations
 
-from sglang.srt.disaggregation.local_steps import step_watchers
+from sglang.srt.disaggregation.local_steps import has_prompts_to_compute, step_watchers
 from sglang.srt.managers import scheduler_runtime_checker_mixin as engine
 
 __all__ = ["SchedulerRuntimeCheckerMixin"]
@@ -23,8 +23,7 @@ class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
         for watcher in step_watchers(queue):
             watcher.idle()
         # A turn without a step need not be idle: those that decoded have ended, and the prompts waited for them.
-        computes = queue is not None and queue.local is not None and queue.local.busy
-        if not (computes or self.has_quarantine()):
+        if not (has_prompts_to_compute(queue) or self.has_quarantine()):
             super().self_check_during_idle()
 
     def has_quarantine(self) -> bool:
