@@ -9,7 +9,8 @@ take turns, in every other run the other way round, with the same requests; answ
 * idle: chats alone.
 * busy: other clients send long prompts to the same prefill, for another decode worker.
 * beside: other requests decode on the same worker; the gaps between their tokens are what a step over a prompt costs.
-* alternating: every other turn brings many tokens, which are prefill's, and with them what decode has computed since.
+* alternating: every third turn (--long-every) brings many tokens, which are prefill's, and with them what decode has
+  computed since.
 
 Both workers are asked at once, as a gateway does, and the first token counts when prefill has answered too: a gateway
 hands on decode's answer only then.
@@ -126,15 +127,20 @@ def words(rnd: random.Random, count: int) -> list[int]:
     return [rnd.choice(WORDS) for _ in range(count)]
 
 
-def chat(side: Side, client: int, turns: int, seed: int, alternating: bool) -> list[Told]:
-    """One conversation, turn by turn."""
+def chat(side: Side, client: int, turns: int, seed: int, long_every: int) -> list[Told]:
+    """One conversation, turn by turn, of which one in ``long_every`` brings many tokens; 0 for none."""
     rnd = random.Random(f"{seed}/{client}")
     history, told = words(rnd, DOCUMENT), []
     for turn in range(turns):
         told.append(side.ask(history, ANSWER))
-        new = LONG if alternating and turn % 3 == 1 else rnd.randint(*QUESTION)
+        new = LONG if turn + 1 in long_turns(turns, long_every) else rnd.randint(*QUESTION)
         history = history + told[-1].tokens + words(rnd, new)
     return told
+
+
+def long_turns(turns: int, long_every: int) -> range:
+    """Which turns bring many tokens."""
+    return range(long_every - 1, turns, long_every) if long_every else range(0)
 
 
 @contextmanager
@@ -163,17 +169,19 @@ def noise(case: str, side: Side, other: Side, seed: int):
             thread.join()
 
 
-def run(case: str, side: Side, other: Side, seed: int, clients: int, turns: int) -> dict[str, Any]:
+def run(case: str, side: Side, other: Side, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run of one side; seconds, bytes, and the answers."""
+    clients, turns = args.clients, args.turns
+    long_every = args.long_every if case == "alternating" else 0
     side.flush()
     with noise(case, side, other, seed) as beside:
         cpu, sent = [side.cpu_s(p) for p in (side.prefill, side.decode)], side.sent_bytes()
         with ThreadPoolExecutor(clients) as pool:
-            chats = list(pool.map(lambda c: chat(side, c, turns, seed, case == "alternating"), range(clients)))
+            chats = list(pool.map(lambda c: chat(side, c, turns, seed, long_every), range(clients)))
         cpu = [side.cpu_s(p) - was for p, was in zip((side.prefill, side.decode), cpu, strict=True)]
         sent = side.sent_bytes() - sent
     later = [told.ttft for one in chats for told in one[1:]]
-    long = [one[turn].ttft for one in chats for turn in range(2, turns, 3)]
+    long = [one[turn].ttft for one in chats for turn in long_turns(turns, long_every)]
     gaps = [gap for told in beside for gap in told.gaps if told.token_at]
     return {
         "ttft": later,
@@ -213,12 +221,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--local", default="auto", help=f"value of {LOCAL_FLAG} (default: auto)")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--long-every", type=int, default=3, help="of alternating (default: 3)")
+    parser.add_argument("--page", type=int, default=16, help="--page-size (default: 16)")
     parser.add_argument("--backend", default="nixl")
     parser.add_argument("--model", help="default: a made one")
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
-    common = ["--enable-metrics", "--max-total-tokens", "65536", "--page-size", "16", "--chunked-prefill-size", "2048"]
+    common = ["--enable-metrics", "--max-total-tokens", "65536", "--page-size", str(args.page)]
+    common += ["--chunked-prefill-size", "2048"]
     decode_args = [[], [RADIX_FLAG], [RADIX_FLAG, LOCAL_FLAG, args.local]]
     found: dict[str, Any] = {}
     same = True
@@ -233,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs: dict[str, list] = {name: [] for name in SIDES}
             for n in range(args.runs + 1):
                 for i in (0, 1, 2) if n % 2 else (2, 1, 0):
-                    one = run(case, sides[i], sides[0 if i else 1], n, args.clients, args.turns)
+                    one = run(case, sides[i], sides[0 if i else 1], n, args)
                     if n:
                         # The first warms the workers up.
                         runs[SIDES[i]].append(one)

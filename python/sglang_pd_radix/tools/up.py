@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -167,6 +168,27 @@ def check_log_dir(path: Path | None) -> None:
         raise PdRadixError(f"--log-dir {path}: it cannot be made: {error.strerror or error}") from error
 
 
+@contextlib.contextmanager
+def own_log_dir(path: Path | None) -> Iterator[None]:
+    """Keep others' `pd-radix up` out of ``path`` meanwhile: they would write over the logs.
+
+    Raises PdRadixError if one is there. Where a file system has no locks, nobody is kept out.
+    """
+    with contextlib.ExitStack() as held:
+        if path:
+            directory = os.open(path, os.O_RDONLY)
+            held.callback(os.close, directory)
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PdRadixError(
+                    f"--log-dir {path}: a deployment that runs has its logs there; give another directory"
+                ) from None
+            except OSError:
+                pass
+        yield
+
+
 def check_port(host: str, port: int | None) -> None:
     """Raise PdRadixError if the router could not listen there; workers would be started for nothing."""
     if port is None:
@@ -235,6 +257,12 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
 
 def run(args: argparse.Namespace) -> int:
     """Bring it up, serve until a signal or a failure, take it down. Returns the exit code."""
+    check_log_dir(args.log_dir)
+    with own_log_dir(args.log_dir):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     signals: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -618,6 +618,23 @@ def test_signal_ends_everything(fake, tmp_path, signum):
     assert not (tmp_path / "up.json").exists()
 
 
+def test_two_deployments_do_not_write_over_each_others_logs(fake, tmp_path):
+    first = start_up(fake, tmp_path)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    log = (tmp_path / "logs" / "prefill-0.log").read_bytes()
+    second = start_up(fake, tmp_path, "--json", str(tmp_path / "second.json"))
+    _, err = second.communicate(timeout=30)
+    assert second.returncode == 1 and "a deployment that runs has its logs there; give another directory" in err
+    assert (tmp_path / "logs" / "prefill-0.log").read_bytes() == log
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=20)
+    # Free again.
+    third = start_up(fake, tmp_path)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    third.send_signal(signal.SIGTERM)
+    assert third.communicate(timeout=20) and third.returncode == 0
+
+
 def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
     """`nohup pd-radix up` outlives its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -658,12 +675,14 @@ def test_an_interrupt_leaves_no_server_that_nobody_knows(fake, tmp_path, monkeyp
     at_first = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     cluster = Cluster("org/model", commands=fake, log_dir=tmp_path / "logs")
-    with pytest.raises(KeyboardInterrupt):
-        cluster.start()
-    # The watchdog, and two servers.
-    assert len(started) == 3 and all(one.poll() is not None for one in started)
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
-    signal.signal(signal.SIGINT, at_first)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.start()
+        # The watchdog, and two servers.
+        assert len(started) == 3 and all(one.poll() is not None for one in started)
+        assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    finally:
+        signal.signal(signal.SIGINT, at_first)
 
 
 def test_one_file_for_two_deployments(fake, tmp_path):
@@ -671,7 +690,7 @@ def test_one_file_for_two_deployments(fake, tmp_path):
     file = tmp_path / "up.json"
     first = start_up(fake, tmp_path)
     wait_for(file.exists, "no JSON file", 30)
-    second = start_up(fake, tmp_path)
+    second = start_up(fake, tmp_path, "--log-dir", str(tmp_path / "others"))
     _, err = second.communicate(timeout=20)
     assert second.returncode == 1 and f"a deployment that runs, of process {first.pid}" in err and file.exists()
     file.write_text(json.dumps({"owner_pid": os.getpid()}))

@@ -190,6 +190,8 @@ def test_prefill_has_each_request_once():
         ("prefill reported: transfer over NIXL failed: ERR", "backend"),
         ("refused decode's request for KV: decode gave the request up", "gave_up"),
         ("no reason was recorded", ELSEWHERE),
+        ("failed on another rank of decode", ELSEWHERE),
+        ("failed on another rank of prefill", ELSEWHERE),
         ("TypeError: 'int' object is not iterable", OTHER),
     ],
 )
@@ -199,6 +201,11 @@ def test_the_cause_that_a_message_names(reason, cause):
         "Decode transfer failed for request a (bootstrap_room=7): ",
         "Decode handshake failed for request a (bootstrap_room=7): ",
         "Prefill transfer failed for request a, room 7: ",
+        # As Mooncake's errors begin.
+        "Decode transfer failed for request a (bootstrap_room=7): KVTransferError(bootstrap_room=7): ",
+        "KVTransferError(bootstrap_room=7): ",
+        # As the engine tells of them on prefill.
+        "Prefill bootstrap failed for request rank=0 req.rid='a' req.bootstrap_room=7 with exception ",
     ):
         assert cause_of(beginning + reason) == cause
     assert cause in CAUSES

@@ -37,6 +37,7 @@ from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.disaggregation.heard_reasons import hear_reasons
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, measured, next_local_batch
@@ -353,7 +354,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return self.schedule.agree(window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_))
 
     def _take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
-        failed = take_polls(requests, self.transfer_queue.takeovers.take_waiting(requests, polls))
+        polls = self.transfer_queue.takeovers.take_waiting(requests, polls)
+        hear_reasons(requests, polls, self.gloo_group)
+        failed = take_polls(requests, polls)
         for _ in range(failed if self.scheduler.enable_metrics else 0):
             self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
 
@@ -482,6 +485,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         ended: list[Req] = []
         still: list[DecodeRequest] = []
         taken = self.takeovers.take_transfers(self.queue, polls)
+        hear_reasons(self.queue, polls, self.gloo_group)
         for decode_req, poll in zip(self.queue, polls, strict=False):
             if id(decode_req) in taken:
                 self._set_aside(decode_req, released, closed=False)

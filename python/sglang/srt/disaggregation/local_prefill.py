@@ -78,7 +78,7 @@ class Policy(NamedTuple):
 
 
 # A chat's turn has fewer than 128 tokens. How often 64 may lengthen a step of others: local_pace.py.
-AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=1024, paced=True)
+AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=512, paced=True)
 # Of so many steps one goes by the order of admission alone.
 IN_TURN = 4
 

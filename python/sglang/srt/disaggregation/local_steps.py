@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.managers.lora_batch import joining
+from sglang.srt.managers.lora_batch import AdapterTurns
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
@@ -165,8 +165,11 @@ def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)
-    fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
-    return local.pick(tokens, places, joining(running.reqs, fits))
+    turns = AdapterTurns.of(scheduler)
+    waiting = [*scheduler.waiting_queue, *(one.req for one in local.waiting if not one.req.to_finish)]
+    slices = local.pick(tokens, places, turns.joining(running.reqs, waiting))
+    turns.begin(one.req for one, _ in slices)
+    return slices
 
 
 def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:

@@ -5,11 +5,15 @@ Upstream: sgl-project/sglang#39332 (merged), which asks before KV is allocated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["held_back", "joining", "split_by_adapter"]
+__all__ = ["AdapterTurns", "held_back"]
+
+Fits = Callable[[set[str | None]], bool]
 
 
 @contextmanager
@@ -17,40 +21,91 @@ def held_back(scheduler: Any) -> Iterator[None]:
     """Meanwhile the scheduler's waiting queue has only requests whose adapter fits beside those that run.
 
     Others wait with their KV, and those of a running adapter go before them, as in the engine's own scheduling of
-    prefills.
+    prefills, but not more often than a request may be overtaken.
     """
-    fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
-    scheduler.waiting_queue, waiting = split_by_adapter(scheduler.waiting_queue, scheduler.running_batch.reqs, fits)
+    turns = AdapterTurns.of(scheduler)
+    before = scheduler.waiting_queue
+    joins = turns.joining(scheduler.running_batch.reqs, before)
+    scheduler.waiting_queue = ready = [req for req in turns.in_turn(before) if joins(req)]
     try:
         yield
     finally:
-        scheduler.waiting_queue = [*scheduler.waiting_queue, *waiting]
+        left = {id(req) for req in scheduler.waiting_queue}
+        began = {id(req) for req in ready if id(req) not in left}
+        turns.begin(req for req in ready if id(req) in began)
+        known = {id(req) for req in before}
+        scheduler.waiting_queue = [
+            *(req for req in before if id(req) not in began),
+            *(req for req in scheduler.waiting_queue if id(req) not in known),
+        ]
 
 
-def split_by_adapter(
-    waiting: Sequence[Any], running: Iterable[Any], fits: Callable[[set[str | None]], bool]
-) -> tuple[list[Any], list[Any]]:
-    """The waiting requests whose adapter fits beside those of ``running``, and the rest; both in their order.
+@dataclass
+class AdapterTurns:
+    """Whose turn it is where there are more adapters than are loaded at once.
 
-    fits: whether these adapters can be loaded at once.
+    One that does not fit is overtaken by those of adapters that run. When ``most`` have begun since it was held back,
+    its turn has come: the adapter of which fewest requests run takes nobody new until it has run out. That number only
+    falls, so the turn comes, and meanwhile the others go on.
+
+    fits: whether these adapters can be loaded at once. began: requests that have begun so far. A request that is held
+    back has ``held_back_at``, what that was then. All of it is the same on all ranks that have the same queues.
     """
-    ready: list[Any] = []
-    left: list[Any] = []
-    joins = joining(running, fits)
-    for req in waiting:
-        (ready if joins(req) else left).append(req)
-    return ready, left
 
+    fits: Fits
+    most: int
+    began: int = 0
 
-def joining(running: Iterable[Any], fits: Callable[[set[str | None]], bool]) -> Callable[[Any], bool]:
-    """Asked of one request after the other: whether its adapter fits beside those of ``running`` and of all before it
-    that did."""
-    adapters = {req.lora_id for req in running}
+    @classmethod
+    def of(cls, scheduler: Any) -> AdapterTurns:
+        """Those of this scheduler, made when first asked for."""
+        if getattr(scheduler, "adapter_turns", None) is None:
+            fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
+            scheduler.adapter_turns = cls(fits, scheduler.server_args.disaggregation_decode_max_overtaken)
+        found: AdapterTurns = scheduler.adapter_turns
+        return found
 
-    def joins(req: Any) -> bool:
-        if req.lora_id not in adapters and not fits({req.lora_id} | adapters):
-            return False
-        adapters.add(req.lora_id)
-        return True
+    def joining(self, running: Sequence[Any], waiting: Iterable[Any]) -> Callable[[Any], bool]:
+        """Asked of one request after the other: whether its adapter fits beside those of ``running`` and of all before
+        it that did. ``waiting``: all that are held back, of every queue, in order of their turns."""
+        adapters = set(running_adapters := Counter(req.lora_id for req in running))
+        first = next((req for req in waiting if self.is_due(req)), None)
+        # Its place is nobody else's.
+        kept = set() if first is None else {first.lora_id}
+        closed = self._closed(running_adapters, first.lora_id) if first else set()
 
-    return joins
+        def joins(req: Any) -> bool:
+            adapter = req.lora_id
+            if adapter in closed or (adapter not in adapters and not self.fits({adapter} | adapters | kept)):
+                if getattr(req, "held_back_at", None) is None:
+                    req.held_back_at = self.began
+                return False
+            adapters.add(adapter)
+            return True
+
+        return joins
+
+    def _closed(self, running: Counter[str | None], wanted: str | None) -> set[str | None]:
+        """Adapters that take nobody new, so that ``wanted`` fits when they have run out."""
+        if self.fits({wanted, *running}):
+            return set()
+        order = sorted(running, key=lambda adapter: (running[adapter], adapter or ""))
+        for adapter in order:
+            if self.fits({wanted, *running} - {adapter}):
+                return {adapter}
+        return set(order)
+
+    def is_due(self, req: Any) -> bool:
+        """Whether a request has been held back for as long as one may be."""
+        since = getattr(req, "held_back_at", None)
+        return since is not None and self.began - since >= self.most
+
+    def in_turn(self, waiting: Iterable[Any]) -> list[Any]:
+        """Those whose turn has come first."""
+        return sorted(waiting, key=lambda req: not self.is_due(req))
+
+    def begin(self, reqs: Iterable[Any]) -> None:
+        """These run from now on."""
+        for req in reqs:
+            self.began += 1
+            req.held_back_at = None

@@ -25,12 +25,17 @@ _SIGNS = {
 CAUSES = (*_SIGNS, ELSEWHERE, OTHER)
 _PATTERNS = [(cause, re.compile(signs)) for cause, signs in _SIGNS.items()]
 # A message begins with what it is about, and there names the room.
-_BEGINNING = re.compile(r"^(?:Decode|Prefill) \w+ failed for request .*?(?:bootstrap_room=|room )\d+\)?:? ?")
+_BEGINNING = re.compile(
+    r"^(?:Decode|Prefill) \w+ failed for request .*?(?:bootstrap_room=|room )\d+\)?:? ?"
+    r"|^(?:with exception )?KVTransferError\(bootstrap_room=\d+\): "
+)
+# What a rank says that knows of no reason of its own.
+_UNKNOWN = re.compile("no reason was recorded|another pipeline stage|failed on another rank of")
 
 
 def cause_of(message: str) -> str:
     """The cause, one of `CAUSES`, that the message of a failed request names."""
-    reason = _BEGINNING.sub("", message)
-    if not reason or "no reason was recorded" in reason or "another pipeline stage" in reason:
+    reason = _BEGINNING.sub("", _BEGINNING.sub("", message))
+    if not reason or _UNKNOWN.search(reason):
         return ELSEWHERE
     return next((cause for cause, pattern in _PATTERNS if pattern.search(reason)), OTHER)
