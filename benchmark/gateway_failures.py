@@ -40,7 +40,7 @@ from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.progress import print_ready
 
 # Seconds of calm, for which it then lasts, and in which the gateway has to have seen that the worker is back.
-CALM_S, LASTS_S, SEEN_S = 4.0, 15.0, 60.0
+CALM_S, LASTS_S, SEEN_S = 3.0, 12.0, 60.0
 GATEWAYS = {"retries": (), "none": ("--disable-retries",)}
 LOOKS = ("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5", "--health-failure-threshold", "2")
 LOOKS += ("--health-success-threshold", "1")
@@ -157,6 +157,8 @@ def _rooms(cluster: Cluster, role: str, seen: dict[str, int]) -> Counter[str]:
             with process.log_path.open("rb") as log:
                 log.seek(seen[process.name])
                 found.update(ROOM.findall(log.read().decode(errors="replace")))
+    # Of health checks.
+    del found["0"]
     return found
 
 

@@ -172,13 +172,13 @@ def check_log_dir(path: Path | None) -> None:
 def own_log_dir(path: Path | None) -> Iterator[None]:
     """Keep others' `pd-radix up` out of ``path`` meanwhile: they would write over the logs.
 
-    Raises PdRadixError if one is there. Where a file system has no locks, nobody is kept out.
+    Raises PdRadixError if one is there. Where there are no locks, or none may be had, nobody is kept out.
     """
     with contextlib.ExitStack() as held:
         if path:
-            directory = os.open(path, os.O_RDONLY)
-            held.callback(os.close, directory)
             try:
+                directory = os.open(path, os.O_RDONLY)
+                held.callback(os.close, directory)
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise PdRadixError(

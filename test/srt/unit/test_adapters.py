@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.managers.schedule_batch import Req, keep_extra_key
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -14,12 +18,19 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
+class Named(SimpleNamespace):
+    """A request, by its adapter."""
+
+    def finished(self) -> bool:
+        return False
+
+
 def scheduler(monkeypatch, queue: str, running: str, tree: type = DecodeRadixCache, room: int = 99) -> Scheduler:
     """A request is called by its adapter; the base model is one as well. The engine's method takes ``room`` of them."""
     made = object.__new__(Scheduler)
     made.enable_lora, made.tree_cache = True, object.__new__(tree)
-    made.waiting_queue = [SimpleNamespace(lora_id=adapter) for adapter in queue]
-    made.running_batch = SimpleNamespace(reqs=[SimpleNamespace(lora_id=adapter) for adapter in running])
+    made.waiting_queue = [Named(lora_id=adapter) for adapter in queue]
+    made.running_batch = SimpleNamespace(reqs=[Named(lora_id=adapter) for adapter in running])
     manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 2)
     made.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
 
@@ -61,12 +72,12 @@ def test_adapters_that_run_do_not_keep_others_out_for_ever(monkeypatch, start, l
     for step in range(800):
         # Three places, of which the first comes free in each step; whoever has not begun goes on waiting.
         made.running_batch.reqs = made.running_batch.reqs[1:]
-        made.waiting_queue += [SimpleNamespace(lora_id=next(rotation))]
+        made.waiting_queue += [Named(lora_id=next(rotation))]
         if step % 100 == 5:
-            made.waiting_queue += [SimpleNamespace(lora_id=adapter) for adapter in late]
+            made.waiting_queue += [Named(lora_id=adapter) for adapter in late]
         made.room = 3 - len(made.running_batch.reqs)
         taken = made.get_new_prebuilt_batch()
-        made.running_batch.reqs += [SimpleNamespace(lora_id=adapter) for adapter in taken]
+        made.running_batch.reqs += [Named(lora_id=adapter) for adapter in taken]
         assert len({req.lora_id for req in made.running_batch.reqs}) <= 2
         begun += [(step, adapter) for adapter in taken]
     found = [step for step, adapter in begun if adapter in late]
@@ -74,6 +85,72 @@ def test_adapters_that_run_do_not_keep_others_out_for_ever(monkeypatch, start, l
     # Overtaken as often as may be, by one a step or two, and then until the smaller of two adapters has run out.
     assert all(step % 100 < 5 + 2 * most + 30 for step in found)
     assert {adapter for step, adapter in begun if step > 700} >= {*start, *late}
+
+
+# ---- beside prompts that decode computes ----
+
+
+def adapter_loop(overlap: bool, overtaken: int, **policy: int) -> Loop:
+    """The real loop of a worker that loads two adapters at once and computes prompts; see `Policy`."""
+    options = {"disaggregation_decode_local_prefill": "40", "disaggregation_decode_local_prefill_after": None}
+    loop = Loop(options=options, reserved=0, overlap=overlap, size=2048, page_size=4, max_reqs=6)
+    loop.transfer.local.policy = Policy(slice=4, step=8, debt=10**6, **policy)
+    manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 2)
+    loop.scheduler.enable_lora = True
+    loop.scheduler.tp_worker.model_runner = SimpleNamespace(lora_manager=manager)
+    loop.scheduler.server_args.disaggregation_decode_max_overtaken = overtaken
+    return loop
+
+
+def late_among_others(loop: Loop, late: int, others: int, turns: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Requests of two adapters come from prefill in turns, and one of a third in turn 30, of ``late`` tokens.
+
+    Returns its request when it has its first token, or when the time is up, and in which turns what of it was computed.
+    """
+    rnd, came = random.Random(1), []
+
+    def come(tokens: int, adapter: str, max_new: int) -> Any:
+        decode_req = loop.arrive([rnd.randrange(1, 90) for _ in range(tokens)], extra_key=adapter, max_new=max_new)
+        decode_req.req.lora_id = adapter
+        loop.handshake(decode_req)
+        return decode_req
+
+    def between() -> None:
+        turn = loop.iterations
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if turn % 3 == 0:
+            come(others, "ab"[turn // 3 % 2], 8)
+        if turn == 30:
+            came.append(come(late, "c", 4).req)
+        assert len({req.lora_id for req in loop.running}) <= 2
+        if turn >= turns or (came and came[0].output_ids):
+            raise LoopEnds
+
+    loop.run(between)
+    computed = [(loop.extended_in[step], step[2]) for step in loop.extended if step[0] == came[0].rid]
+    return came[0], computed
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_is_computed_here_has_a_turn_beside_those_from_prefill(overlap):
+    """Who waits for it was looked for among those whose KV has arrived only."""
+    req, computed = late_among_others(adapter_loop(overlap, 4, most=12, queued=24), late=8, others=20, turns=300)
+    assert req.output_ids and computed
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_turn_lasts_until_the_last_slice(overlap):
+    """Between two, its adapter was nobody's, and each slice waited for another turn."""
+    loop = adapter_loop(overlap, 8, most=40, queued=10**6)
+    req, computed = late_among_others(loop, late=40, others=48, turns=600)
+    turns = [turn for turn, _ in computed]
+    assert req.output_ids and len(turns) > 4
+    # A decode step between two.
+    assert turns[-1] - turns[0] <= 3 * len(turns)
+    # Counted once, as the others that have begun.
+    begun = sum(1 for one in loop.told if one.output_ids) + len(loop.running)
+    assert loop.scheduler.adapter_turns.began <= begun + 1
 
 
 def test_without_the_flag_it_is_the_engines(monkeypatch):

@@ -18,6 +18,7 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.decode_adder import DecodeAdder
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, Load
+from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntimeCheckerMixin
@@ -177,6 +178,64 @@ def test_who_is_on_the_way_counts_from_when_it_will_decode():
     load = gate.load(SimpleNamespace(running=(), coming=(coming, req(10))))
     # Of the other nothing is known: it may come at once.
     assert [start for _, start, _ in load.reqs] == [2, 0]
+
+
+@pytest.mark.parametrize("delay", [0, 8, 50])
+def test_what_is_not_sent_decodes_beside_those_that_run_now(delay):
+    """Retracted requests that come back, and prompts computed here, were taken to come as late as a transfer."""
+    gate, ending = made(5.0, estimate(answer=12, delay=delay)), [req(10, done=9, most=12) for _ in range(4)]
+    load = gate.load(SimpleNamespace(running=ending, coming=()))
+    again = req(10, done=4, most=12)
+    assert not gate.add(load, plan(10), again, at_once=True)
+    assert gate.add(gate.load(SimpleNamespace(running=ending[1:], coming=())), plan(10), again, at_once=True)
+    # Also in the next step, if it has not begun by then; and how soon it did says nothing of transfers.
+    load = gate.load(SimpleNamespace(running=ending[1:], coming=(again,)))
+    assert [start for _, start, _ in load.reqs] == [0] * 4
+    gate.note_step(batch([again]), SimpleNamespace(), 1.0)
+    assert not gate._delays
+
+
+@pytest.mark.parametrize("delay", [0, 8, 50])
+def test_a_retracted_request_comes_back_when_there_is_time(delay):
+    world = World(size=512, max_reqs=16, options=target(5.5))
+    gate = known(world, estimate(answer=8, delay=delay))
+    running = [serve(world, tokens(n, 8), max_new=9).req for n in range(1, 5)]
+    world.retract(running[-1])
+    gate._target = round(4.5 * MS)
+    world.step()
+    # 1 ms and 1 ms for each: a fourth would make 5 of 4.5.
+    assert running[-1] not in world.running and len(world.running) == 3
+    world.finish(running[0])
+    world.step()
+    world.step()
+    assert running[-1] in world.running
+
+
+@pytest.mark.parametrize("delay", [0, 50])
+def test_a_burst_of_prompts_that_are_computed_here_keeps_the_target(delay):
+    """Four decode, each with six tokens left, and four short turns come, which decode in the next step."""
+    options = {"disaggregation_decode_local_prefill": "40"} | target(5.5)
+    loop = Loop(options=options, size=1024, page_size=4, reserved=0, max_reqs=16)
+    loop.transfer.local.policy = Policy(most=12, slice=64, step=64, queued=64, debt=1000)
+    known(loop, estimate(answer=8))
+    most = 0
+
+    def between() -> None:
+        nonlocal most
+        if loop.iterations in (1, 20):
+            known(loop, estimate(answer=28, delay=delay if loop.iterations == 20 else 0))
+            for n in range(1, 5):
+                loop.handshake(loop.arrive([n] * 8 + [9] * (4 * (loop.iterations == 20)), max_new=30))
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        most = max(most, loop.scheduler.running_batch.batch_size())
+        if loop.iterations > 24 and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 300
+
+    loop.run(between)
+    # 1 ms and 1 ms for each of them.
+    assert most == 4 and len(loop.told) == 8
 
 
 def test_how_long_it_takes_until_a_request_decodes():

@@ -121,6 +121,10 @@ def test_what_is_measured_is_what_ranks_agree_on():
         pace.note_step(
             SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0], global_num_tokens=None), now=now
         )
+    # A slice of a prompt without a prefill, behind a long prefix, says nothing of a short turn.
+    now += 5
+    stats = SimpleNamespace(log_input_tokens=16, taken_over=True)
+    pace.note_step(SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0], global_num_tokens=None), now=now)
     # What passes while there is nothing to do is no step's.
     pace.idle()
     pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8, global_num_tokens=None), now=now + 50)

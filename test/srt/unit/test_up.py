@@ -17,7 +17,7 @@ import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
-from sglang_pd_radix.tools import process_group, up
+from sglang_pd_radix.tools import process_group, up, verify
 from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.cluster import (
     GATEWAYS,
@@ -633,6 +633,24 @@ def test_two_deployments_do_not_write_over_each_others_logs(fake, tmp_path):
     wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
     third.send_signal(signal.SIGTERM)
     assert third.communicate(timeout=20) and third.returncode == 0
+
+
+def test_a_log_dir_is_kept_from_verify_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify.doctor, "diagnose", lambda: [])
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    args = parser.parse_args(["--log-dir", str(tmp_path)])
+    with up.own_log_dir(tmp_path), pytest.raises(PdRadixError, match="has its logs there"):
+        verify.run(args)
+
+
+def test_a_log_dir_that_cannot_be_read_can_be_used(tmp_path, monkeypatch):
+    def refused(*args: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(up.os, "open", refused)
+    with up.own_log_dir(tmp_path):
+        pass
 
 
 def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):

@@ -90,7 +90,7 @@ class DecodeAdder:
         budget = self._budget_now()
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
-        if self._gate is not None and not self._has_time(self._gate, req, plan):
+        if self._gate is not None and not self._has_time(self._gate, entry, req, plan):
             return Added.NO_TIME
         if self._turns is None and self._waiting is not None:
             self._turns = Turns(self._policy, self._waiting())
@@ -106,11 +106,11 @@ class DecodeAdder:
         """At the end of the step: how many others those that were added have overtaken."""
         return self._turns.end(self._entries) if self._entries and self._turns is not None else 0
 
-    def _has_time(self, gate: ItlGate, req: Req, plan: AdmissionPlan) -> bool:
+    def _has_time(self, gate: ItlGate, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._load is None:
             assert self._live is not None
             self._load = gate.load(self._live())
-        return gate.add(self._load, plan, req)
+        return gate.add(self._load, plan, req, at_once=entry.local)
 
     def _budget_now(self) -> Budget:
         budget = self._budget

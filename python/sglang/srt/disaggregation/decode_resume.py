@@ -86,7 +86,7 @@ class Resumption:
             if not free.covers(plan.needed, kept):
                 self._blocked = Blocked(req.rid, plan, Memory(0), version())
                 break
-            if self._gate is not None and load is not None and not self._gate.add(load, plan, req):
+            if self._gate is not None and load is not None and not self._gate.add(load, plan, req, at_once=True):
                 self._held = req.rid, version()
                 break
             self._blocked = None

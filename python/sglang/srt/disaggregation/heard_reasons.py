@@ -26,8 +26,8 @@ __all__ = ["hear_reasons"]
 def hear_reasons(requests: Sequence[DecodeRequest], polls: Sequence[int], group: dist.ProcessGroup) -> None:
     """Have the first rank of ``group`` lose those of ``requests`` that have failed for what another rank knows.
 
-    polls: what all ranks have polled of each. All ranks come here in the same step, with the same requests. The others
-    keep what they know: what they count is then counted once.
+    polls: what all ranks have polled of each. All ranks come here in the same step, with the same requests. The first
+    counts the cause that it tells; where all ranks export metrics, the one that knew it counts it too.
     """
     if KVPoll.Failed not in polls or is_alone(group):
         return

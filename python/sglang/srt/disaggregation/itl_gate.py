@@ -123,8 +123,9 @@ class ItlGate:
         self._reqs: list[Req] = []
         self._read_once = 0
         self._steps = 0
-        # In which step those were admitted that do not decode yet; and after how many others did.
-        self._admitted: dict[str, int] = {}
+        # In which step those were admitted that do not decode yet, None of those for which nothing is sent; and after
+        # how many steps those decoded for which something was.
+        self._admitted: dict[str, int | None] = {}
         self._delays: deque[int] = deque(maxlen=ANSWERS)
         # The request that is held back, how many wait with it, and how many have been so far.
         self._held: str | None = None
@@ -219,9 +220,10 @@ class ItlGate:
             load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req))
         delay, step, admitted = self._delay(), self._steps, self._admitted
         # Without those that have failed on their way.
-        self._admitted = {req.rid: admitted.get(req.rid, step - delay) for req in live.coming}
+        self._admitted = {req.rid: admitted.get(req.rid) for req in live.coming}
         for req in live.coming:
-            start = max(0, delay - step + self._admitted[req.rid])
+            since = self._admitted[req.rid]
+            start = 0 if since is None else max(0, delay - step + since)
             load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req), start)
         return load
 
@@ -229,13 +231,17 @@ class ItlGate:
         """Steps from an admission until the request decodes; for the shorter ones of them."""
         return 0 if self.estimate is None else self.estimate.delay
 
-    def add(self, load: Load, plan: AdmissionPlan, req: Req) -> bool:
-        """Add ``req``, whose admission takes ``plan``, to ``load`` if steps do not become too long with it."""
+    def add(self, load: Load, plan: AdmissionPlan, req: Req, at_once: bool = False) -> bool:
+        """Add ``req``, whose admission takes ``plan``, to ``load`` if steps do not become too long with it.
+
+        at_once: nothing is sent for it; it decodes beside those that run now, and not beside those that will be left.
+        """
         alone = not load.reqs
         shared = plan.found.evictable if self._shares else 0
-        load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), self._delay(), shared)
+        start = 0 if at_once else self._delay()
+        load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), start, shared)
         if alone or self._covers(load):
-            self._admitted[req.rid] = self._steps
+            self._admitted[req.rid] = None if at_once else self._steps
             return True
         load.remove_last(shared)
         return False

@@ -100,11 +100,13 @@ def may_compute(req: Req) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class LocalReq:
-    """A request that is computed here. done: tokens of its prompt held, or launched. agreed: by all ranks."""
+    """A request that is computed here. done: tokens of its prompt held, or launched. agreed: by all ranks. begun: a
+    step has computed, or computes, a part of it."""
 
     decode_req: DecodeRequest
     done: int
     agreed: bool = False
+    begun: bool = False
 
     @property
     def req(self) -> Req:
@@ -331,6 +333,7 @@ class LocalPrefills:
                 # The tree has got all of it from elsewhere meanwhile.
                 continue
             begun.append(Slice(one, end))
+            one.begun = True
             req.fill_ids = prompt[:end]
             req.prefix_indices = self._rows.req_to_token[req.req_pool_idx, :start].to(torch.int64)
             req.set_extend_input_len(end - start)

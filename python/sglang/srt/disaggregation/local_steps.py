@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.managers.lora_batch import AdapterTurns
+from sglang.srt.disaggregation.step_time import note_taken_over
+from sglang.srt.managers.lora_batch import AdapterTurns, running_and_waiting
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
@@ -107,7 +108,7 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     # Where DP ranks step together, what others decode is told only of a step without prompts.
     if (after_local and (decoding or local.ranks.together)) or not local.may_step(decoding):
         return None
-    slices = local.begin(pick(scheduler, local))
+    slices = begin(scheduler, local)
     if not slices:
         return None
     if all(one.is_short for one, _ in slices):
@@ -166,9 +167,15 @@ def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)
     turns = AdapterTurns.of(scheduler)
-    waiting = [*scheduler.waiting_queue, *(one.req for one in local.waiting if not one.req.to_finish)]
-    slices = local.pick(tokens, places, turns.joining(running.reqs, waiting))
-    turns.begin(one.req for one, _ in slices)
+    return local.pick(tokens, places, turns.joining(*running_and_waiting(scheduler)))
+
+
+def begin(scheduler: Any, local: LocalPrefills) -> list[Slice]:
+    """Begin what the next step computes; empty if there is nothing to compute."""
+    begun = {id(one) for one in local.waiting if one.begun}
+    slices = local.begin(pick(scheduler, local))
+    if scheduler.enable_lora:
+        AdapterTurns.of(scheduler).begin(one.req for one, _ in slices if id(one) not in begun)
     return slices
 
 
@@ -198,6 +205,7 @@ def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:
         num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, scheduler.enable_priority_scheduling),
         num_new_seqs=len(reqs),
     )
+    note_taken_over(batch, not all(one.is_short for one, _ in slices))
     if getattr(scheduler, "future_map", None) is not None:
         ScheduleBatch.future_map = scheduler.future_map
     return batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -46,8 +47,8 @@ class NoPrefill:
         self.conclude_state = KVPoll.Failed
 
     def failure_exception(self) -> None:
-        """Only an abort ends it."""
-        raise RuntimeError(ABORTED)
+        """Only an abort ends it here; what else does is known elsewhere."""
+        raise RuntimeError(ABORTED if self.conclude_state == KVPoll.Failed else NO_REASON)
 
     def cancel(self) -> None:
         """There is nobody to tell."""

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.local_prefill import may_compute
+from sglang.srt.disaggregation.local_steps import who_wait
 from sglang.srt.disaggregation.no_prefill import NoPrefill, PrefillGone, is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 
@@ -257,7 +258,7 @@ def make_takeovers(queue: Any) -> NoTakeovers:
     after_s = scheduler.server_args.disaggregation_decode_local_prefill_after
     takeovers = Takeovers(local, queue.gloo_group, scheduler.attn_tp_rank == 0, after_s, queue.counters)
     takeovers.queue = lambda: queue.queue
-    takeovers.others = lambda: not scheduler.running_batch.is_empty()
+    takeovers.others = lambda: bool(who_wait(scheduler, local))
 
     def look_for_no_prefill() -> None:
         queue.pending_reqs = [decode_req for decode_req in queue.pending_reqs if not is_taken_over(decode_req)]

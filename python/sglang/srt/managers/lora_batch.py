@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AdapterTurns", "held_back"]
+__all__ = ["AdapterTurns", "held_back", "running_and_waiting"]
 
 Fits = Callable[[set[str | None]], bool]
 
@@ -25,7 +25,7 @@ def held_back(scheduler: Any) -> Iterator[None]:
     """
     turns = AdapterTurns.of(scheduler)
     before = scheduler.waiting_queue
-    joins = turns.joining(scheduler.running_batch.reqs, before)
+    joins = turns.joining(*running_and_waiting(scheduler))
     scheduler.waiting_queue = ready = [req for req in turns.in_turn(before) if joins(req)]
     try:
         yield
@@ -38,6 +38,18 @@ def held_back(scheduler: Any) -> Iterator[None]:
             *(req for req in before if id(req) not in began),
             *(req for req in scheduler.waiting_queue if id(req) not in known),
         ]
+
+
+def running_and_waiting(scheduler: Any) -> tuple[list[Any], list[Any]]:
+    """Requests whose adapter is in use, those of which decode has computed a part of the prompt among them; and those
+    that wait to begin, of every queue, with all that is there for them."""
+    local = getattr(getattr(scheduler, "disagg_decode_transfer_queue", None), "local", None)
+    computed = [] if local is None else [one for one in local.waiting if one.agreed and not one.req.to_finish]
+    running = [req for req in scheduler.running_batch.reqs if not req.finished()]
+    return (
+        [*running, *(one.req for one in computed if one.begun)],
+        [*scheduler.waiting_queue, *(one.req for one in computed if not one.begun)],
+    )
 
 
 @dataclass
@@ -67,9 +79,10 @@ class AdapterTurns:
 
     def joining(self, running: Sequence[Any], waiting: Iterable[Any]) -> Callable[[Any], bool]:
         """Asked of one request after the other: whether its adapter fits beside those of ``running`` and of all before
-        it that did. ``waiting``: all that are held back, of every queue, in order of their turns."""
+        it that did. Both of every queue, see `running_and_waiting`."""
         adapters = set(running_adapters := Counter(req.lora_id for req in running))
-        first = next((req for req in waiting if self.is_due(req)), None)
+        # Who has been held back for longest; of those, who came first.
+        first = min(filter(self.is_due, waiting), key=lambda req: req.held_back_at, default=None)
         # Its place is nobody else's.
         kept = set() if first is None else {first.lora_id}
         closed = self._closed(running_adapters, first.lora_id) if first else set()
@@ -102,7 +115,7 @@ class AdapterTurns:
 
     def in_turn(self, waiting: Iterable[Any]) -> list[Any]:
         """Those whose turn has come first."""
-        return sorted(waiting, key=lambda req: not self.is_due(req))
+        return sorted(waiting, key=lambda req: req.held_back_at if self.is_due(req) else self.began)
 
     def begin(self, reqs: Iterable[Any]) -> None:
         """These run from now on."""
