@@ -556,6 +556,34 @@ def test_tp_ranks_save_and_load_the_same(pair, broken_rank, prefix, saved):
     assert first[:3] == [(prefix, None), True, saved] and first[-1] == 0
 
 
+def save_fails_on_one(rank: int, broken_rank: int) -> list[Any]:
+    """A copy cannot be begun on one rank, and is under way on the other when all learn of that."""
+    one = world(late=True, size=128, host=512, group=dist.group.WORLD)
+    save, free = one.tier.memory.save, one.tier.host.pool.free
+    given_back: list[bool] = []
+
+    def give_back(slots: torch.Tensor) -> Any:
+        copied_to = {slot for copy in one.tier.memory.begun for slot in copy.run.args[0].tolist()}
+        given_back.append(bool(copied_to & {*slots.tolist()}))
+        return free(slots)
+
+    one.tier.host.pool.free = give_back
+    if rank == broken_rank:
+        one.tier.memory.save = broken
+    serve_to_end(one, tokens(1, 24))
+    for _ in range(4):
+        one.step()
+    one.tier.memory.save = save
+    return [one.tier.saves.failed_tokens, len(one.tier.saves.under_way), given_back]
+
+
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_slots_of_a_save_that_failed_elsewhere_are_not_free_while_it_is_copied(pair, broken_rank):
+    """What a storage brought into them was overwritten: another prompt's KV under its name."""
+    for failed, under_way, given_back in pair.run(save_fails_on_one, broken_rank):
+        assert failed and not under_way and given_back and not any(given_back)
+
+
 def saves_after_an_error(rank: int, failing: int) -> list[Any]:
     """An admission that evicts what waits to be saved fails on one rank before it has evicted anything."""
     one = world(late=True, size=128, host=512, group=dist.group.WORLD)

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.disaggregation.no_prefill import PrefillGone, is_taken_over
+from sglang.srt.disaggregation.prefix_loads import PrefixLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.io_struct import AbortReq
 from test_every_state import BEFORE_COMMIT, Bench, arrived, make_room, prefill_lost, time_runs_out
@@ -277,6 +278,26 @@ def test_who_waits_for_memory_is_not_late():
 
     loop = played({1: both, 3: age, 6: complete, 40: complete}, size=48, after_s=50.0)
     assert ended_well(loop) == {"r1", "r2"} and not loop.extended
+
+
+def test_who_waits_for_a_storage_is_not_late(monkeypatch):
+    """Its prefill has shaken hands; what is waited for is decode's own."""
+    monkeypatch.setattr(PrefixLoads, "is_done", lambda self, decode_req: False)
+
+    def age(loop: Loop) -> None:
+        (one,) = loop.queue.queue
+        assert one.phase is Phase.HANDSHAKE
+        one.kv_receiver.made_at -= 1000
+
+    def comes(loop: Loop) -> None:
+        monkeypatch.undo()
+
+    def complete(loop: Loop) -> None:
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+
+    loop = played({1: arrive([1] * 30, max_new=9), 3: age, 8: comes, 12: complete}, size=64, after_s=50.0)
+    assert ended_well(loop) == {"r1"} and not loop.extended
 
 
 # ---- whole lives ----

@@ -195,10 +195,16 @@ class Takeovers(NoTakeovers):
         return GONE if self._is_late(decode_req) and peer_drops(decode_req) else UNKNOWN
 
     def _is_late(self, decode_req: DecodeRequest) -> bool:
-        """Whether its prefill has been waited for too long. Of one that is ready, it is decode that lets it wait."""
+        """Whether its prefill has been waited for too long.
+
+        Of one that is ready, it is decode that lets it wait; and of one that a storage or a server still brings a
+        prefix for.
+        """
         if self._after_s is None or decode_req.phase is Phase.READY:
             return False
         shakes_hands = decode_req.phase is Phase.HANDSHAKE
+        if shakes_hands and decode_req.poll() == KVPoll.WaitingForInput:
+            return False
         since = decode_req.kv_receiver.made_at if shakes_hands else decode_req.entry.admitted_at
         return time.monotonic() - since > self._after_s
 

@@ -114,11 +114,16 @@ class HostMemory:
             yield
             return
         before = [self._module.current_stream(), self._forward_stream()]
-        with self._module.stream(self._stream):
-            for stream in before:
-                if stream is not None:
-                    self._stream.wait_stream(stream)
-            yield
+        try:
+            with self._module.stream(self._stream):
+                for stream in before:
+                    if stream is not None:
+                        self._stream.wait_stream(stream)
+                yield
+        except Exception:
+            # A part of it may have been begun, and its slots are given back now.
+            self.wait()
+            raise
 
     def _begun(self, *places: torch.Tensor) -> Copy:
         if self._module is None:

@@ -204,8 +204,6 @@ class Saves:
     def give_up(self, savings: Sequence[Saving]) -> None:
         """Ranks differ, and all come here: these are not saved, nor what is to come. The next use of it counts."""
         for saving in savings:
-            if saving.copy is not None:
-                saving.copy.wait()
             self._drop(saving)
         self.under_way = [saving for saving in self.under_way if saving not in savings]
         for node, given in self.to_come.items():
@@ -288,7 +286,10 @@ class Saves:
             self._save_above(node)
 
     def _drop(self, saving: Saving) -> None:
-        """Give back what a save holds whose copy has ended, or was never begun."""
+        """Give back what a save holds that has failed, or is given up."""
+        if saving.copy is not None:
+            # It may have failed on another rank only. What a storage brings into these slots is ordered by no stream.
+            saving.copy.wait()
         self.unlock(saving)
         _unmark(self._tree, saving.node, saving.held)
         self.failed_tokens += len(saving.slots)
