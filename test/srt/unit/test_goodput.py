@@ -152,7 +152,63 @@ def test_sides_take_turns():
     assert asked[:6] == ["off", "on"] * 3
 
 
+def test_no_rate_above_the_most_is_tried():
+    for most in (5.0, 8.0, 50.0):
+        search = goodput.Search(most=most)
+        goodput.search_all({"one": search}, lambda name, rate: trial(rate, 1.0))
+        assert search.goodput(0.99).rate == max(t.rate for t in search.trials) == most
+    assert goodput.Search(most=goodput.LEAST_RATE / 2).next_rate() is None
+
+
 # ---- a server ----
+
+
+def one_by_one(per_s):
+    """A server that answers so many requests a second, one after the other."""
+
+    def run_once(deployment, load, asked, variant, number, page_size, every_s):
+        (requests,) = asked.rounds
+        free, ttft = 0.0, []
+        for request in requests:
+            free = max(free, request.arrival_s) + 1 / per_s
+            ttft.append(free - request.arrival_s)
+        figures = {"requests_per_s": len(requests) / free}
+        itl = [0.01] * len(ttft)
+        return measure.Run(variant.name, number, figures, [], [], ttft, [], [], [], tpot_s=itl)
+
+    return run_once
+
+
+def measured_alone(monkeypatch, run_once, asked, seconds=30.0):
+    monkeypatch.setattr(goodput, "run_once", run_once)
+    made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
+    deployment = SimpleNamespace(variants=made_of, step_times=lambda variant: [])
+    return goodput.measure(deployment, None, asked, SLO, seconds, TOKENS, 16, SHOW)
+
+
+@pytest.mark.parametrize("requests, seconds", [(80, 30), (1000, 30), (4000, 30), (4000, 2)])
+def test_a_burst_that_is_over_before_its_queue_costs_anything_is_no_rate(requests, seconds, monkeypatch):
+    """80 requests at 1024/s are asked within the TTFT that is promised, whatever comes after them."""
+    found = measured_alone(monkeypatch, one_by_one(40.0), made(requests=requests, prompt=4), seconds)
+    (row,) = goodput.table(found)[1]
+    if requests == 80:
+        most = 79 / (8 * SLO.ttft_s)
+        assert found["goodput"]["off"] == {"0.9": most, "0.99": most} and row[1] == "at least 4.94"
+        assert "too few requests for 16 s" in found["problems"][0] and "--set e.requests=" in found["problems"][0]
+    else:
+        assert 30 < found["goodput"]["off"]["0.9"] < 40 * goodput.PRECISION and not found["problems"]
+        assert "at least" not in row[1]
+
+
+def test_a_workload_without_requests_for_any_rate(monkeypatch):
+    found = measured_alone(monkeypatch, one_by_one(40.0), made(requests=1, prompt=4))
+    assert found["trials"] == {"off": []} and "too few requests" in found["problems"][0]
+    assert goodput.table(found)[1] == [["off", "not measured", "", "", "not measured", "", ""]]
+
+
+def test_the_greatest_rate_of_all_is_no_bound_of_what_is_taken(monkeypatch):
+    found = measured_alone(monkeypatch, one_by_one(1e6), made(requests=40000, prompt=1, answer=2))
+    assert goodput.table(found)[1][0][1] == "at least 1024.00" and found["problems"] == []
 
 
 def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):

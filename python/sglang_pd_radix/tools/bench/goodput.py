@@ -36,6 +36,11 @@ FIRST_RATE, LEAST_RATE, MOST_RATE = 8.0, 1 / 16, 1024.0
 TRIES = 2
 #: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
 LEAST_REQUESTS = 20
+#: Times the promised TTFT that requests of a measurement come, at least: at a rate that is by `PRECISION` too high, who
+#: comes after t seconds waits (PRECISION - 1) t, and that costs a tenth of them the TTFT after 7.4 times as long only.
+LASTING = 8.0
+#: By which size a workload gets more requests, where that is not ``requests``.
+SIZE_OF_REQUESTS = {"b": "prefixes", "d": "herds"}
 TARGET_OPTION = "--disaggregation-decode-itl-target"
 # Decode workers without the flag that run so many requests at a time, which is what else bounds the ITL.
 BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
@@ -121,10 +126,19 @@ class Trial:
 
 
 class Search:
-    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far."""
+    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far.
 
-    def __init__(self, shares: Sequence[float] = SHARES, precision: float = PRECISION, tries: int = TRIES) -> None:
-        self.shares, self.precision, self.tries = shares, precision, tries
+    most: the greatest rate that is tried, per second.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[float] = SHARES,
+        precision: float = PRECISION,
+        tries: int = TRIES,
+        most: float = MOST_RATE,
+    ) -> None:
+        self.shares, self.precision, self.tries, self.most = shares, precision, tries, most
         self.trials: list[Trial] = []
 
     def told(self, trial: Trial) -> None:
@@ -152,14 +166,16 @@ class Search:
             if sum(trial.rate == wrong for trial in self.trials) in range(1, self.tries):
                 return wrong
             if not right:
-                rate = FIRST_RATE if wrong == math.inf else wrong / 2
+                rate = min(FIRST_RATE, self.most) if wrong == math.inf else wrong / 2
+            elif right == self.most:
+                continue
             elif wrong == math.inf:
-                rate = 2 * right
+                rate = min(2 * right, self.most)
             elif wrong / right > self.precision:
                 rate = math.sqrt(right * wrong)
             else:
                 continue
-            if LEAST_RATE <= rate <= MOST_RATE:
+            if LEAST_RATE <= rate <= self.most:
                 return rate
         return None
 
@@ -198,6 +214,29 @@ def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -
     return dataclasses.replace(workload, rounds=[timed], warm=[warm] if warm else [], concurrency=None, stream=False)
 
 
+def lasting_s(slo: Slo) -> float:
+    """How long requests have to come, seconds, before a queue that only grows has cost them the promised TTFT."""
+    return LASTING * slo.ttft_s
+
+
+def most_rate(workload: Workload, slo: Slo) -> float:
+    """The greatest rate, per second, at which ``workload`` has requests for as long as `lasting_s`."""
+    return min(MOST_RATE, (workload.requests - 1) / lasting_s(slo))
+
+
+def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> list[str]:
+    """What is to be said where the search ended for want of requests."""
+    most = most_rate(workload, slo)
+    ended = [name for name, search in searches.items() if any(search.best(share)[0] == most for share in SHARES)]
+    if most == MOST_RATE or (most >= LEAST_RATE and not ended):
+        return []
+    size = SIZE_OF_REQUESTS.get(workload.key, "requests")
+    return [
+        f"{', '.join(ended or searches)}: above {most:.3g} requests/s the workload has too few requests for "
+        f"{lasting_s(slo):g} s, and fewer are over before a queue costs them the TTFT: --set {workload.key}.{size}=..."
+    ]
+
+
 def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial]) -> None:
     """Find the rates of each side; the sides take turns."""
     left = list(searches)
@@ -221,7 +260,8 @@ def measure(
     show: Show,
     every_s: float = 0.5,
 ) -> dict[str, Any]:
-    """What the report has of one workload. seconds: of one measurement."""
+    """What the report has of one workload. seconds: of one measurement, which is longer where `lasting_s` is."""
+    seconds = max(seconds, lasting_s(slo))
     sides = {variant.name: variant for variant in deployment.variants}
     problems: set[str] = set()
     learned: dict[str, list[dict[str, Any]]] = {}
@@ -240,17 +280,19 @@ def measure(
         show.done(f"{name}, {rate:.3g} requests/s: {told(trial)}")
         return trial
 
-    searches = {name: Search() for name in sides if not name.startswith(BOUND_NAME)}
+    most_tried = most_rate(workload, slo)
+    searches = {name: Search(most=most_tried) for name in sides if not name.startswith(BOUND_NAME)}
     bounded: dict[str, Trial] = {}
     try:
         search_all(searches, one)
-        most = max(trial.rate for search in searches.values() for trial in search.trials)
+        most = max((trial.rate for search in searches.values() for trial in search.trials), default=most_tried)
         for name in sides:
             if name not in searches:
                 bounded[name] = one(name, min(MOST_RATE, BEYOND * most))
     except KeyboardInterrupt:
         problems.add("interrupted before all rates were found")
     show.end()
+    problems.update(too_few(workload, slo, searches))
     entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned}
     return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
@@ -266,6 +308,7 @@ def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], probl
             name: {f"{share:g}": trial and trial.rate for share in SHARES for trial in [search.goodput(share)]}
             for name, search in searches.items()
         },
+        "most_rate": most_rate(workload, slo),
         "trials": {name: [dataclasses.asdict(t) for t in search.trials] for name, search in searches.items()},
         "problems": list(problems),
     }
@@ -296,10 +339,10 @@ def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             of_rate = [t for t in entry["trials"][name] if t["rate"] == rate]
             found = max(of_rate, key=lambda t: t["kept"], default=None)
             row += (
-                ["below " + f"{LEAST_RATE:.3g}", "", ""]
+                [f"below {LEAST_RATE:.3g}" if entry["trials"][name] else "not measured", "", ""]
                 if found is None
                 else [
-                    f"{rate:.2f}",
+                    ("at least " if rate == entry["most_rate"] else "") + f"{rate:.2f}",
                     f"{1e3 * found['ttft_p90_s']:.0f}",
                     f"{1e3 * found['itl_mean_s']:.1f}",
                 ]
