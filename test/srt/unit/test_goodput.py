@@ -303,6 +303,51 @@ def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
     assert [len(trials) for trials in found["trials"].values()] == [2, 2, 2] and "interrupted" in found["problems"][0]
 
 
+def failing(run_once, fails):
+    """``run_once``, of which a request fails where ``fails`` says so of the side, the run's number and the rate."""
+
+    def run(deployment, load, asked, variant, number, page_size, every_s):
+        (requests,) = asked.rounds
+        if fails(variant.name, number, (len(requests) - 1) / requests[-1].arrival_s):
+            raise PdRadixError("request 7 of 20 failed: Service Unavailable")
+        return run_once(deployment, load, asked, variant, number, page_size, every_s)
+
+    return run
+
+
+def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp_path):
+    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
+    whole = served.measure()
+    fails = failing(served.run_once, lambda name, number, rate: number == 1 and name == "on" and rate > 10)
+    monkeypatch.setattr(goodput, "run_once", fails)
+    found = served.measure()
+    assert [t["rate"] for t in found["trials"]["on"]] == [8] and found["goodput"]["on"] == {"0.9": 8, "0.99": 8}
+    assert [found["goodput"][name] == whole["goodput"][name] for name in ("off", "target")] == [True, True]
+    assert list(found["bounded"]) == ["off-at-most-1", "off-at-most-2"]
+    (problem,) = found["problems"]
+    assert problem.startswith("on, 16 requests/s: request 7 of 20 failed: Service Unavailable")
+    goodput.write({"setting": {}, "workloads": [found]}, tmp_path)
+    assert problem in (tmp_path / "goodput.md").read_text()
+
+
+def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch, tmp_path):
+    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
+    wrong = ("on", "off-at-most-1")
+    monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda name, number, rate: name in wrong))
+    found = served.measure()
+    assert (
+        found["trials"]["on"] == [] and found["goodput"]["off"]["0.9"] and list(found["bounded"]) == ["off-at-most-2"]
+    )
+    assert [problem.partition(":")[0] for problem in found["problems"]] == [
+        "off-at-most-1, warming up",
+        "on, warming up",
+    ]
+    monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda *_: True))
+    nothing = served.measure()
+    assert len(nothing["problems"]) == 5 and not nothing["bounded"]
+    goodput.write({"setting": {}, "workloads": [nothing]}, tmp_path)
+
+
 def test_a_bound_that_was_measured_before_an_interruption_is_kept(monkeypatch):
     served = Served(monkeypatch, goodput.bounded_sides("1,2"))
 

@@ -237,16 +237,17 @@ def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> lis
     ]
 
 
-def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial]) -> None:
-    """Find the rates of each side; the sides take turns."""
+def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial | None]) -> None:
+    """Find the rates of each side; the sides take turns. One that could not be measured is left at what is known."""
     left = list(searches)
     while left:
         for name in list(left):
             rate = searches[name].next_rate()
-            if rate is None:
+            trial = None if rate is None else measure(name, rate)
+            if trial is None:
                 left.remove(name)
             else:
-                searches[name].told(measure(name, rate))
+                searches[name].told(trial)
 
 
 def measure(
@@ -260,24 +261,43 @@ def measure(
     show: Show,
     every_s: float = 0.5,
 ) -> dict[str, Any]:
-    """What the report has of one workload. seconds: of one measurement, which is longer where `lasting_s` is."""
+    """What the report has of one workload. seconds: of one measurement, which is longer where `lasting_s` is.
+
+    A side of which a request fails is measured no further. That is a problem of the report, which has what was found.
+    """
     seconds = max(seconds, lasting_s(slo))
     sides = {variant.name: variant for variant in deployment.variants}
     problems: set[str] = set()
     learned: dict[str, list[dict[str, Any]]] = {}
     show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
-    for variant in sides.values():
-        # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
-        run_once(deployment, load, open_loop(workload, 4.0, 5.0, tokens), variant, 0, page_size, every_s)
+    failed: set[str] = set()
 
-    def one(name: str, rate: float) -> Trial:
-        asked = open_loop(workload, rate, seconds, tokens)
-        show.step(f"({workload.key}) {name}, {rate:.3g} requests/s", 0, "")
-        run = run_once(deployment, load, asked, sides[name], 1, page_size, every_s)
-        problems.update(f"{name}, {rate:.3g} requests/s: {problem}" for problem in run.problems)
-        learned[name] = deployment.step_times(sides[name])
+    def asked(name: str, at: str, requests: Workload, number: int) -> Run | None:
+        """None where it fails, or has before."""
+        try:
+            run = run_once(deployment, load, requests, sides[name], number, page_size, every_s)
+            learned[name] = deployment.step_times(sides[name])
+        except PdRadixError as error:
+            failed.add(name)
+            problems.add(f"{name}, {at}: {error}; it was measured no further")
+            show.done(f"{name}, {at}: {error}")
+            return None
+        return run
+
+    warm_up = open_loop(workload, 4.0, 5.0, tokens)
+    for name in sides:
+        # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
+        asked(name, "warming up", warm_up, 0)
+
+    def one(name: str, rate: float) -> Trial | None:
+        at = f"{rate:.3g} requests/s"
+        show.step(f"({workload.key}) {name}, {at}", 0, "")
+        run = None if name in failed else asked(name, at, open_loop(workload, rate, seconds, tokens), 1)
+        if run is None:
+            return None
+        problems.update(f"{name}, {at}: {problem}" for problem in run.problems)
         trial = Trial.of(rate, run, slo)
-        show.done(f"{name}, {rate:.3g} requests/s: {told(trial)}")
+        show.done(f"{name}, {at}: {told(trial)}")
         return trial
 
     most_tried = most_rate(workload, slo)
@@ -287,8 +307,9 @@ def measure(
         search_all(searches, one)
         most = max((trial.rate for search in searches.values() for trial in search.trials), default=most_tried)
         for name in sides:
-            if name not in searches:
-                bounded[name] = one(name, min(MOST_RATE, BEYOND * most))
+            trial = None if name in searches else one(name, min(MOST_RATE, BEYOND * most))
+            if trial:
+                bounded[name] = trial
     except KeyboardInterrupt:
         problems.add("interrupted before all rates were found")
     show.end()
