@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import json
@@ -301,6 +302,27 @@ def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
     monkeypatch.setattr(goodput, "run_once", interrupted)
     found = served.measure()
     assert [len(trials) for trials in found["trials"].values()] == [2, 2, 2] and "interrupted" in found["problems"][0]
+    assert found["interrupted"] and not Served(monkeypatch).measure()["interrupted"]
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monkeypatch, tmp_path):
+    made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
+    deployment = SimpleNamespace(variants=made_of, info=lambda variant: {"device": "cpu", "dtype": "float32"})
+    monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
+    measured = []
+
+    def measure_one(deployment, load, asked, *more):
+        measured.append(asked.key)
+        return {"key": asked.key, "problems": [], "interrupted": interrupted}
+
+    monkeypatch.setattr(goodput, "measure", measure_one)
+    args = options("--slo", "ttft=500,itl=30", "--only", "e,d,f", "--out", str(tmp_path))
+    sizes, document = command.chosen_sizes(args), {"workloads": []}
+    load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
+    show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
+    command._all(args, sizes, [deploy.OFF], 1, "m", [], 16, [], load, document, show)
+    assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
 
 
 def failing(run_once, fails):

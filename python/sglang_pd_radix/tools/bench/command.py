@@ -313,9 +313,10 @@ def _all(
                     )
                 if args.slo:
                     slo, seconds = goodput.Slo.parse(args.slo), args.slo_seconds
-                    document["workloads"].append(
-                        goodput.measure(deployment, load, workload, slo, seconds, tokens, page_size, show)
-                    )
+                    found = goodput.measure(deployment, load, workload, slo, seconds, tokens, page_size, show)
+                    document["workloads"].append(found)
+                    if found["interrupted"]:
+                        return
                     continue
                 for place in _places(deployment, workload, tokens, rates, show):
                     exact = document["setting"]["dtype"].endswith("float32")

@@ -301,6 +301,7 @@ def measure(
         return trial
 
     most_tried = most_rate(workload, slo)
+    interrupted = False
     searches = {name: Search(most=most_tried) for name in sides if not name.startswith(BOUND_NAME)}
     bounded: dict[str, Trial] = {}
     try:
@@ -311,10 +312,11 @@ def measure(
             if trial:
                 bounded[name] = trial
     except KeyboardInterrupt:
+        interrupted = True
         problems.add("interrupted before all rates were found")
     show.end()
     problems.update(too_few(workload, slo, searches))
-    entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned}
+    entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned, "interrupted": interrupted}
     return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
 

@@ -45,6 +45,7 @@ class LoadGenerator:
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.vocabulary = 0
+        self._jobs = 0
 
     def _read(self) -> None:
         assert self._process.stdout
@@ -78,10 +79,13 @@ class LoadGenerator:
         """Ask what ``job`` says (see `load.py`). Raises PdRadixError if it cannot."""
         self.wait_ready()
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._jobs += 1
+        self._process.stdin.write(json.dumps({"number": self._jobs, **job}).encode() + b"\n")
         self._process.stdin.flush()
         while True:
             message = self._next(check)
+            if message["number"] != self._jobs:
+                continue  # of a job that was given up, which `load.py` finishes all the same
             if "done" in message:
                 progress(message["done"])
             elif "error" in message:
