@@ -408,6 +408,48 @@ def test_a_side_without_goodput_is_told_as_such():
     assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
 
 
+# ---- a load generator that is late ----
+
+
+def sending(per_s, server):
+    """``server`` behind a load generator that sends at most so many requests a second, and takes TTFT from then on."""
+
+    def run_once(deployment, load, asked, *more):
+        (requests,) = asked.rounds
+        free, sent = 0.0, []
+        for request in requests:
+            free = max(free, request.arrival_s)
+            sent.append(dataclasses.replace(request, arrival_s=free))
+            free += 1 / per_s
+        run = server(deployment, load, dataclasses.replace(asked, rounds=[sent]), *more)
+        return dataclasses.replace(run, late_s=[b.arrival_s - a.arrival_s for a, b in zip(requests, sent, strict=True)])
+
+    return run_once
+
+
+def test_a_rate_that_was_not_sent_is_not_kept(monkeypatch):
+    asked = made(requests=4000, prompt=4)
+    found = measured_alone(monkeypatch, sending(50.0, one_by_one(100.0)), asked)
+    # Late by a fiftieth of a second where two come at once, and by ever more above 50/s.
+    assert 40 < found["goodput"]["off"]["0.9"] < 50 * goodput.PRECISION
+    (problem,) = found["problems"]
+    assert "the load generator sent a tenth of them later than by" in problem and "200 are allowed" in problem
+    late = [t for t in found["trials"]["off"] if not t["on_time"]]
+    assert late and all(t["kept"] == 1 for t in late) and min(t["rate"] for t in late) > 40
+    assert "sent too late: by " in goodput.markdown({"setting": {}, "workloads": [found]})
+    # One that is fast enough, or late by less than matters.
+    assert measured_alone(monkeypatch, sending(500.0, one_by_one(100.0)), asked)["problems"] == []
+
+
+def test_how_late_requests_are_sent():
+    def told(due, start):
+        output = {"tokens": 2, "text": "x", "start_s": start, "ttft_s": 0.1, "latency_s": 0.2, "itl_s": [0.1]}
+        return measure.Asked.of(workload.Request((1, 2), 2, arrival_s=due), [1, 2], output)
+
+    late = measure.sent_late([told(1.5, 101.5), told(1.0, 101.0), told(None, 150.0), told(2.0, 102.25)])
+    assert late == [0.0, 0.0, 0.25] and measure.sent_late([told(None, 1.0)]) == []
+
+
 # ---- options ----
 
 

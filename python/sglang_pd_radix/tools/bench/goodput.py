@@ -39,6 +39,9 @@ LEAST_REQUESTS = 20
 #: Times the promised TTFT that requests of a measurement come, at least: at a rate that is by `PRECISION` too high, who
 #: comes after t seconds waits (PRECISION - 1) t, and that costs a tenth of them the TTFT after 7.4 times as long only.
 LASTING = 8.0
+#: A measurement is not of its rate where a tenth of the requests were sent later than by this part of the promised
+#: TTFT: the load generator was too slow, or had no processor. If it is late but once, a crowd comes, which is harder.
+LATE = 0.1
 #: By which size a workload gets more requests, where that is not ``requests``.
 SIZE_OF_REQUESTS = {"b": "prefixes", "d": "herds"}
 TARGET_OPTION = "--disaggregation-decode-itl-target"
@@ -94,7 +97,11 @@ def bounded_sides(text: str) -> list[Side]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement of a side. rate: at which requests came, per second. kept: the part that kept both promises."""
+    """One measurement of a side.
+
+    rate: at which requests were to come, per second. kept: the part that kept both promises. late_p90_s: by which they
+    were sent late, seconds. on_time: whether that is little enough to be of that rate.
+    """
 
     rate: float
     requests: int
@@ -104,6 +111,13 @@ class Trial:
     ttft_p90_s: float
     itl_mean_s: float
     itl_p90_s: float
+    late_p90_s: float = 0.0
+    on_time: bool = True
+
+    @property
+    def kept_at_rate(self) -> float:
+        """`kept`, of which nothing is known where requests came at another rate."""
+        return self.kept if self.on_time else 0.0
 
     @property
     def good_per_s(self) -> float:
@@ -112,6 +126,7 @@ class Trial:
 
     @classmethod
     def of(cls, rate: float, run: Run, slo: Slo) -> Trial:
+        late = percentile(run.late_s, 90) if run.late_s else 0.0
         pairs = list(zip(run.ttft_s, run.tpot_s, strict=True))
         return cls(
             rate,
@@ -122,6 +137,8 @@ class Trial:
             percentile(run.ttft_s, 90),
             sum(run.tpot_s) / len(pairs),
             percentile(run.tpot_s, 90),
+            late,
+            late <= LATE * slo.ttft_s,
         )
 
 
@@ -146,7 +163,7 @@ class Search:
 
     def best(self, share: float) -> tuple[float, float]:
         """The greatest rate known to be kept below the least that is known not to be, and that; 0 and infinity."""
-        kept = {rate: found.kept for rate, found in self.rates().items()}
+        kept = {rate: found.kept_at_rate for rate, found in self.rates().items()}
         wrong = min((rate for rate, part in kept.items() if part < share), default=math.inf)
         right = max((rate for rate, part in kept.items() if part >= share and rate < wrong), default=0.0)
         return right, wrong
@@ -155,7 +172,7 @@ class Search:
         """The best measurement of each rate."""
         found: dict[float, Trial] = {}
         for trial in self.trials:
-            if trial.rate not in found or trial.kept > found[trial.rate].kept:
+            if trial.rate not in found or trial.kept_at_rate > found[trial.rate].kept_at_rate:
                 found[trial.rate] = trial
         return found
 
@@ -237,6 +254,22 @@ def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> lis
     ]
 
 
+def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
+    """What is to be said where the least rate that was too high for a side was that for the load generator."""
+    found = []
+    for name, search in searches.items():
+        rates = search.rates()
+        least = {search.best(share)[1] for share in search.shares} & rates.keys()
+        for trial in (rates[rate] for rate in sorted(least)):
+            if not trial.on_time:
+                found.append(
+                    f"{name}, {trial.rate:.3g} requests/s: the load generator sent a tenth of them later than by "
+                    f"{1e3 * trial.late_p90_s:.0f} ms, of which {1e3 * LATE * slo.ttft_s:.0f} are allowed: "
+                    "the side may take more than is found here"
+                )
+    return found
+
+
 def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial | None]) -> None:
     """Find the rates of each side; the sides take turns. One that could not be measured is left at what is known."""
     left = list(searches)
@@ -315,7 +348,7 @@ def measure(
         interrupted = True
         problems.add("interrupted before all rates were found")
     show.end()
-    problems.update(too_few(workload, slo, searches))
+    problems.update(too_few(workload, slo, searches), sent_late(searches, slo))
     entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned, "interrupted": interrupted}
     return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
@@ -343,6 +376,7 @@ def told(trial: Trial) -> str:
         f"{trial.kept:.0%} within both, {trial.requests_per_s:.2f} requests/s, "
         f"TTFT p90 {1e3 * trial.ttft_p90_s:.0f} ms, ITL mean {1e3 * trial.itl_mean_s:.1f} ms, "
         f"p90 {1e3 * trial.itl_p90_s:.1f} ms"
+        + ("" if trial.on_time else f"; sent too late: by {1e3 * trial.late_p90_s:.0f} ms p90")
     )
 
 
@@ -360,7 +394,7 @@ def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         for share in SHARES:
             rate = rates[f"{share:g}"]
             of_rate = [t for t in entry["trials"][name] if t["rate"] == rate]
-            found = max(of_rate, key=lambda t: t["kept"], default=None)
+            found = max(of_rate, key=lambda t: (t["on_time"], t["kept"]), default=None)
             row += (
                 [f"below {LEAST_RATE:.3g}" if entry["trials"][name] else "not measured", "", ""]
                 if found is None
