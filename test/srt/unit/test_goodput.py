@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import json
@@ -152,7 +153,63 @@ def test_sides_take_turns():
     assert asked[:6] == ["off", "on"] * 3
 
 
+def test_no_rate_above_the_most_is_tried():
+    for most in (5.0, 8.0, 50.0):
+        search = goodput.Search(most=most)
+        goodput.search_all({"one": search}, lambda name, rate: trial(rate, 1.0))
+        assert search.goodput(0.99).rate == max(t.rate for t in search.trials) == most
+    assert goodput.Search(most=goodput.LEAST_RATE / 2).next_rate() is None
+
+
 # ---- a server ----
+
+
+def one_by_one(per_s):
+    """A server that answers so many requests a second, one after the other."""
+
+    def run_once(deployment, load, asked, variant, number, page_size, every_s):
+        (requests,) = asked.rounds
+        free, ttft = 0.0, []
+        for request in requests:
+            free = max(free, request.arrival_s) + 1 / per_s
+            ttft.append(free - request.arrival_s)
+        figures = {"requests_per_s": len(requests) / free}
+        itl = [0.01] * len(ttft)
+        return measure.Run(variant.name, number, figures, [], [], ttft, [], [], [], tpot_s=itl)
+
+    return run_once
+
+
+def measured_alone(monkeypatch, run_once, asked, seconds=30.0):
+    monkeypatch.setattr(goodput, "run_once", run_once)
+    made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
+    deployment = SimpleNamespace(variants=made_of, step_times=lambda variant: [])
+    return goodput.measure(deployment, None, asked, SLO, seconds, TOKENS, 16, SHOW)
+
+
+@pytest.mark.parametrize("requests, seconds", [(80, 30), (1000, 30), (4000, 30), (4000, 2)])
+def test_a_burst_that_is_over_before_its_queue_costs_anything_is_no_rate(requests, seconds, monkeypatch):
+    """80 requests at 1024/s are asked within the TTFT that is promised, whatever comes after them."""
+    found = measured_alone(monkeypatch, one_by_one(40.0), made(requests=requests, prompt=4), seconds)
+    (row,) = goodput.table(found)[1]
+    if requests == 80:
+        most = 79 / (8 * SLO.ttft_s)
+        assert found["goodput"]["off"] == {"0.9": most, "0.99": most} and row[1] == "at least 4.94"
+        assert "too few requests for 16 s" in found["problems"][0] and "--set e.requests=" in found["problems"][0]
+    else:
+        assert 30 < found["goodput"]["off"]["0.9"] < 40 * goodput.PRECISION and not found["problems"]
+        assert "at least" not in row[1]
+
+
+def test_a_workload_without_requests_for_any_rate(monkeypatch):
+    found = measured_alone(monkeypatch, one_by_one(40.0), made(requests=1, prompt=4))
+    assert found["trials"] == {"off": []} and "too few requests" in found["problems"][0]
+    assert goodput.table(found)[1] == [["off", "not measured", "", "", "not measured", "", ""]]
+
+
+def test_the_greatest_rate_of_all_is_no_bound_of_what_is_taken(monkeypatch):
+    found = measured_alone(monkeypatch, one_by_one(1e6), made(requests=40000, prompt=1, answer=2))
+    assert goodput.table(found)[1][0][1] == "at least 1024.00" and found["problems"] == []
 
 
 def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
@@ -245,6 +302,72 @@ def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
     monkeypatch.setattr(goodput, "run_once", interrupted)
     found = served.measure()
     assert [len(trials) for trials in found["trials"].values()] == [2, 2, 2] and "interrupted" in found["problems"][0]
+    assert found["interrupted"] and not Served(monkeypatch).measure()["interrupted"]
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monkeypatch, tmp_path):
+    made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
+    deployment = SimpleNamespace(variants=made_of, info=lambda variant: {"device": "cpu", "dtype": "float32"})
+    monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
+    measured = []
+
+    def measure_one(deployment, load, asked, *more):
+        measured.append(asked.key)
+        return {"key": asked.key, "problems": [], "interrupted": interrupted}
+
+    monkeypatch.setattr(goodput, "measure", measure_one)
+    args = options("--slo", "ttft=500,itl=30", "--only", "e,d,f", "--out", str(tmp_path))
+    sizes, document = command.chosen_sizes(args), {"workloads": []}
+    load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
+    show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
+    command._all(args, sizes, [deploy.OFF], 1, "m", [], 16, [], load, document, show)
+    assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
+
+
+def failing(run_once, fails):
+    """``run_once``, of which a request fails where ``fails`` says so of the side, the run's number and the rate."""
+
+    def run(deployment, load, asked, variant, number, page_size, every_s):
+        (requests,) = asked.rounds
+        if fails(variant.name, number, (len(requests) - 1) / requests[-1].arrival_s):
+            raise PdRadixError("request 7 of 20 failed: Service Unavailable")
+        return run_once(deployment, load, asked, variant, number, page_size, every_s)
+
+    return run
+
+
+def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp_path):
+    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
+    whole = served.measure()
+    fails = failing(served.run_once, lambda name, number, rate: number == 1 and name == "on" and rate > 10)
+    monkeypatch.setattr(goodput, "run_once", fails)
+    found = served.measure()
+    assert [t["rate"] for t in found["trials"]["on"]] == [8] and found["goodput"]["on"] == {"0.9": 8, "0.99": 8}
+    assert [found["goodput"][name] == whole["goodput"][name] for name in ("off", "target")] == [True, True]
+    assert list(found["bounded"]) == ["off-at-most-1", "off-at-most-2"]
+    (problem,) = found["problems"]
+    assert problem.startswith("on, 16 requests/s: request 7 of 20 failed: Service Unavailable")
+    goodput.write({"setting": {}, "workloads": [found]}, tmp_path)
+    assert problem in (tmp_path / "goodput.md").read_text()
+
+
+def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch, tmp_path):
+    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
+    wrong = ("on", "off-at-most-1")
+    monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda name, number, rate: name in wrong))
+    found = served.measure()
+    assert (
+        found["trials"]["on"] == [] and found["goodput"]["off"]["0.9"] and list(found["bounded"]) == ["off-at-most-2"]
+    )
+    assert [problem.partition(":")[0] for problem in found["problems"]] == [
+        "off-at-most-1, warming up",
+        "on, warming up",
+    ]
+    monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda *_: True))
+    nothing = served.measure()
+    assert len(nothing["problems"]) == 5 and not nothing["bounded"]
+    goodput.write({"setting": {}, "workloads": [nothing]}, tmp_path)
 
 
 def test_a_bound_that_was_measured_before_an_interruption_is_kept(monkeypatch):
@@ -283,6 +406,48 @@ def test_a_side_without_goodput_is_told_as_such():
     search = searched(["off"], lambda name, rate: trial(rate, 0.0))
     entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
     assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
+
+
+# ---- a load generator that is late ----
+
+
+def sending(per_s, server):
+    """``server`` behind a load generator that sends at most so many requests a second, and takes TTFT from then on."""
+
+    def run_once(deployment, load, asked, *more):
+        (requests,) = asked.rounds
+        free, sent = 0.0, []
+        for request in requests:
+            free = max(free, request.arrival_s)
+            sent.append(dataclasses.replace(request, arrival_s=free))
+            free += 1 / per_s
+        run = server(deployment, load, dataclasses.replace(asked, rounds=[sent]), *more)
+        return dataclasses.replace(run, late_s=[b.arrival_s - a.arrival_s for a, b in zip(requests, sent, strict=True)])
+
+    return run_once
+
+
+def test_a_rate_that_was_not_sent_is_not_kept(monkeypatch):
+    asked = made(requests=4000, prompt=4)
+    found = measured_alone(monkeypatch, sending(50.0, one_by_one(100.0)), asked)
+    # Late by a fiftieth of a second where two come at once, and by ever more above 50/s.
+    assert 40 < found["goodput"]["off"]["0.9"] < 50 * goodput.PRECISION
+    (problem,) = found["problems"]
+    assert "the load generator sent a tenth of them later than by" in problem and "200 are allowed" in problem
+    late = [t for t in found["trials"]["off"] if not t["on_time"]]
+    assert late and all(t["kept"] == 1 for t in late) and min(t["rate"] for t in late) > 40
+    assert "sent too late: by " in goodput.markdown({"setting": {}, "workloads": [found]})
+    # One that is fast enough, or late by less than matters.
+    assert measured_alone(monkeypatch, sending(500.0, one_by_one(100.0)), asked)["problems"] == []
+
+
+def test_how_late_requests_are_sent():
+    def told(due, start):
+        output = {"tokens": 2, "text": "x", "start_s": start, "ttft_s": 0.1, "latency_s": 0.2, "itl_s": [0.1]}
+        return measure.Asked.of(workload.Request((1, 2), 2, arrival_s=due), [1, 2], output)
+
+    late = measure.sent_late([told(1.5, 101.5), told(1.0, 101.0), told(None, 150.0), told(2.0, 102.25)])
+    assert late == [0.0, 0.0, 0.25] and measure.sent_late([told(None, 1.0)]) == []
 
 
 # ---- options ----

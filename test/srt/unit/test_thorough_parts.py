@@ -201,6 +201,26 @@ def test_a_benchmark_is_read(tmp_path):
     assert "KV are lost" in readings.bench([done(tmp_path, readings.BENCH, wrong)], ()).why
 
 
+def test_that_a_side_is_left_out_is_told(tmp_path):
+    two, *_, own = SETTINGS.values()
+    (part,) = parts.parts(two, ["shared"])
+
+    def read(setting: Setting, **more):
+        one = done(tmp_path, readings.BENCH, a_document(), "bench", **more)
+        return part.read([dataclasses.replace(one, command=commands(setting, "shared")[-1])])
+
+    whole = read(two)
+    assert (whole.verdict, whole.why) == (PASSED, "") and "left out" not in str(whole.lines)
+    found = read(own)
+    assert found.verdict == PASSED and "without the side that reads once" in found.why and "it is fa3" in found.why
+    assert found.why in found.lines and found.pictures
+    wrong = a_document()
+    wrong["workloads"][0]["problems"] = ["KV are lost"]
+    one = done(tmp_path, readings.BENCH, wrong, "bench")
+    failed = part.read([dataclasses.replace(one, command=commands(own, "shared")[-1])])
+    assert failed.verdict == FAILED and "KV are lost" in failed.why and found.why in failed.lines
+
+
 def test_a_benchmark_that_does_not_tell_of_all_workloads_has_failed(tmp_path):
     half = dataclasses.replace(done(tmp_path, readings.BENCH, a_document(), code=1), command=["bench", "--only", "a,i"])
     found = readings.bench([half], ())

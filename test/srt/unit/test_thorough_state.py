@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,79 @@ def test_parts_are_of_the_same_options_and_versions(monkeypatch):
         first = found_with()
     monkeypatch.setattr(command.host, "ask_driver", lambda *fields: [["580.1"]])
     assert found_with() != first and found_with()["driver"] == ["580.1"]
+
+
+def test_parts_are_of_the_same_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SGLANG_")]:
+        monkeypatch.delenv(name)
+
+    def found_with() -> dict:
+        return command._found_with(Setting(Host(True), Path("/m")))
+
+    told = [found_with()]
+    for name, value in (
+        ("SGLANG_TRITON_SHARED_PREFIX_ATTENTION", "1"),
+        ("SGLANG_TRITON_SHARED_PREFIX_ATTENTION", "s3cret"),
+        ("CUDA_VISIBLE_DEVICES", "1,2"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert found_with() not in told and "s3cret" not in str(found_with())
+        told.append(found_with())
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert found_with() == told[-1]
+
+
+def test_parts_are_of_the_same_model(tmp_path):
+    def found_with(model: str | None = None) -> dict:
+        return command._found_with(Setting(Host(True), Path("/m"), model or str(tmp_path)))
+
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights.write_bytes(b"1"), config.write_text("{}")
+    told = [found_with()]
+    assert found_with() == told[0]
+    before = config.stat()
+    config.write_text("[]")
+    os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert found_with() not in told, "another config"
+    told.append(found_with())
+    before = weights.stat()
+    weights.write_bytes(b"12")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert found_with() not in told, "more weights"
+    told.append(found_with())
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert found_with() not in told, "others of the same size"
+    assert found_with("org/model") == found_with("org/model")
+
+
+def test_parts_are_of_the_same_code(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        named = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *named, *words], check=True, capture_output=True)
+
+    def checkout() -> str:
+        return facts.versions(Host(True, checkout=tmp_path), None)["checkout"]
+
+    kernel, more = tmp_path / "kernel.py", tmp_path / "more.py"
+    git("init")
+    kernel.write_text("right = 1\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = checkout()
+    assert "dirty" not in clean
+    kernel.write_text("right = 2\n")
+    told = [clean, checkout()]
+    assert told[1].startswith(f"{clean}-dirty (changes ") and checkout() == told[1]
+    for file, content in ((kernel, "right = 3\n"), (more, "x = 1\n"), (more, "x = 2\n"), (kernel, "\udcff")):
+        file.write_text(content, errors="surrogateescape")
+        assert checkout() not in told
+        told.append(checkout())
+    # What a run leaves behind, in the checkout itself.
+    (tmp_path / "r.parts").mkdir()
+    (tmp_path / "r.parts" / "setting.json").write_text("{}")
+    assert checkout() == told[-1]
+    git("checkout", "kernel.py")
+    assert checkout() not in told, "a file that git does not know is code too"
 
 
 @pytest.mark.parametrize("form", report.FORMS.values(), ids=report.FORMS)

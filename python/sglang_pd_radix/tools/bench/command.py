@@ -120,21 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put prefill and decode into network namespaces joined by a link of this rate, and measure every workload "
         "at each rate given: 100mbit, or auto:N, at which a prompt's KV takes N times as long as its prefill (as root)",
     )
-    parser.add_argument(
-        "--slo",
-        metavar="ttft=MS,itl=MS",
-        help="requests come by a clock; find the rates at which 90%% and 99%% of them keep both, of each side and of "
-        "one with the flag that holds this ITL",
-    )
-    parser.add_argument(
-        "--slo-seconds", type=float, default=30.0, metavar="S", help="of one rate with --slo (default: 30)"
-    )
-    parser.add_argument(
-        "--slo-curve",
-        metavar="N,...",
-        help="with --slo, decode workers without the flag that run at most N requests at a time: what requests/s cost "
-        "in ITL where these bound it",
-    )
+    _add_slo_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
     parser.add_argument(
         "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
@@ -148,6 +134,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: bench-report)",
     )
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
+
+
+def _add_slo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--slo",
+        metavar="ttft=MS,itl=MS",
+        help="requests come by a clock; find the rates at which 90%% and 99%% of them keep both, of each side and of "
+        "one with the flag that holds this ITL",
+    )
+    parser.add_argument(
+        "--slo-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="of one rate with --slo, and never less than 8 times the TTFT (default: 30)",
+    )
+    parser.add_argument(
+        "--slo-curve",
+        metavar="N,...",
+        help="with --slo, decode workers without the flag that run at most N requests at a time: what requests/s cost "
+        "in ITL where these bound it",
+    )
 
 
 def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
@@ -305,9 +313,10 @@ def _all(
                     )
                 if args.slo:
                     slo, seconds = goodput.Slo.parse(args.slo), args.slo_seconds
-                    document["workloads"].append(
-                        goodput.measure(deployment, load, workload, slo, seconds, tokens, page_size, show)
-                    )
+                    found = goodput.measure(deployment, load, workload, slo, seconds, tokens, page_size, show)
+                    document["workloads"].append(found)
+                    if found["interrupted"]:
+                        return
                     continue
                 for place in _places(deployment, workload, tokens, rates, show):
                     exact = document["setting"]["dtype"].endswith("float32")

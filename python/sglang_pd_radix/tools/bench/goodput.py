@@ -36,6 +36,14 @@ FIRST_RATE, LEAST_RATE, MOST_RATE = 8.0, 1 / 16, 1024.0
 TRIES = 2
 #: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
 LEAST_REQUESTS = 20
+#: Times the promised TTFT that requests of a measurement come, at least: at a rate that is by `PRECISION` too high, who
+#: comes after t seconds waits (PRECISION - 1) t, and that costs a tenth of them the TTFT after 7.4 times as long only.
+LASTING = 8.0
+#: A measurement is not of its rate where a tenth of the requests were sent later than by this part of the promised
+#: TTFT: the load generator was too slow, or had no processor. If it is late but once, a crowd comes, which is harder.
+LATE = 0.1
+#: By which size a workload gets more requests, where that is not ``requests``.
+SIZE_OF_REQUESTS = {"b": "prefixes", "d": "herds"}
 TARGET_OPTION = "--disaggregation-decode-itl-target"
 # Decode workers without the flag that run so many requests at a time, which is what else bounds the ITL.
 BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
@@ -89,7 +97,11 @@ def bounded_sides(text: str) -> list[Side]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement of a side. rate: at which requests came, per second. kept: the part that kept both promises."""
+    """One measurement of a side.
+
+    rate: at which requests were to come, per second. kept: the part that kept both promises. late_p90_s: by which they
+    were sent late, seconds. on_time: whether that is little enough to be of that rate.
+    """
 
     rate: float
     requests: int
@@ -99,6 +111,13 @@ class Trial:
     ttft_p90_s: float
     itl_mean_s: float
     itl_p90_s: float
+    late_p90_s: float = 0.0
+    on_time: bool = True
+
+    @property
+    def kept_at_rate(self) -> float:
+        """`kept`, of which nothing is known where requests came at another rate."""
+        return self.kept if self.on_time else 0.0
 
     @property
     def good_per_s(self) -> float:
@@ -107,6 +126,7 @@ class Trial:
 
     @classmethod
     def of(cls, rate: float, run: Run, slo: Slo) -> Trial:
+        late = percentile(run.late_s, 90) if run.late_s else 0.0
         pairs = list(zip(run.ttft_s, run.tpot_s, strict=True))
         return cls(
             rate,
@@ -117,14 +137,25 @@ class Trial:
             percentile(run.ttft_s, 90),
             sum(run.tpot_s) / len(pairs),
             percentile(run.tpot_s, 90),
+            late,
+            late <= LATE * slo.ttft_s,
         )
 
 
 class Search:
-    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far."""
+    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far.
 
-    def __init__(self, shares: Sequence[float] = SHARES, precision: float = PRECISION, tries: int = TRIES) -> None:
-        self.shares, self.precision, self.tries = shares, precision, tries
+    most: the greatest rate that is tried, per second.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[float] = SHARES,
+        precision: float = PRECISION,
+        tries: int = TRIES,
+        most: float = MOST_RATE,
+    ) -> None:
+        self.shares, self.precision, self.tries, self.most = shares, precision, tries, most
         self.trials: list[Trial] = []
 
     def told(self, trial: Trial) -> None:
@@ -132,7 +163,7 @@ class Search:
 
     def best(self, share: float) -> tuple[float, float]:
         """The greatest rate known to be kept below the least that is known not to be, and that; 0 and infinity."""
-        kept = {rate: found.kept for rate, found in self.rates().items()}
+        kept = {rate: found.kept_at_rate for rate, found in self.rates().items()}
         wrong = min((rate for rate, part in kept.items() if part < share), default=math.inf)
         right = max((rate for rate, part in kept.items() if part >= share and rate < wrong), default=0.0)
         return right, wrong
@@ -141,7 +172,7 @@ class Search:
         """The best measurement of each rate."""
         found: dict[float, Trial] = {}
         for trial in self.trials:
-            if trial.rate not in found or trial.kept > found[trial.rate].kept:
+            if trial.rate not in found or trial.kept_at_rate > found[trial.rate].kept_at_rate:
                 found[trial.rate] = trial
         return found
 
@@ -152,14 +183,16 @@ class Search:
             if sum(trial.rate == wrong for trial in self.trials) in range(1, self.tries):
                 return wrong
             if not right:
-                rate = FIRST_RATE if wrong == math.inf else wrong / 2
+                rate = min(FIRST_RATE, self.most) if wrong == math.inf else wrong / 2
+            elif right == self.most:
+                continue
             elif wrong == math.inf:
-                rate = 2 * right
+                rate = min(2 * right, self.most)
             elif wrong / right > self.precision:
                 rate = math.sqrt(right * wrong)
             else:
                 continue
-            if LEAST_RATE <= rate <= MOST_RATE:
+            if LEAST_RATE <= rate <= self.most:
                 return rate
         return None
 
@@ -198,16 +231,56 @@ def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -
     return dataclasses.replace(workload, rounds=[timed], warm=[warm] if warm else [], concurrency=None, stream=False)
 
 
-def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial]) -> None:
-    """Find the rates of each side; the sides take turns."""
+def lasting_s(slo: Slo) -> float:
+    """How long requests have to come, seconds, before a queue that only grows has cost them the promised TTFT."""
+    return LASTING * slo.ttft_s
+
+
+def most_rate(workload: Workload, slo: Slo) -> float:
+    """The greatest rate, per second, at which ``workload`` has requests for as long as `lasting_s`."""
+    return min(MOST_RATE, (workload.requests - 1) / lasting_s(slo))
+
+
+def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> list[str]:
+    """What is to be said where the search ended for want of requests."""
+    most = most_rate(workload, slo)
+    ended = [name for name, search in searches.items() if any(search.best(share)[0] == most for share in SHARES)]
+    if most == MOST_RATE or (most >= LEAST_RATE and not ended):
+        return []
+    size = SIZE_OF_REQUESTS.get(workload.key, "requests")
+    return [
+        f"{', '.join(ended or searches)}: above {most:.3g} requests/s the workload has too few requests for "
+        f"{lasting_s(slo):g} s, and fewer are over before a queue costs them the TTFT: --set {workload.key}.{size}=..."
+    ]
+
+
+def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
+    """What is to be said where the least rate that was too high for a side was that for the load generator."""
+    found = []
+    for name, search in searches.items():
+        rates = search.rates()
+        least = {search.best(share)[1] for share in search.shares} & rates.keys()
+        for trial in (rates[rate] for rate in sorted(least)):
+            if not trial.on_time:
+                found.append(
+                    f"{name}, {trial.rate:.3g} requests/s: the load generator sent a tenth of them later than by "
+                    f"{1e3 * trial.late_p90_s:.0f} ms, of which {1e3 * LATE * slo.ttft_s:.0f} are allowed: "
+                    "the side may take more than is found here"
+                )
+    return found
+
+
+def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial | None]) -> None:
+    """Find the rates of each side; the sides take turns. One that could not be measured is left at what is known."""
     left = list(searches)
     while left:
         for name in list(left):
             rate = searches[name].next_rate()
-            if rate is None:
+            trial = None if rate is None else measure(name, rate)
+            if trial is None:
                 left.remove(name)
             else:
-                searches[name].told(measure(name, rate))
+                searches[name].told(trial)
 
 
 def measure(
@@ -221,37 +294,62 @@ def measure(
     show: Show,
     every_s: float = 0.5,
 ) -> dict[str, Any]:
-    """What the report has of one workload. seconds: of one measurement."""
+    """What the report has of one workload. seconds: of one measurement, which is longer where `lasting_s` is.
+
+    A side of which a request fails is measured no further. That is a problem of the report, which has what was found.
+    """
+    seconds = max(seconds, lasting_s(slo))
     sides = {variant.name: variant for variant in deployment.variants}
     problems: set[str] = set()
     learned: dict[str, list[dict[str, Any]]] = {}
     show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
-    for variant in sides.values():
-        # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
-        run_once(deployment, load, open_loop(workload, 4.0, 5.0, tokens), variant, 0, page_size, every_s)
+    failed: set[str] = set()
 
-    def one(name: str, rate: float) -> Trial:
-        asked = open_loop(workload, rate, seconds, tokens)
-        show.step(f"({workload.key}) {name}, {rate:.3g} requests/s", 0, "")
-        run = run_once(deployment, load, asked, sides[name], 1, page_size, every_s)
-        problems.update(f"{name}, {rate:.3g} requests/s: {problem}" for problem in run.problems)
-        learned[name] = deployment.step_times(sides[name])
+    def asked(name: str, at: str, requests: Workload, number: int) -> Run | None:
+        """None where it fails, or has before."""
+        try:
+            run = run_once(deployment, load, requests, sides[name], number, page_size, every_s)
+            learned[name] = deployment.step_times(sides[name])
+        except PdRadixError as error:
+            failed.add(name)
+            problems.add(f"{name}, {at}: {error}; it was measured no further")
+            show.done(f"{name}, {at}: {error}")
+            return None
+        return run
+
+    warm_up = open_loop(workload, 4.0, 5.0, tokens)
+    for name in sides:
+        # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
+        asked(name, "warming up", warm_up, 0)
+
+    def one(name: str, rate: float) -> Trial | None:
+        at = f"{rate:.3g} requests/s"
+        show.step(f"({workload.key}) {name}, {at}", 0, "")
+        run = None if name in failed else asked(name, at, open_loop(workload, rate, seconds, tokens), 1)
+        if run is None:
+            return None
+        problems.update(f"{name}, {at}: {problem}" for problem in run.problems)
         trial = Trial.of(rate, run, slo)
-        show.done(f"{name}, {rate:.3g} requests/s: {told(trial)}")
+        show.done(f"{name}, {at}: {told(trial)}")
         return trial
 
-    searches = {name: Search() for name in sides if not name.startswith(BOUND_NAME)}
+    most_tried = most_rate(workload, slo)
+    interrupted = False
+    searches = {name: Search(most=most_tried) for name in sides if not name.startswith(BOUND_NAME)}
     bounded: dict[str, Trial] = {}
     try:
         search_all(searches, one)
-        most = max(trial.rate for search in searches.values() for trial in search.trials)
+        most = max((trial.rate for search in searches.values() for trial in search.trials), default=most_tried)
         for name in sides:
-            if name not in searches:
-                bounded[name] = one(name, min(MOST_RATE, BEYOND * most))
+            trial = None if name in searches else one(name, min(MOST_RATE, BEYOND * most))
+            if trial:
+                bounded[name] = trial
     except KeyboardInterrupt:
+        interrupted = True
         problems.add("interrupted before all rates were found")
     show.end()
-    entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned}
+    problems.update(too_few(workload, slo, searches), sent_late(searches, slo))
+    entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned, "interrupted": interrupted}
     return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
 
@@ -266,6 +364,7 @@ def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], probl
             name: {f"{share:g}": trial and trial.rate for share in SHARES for trial in [search.goodput(share)]}
             for name, search in searches.items()
         },
+        "most_rate": most_rate(workload, slo),
         "trials": {name: [dataclasses.asdict(t) for t in search.trials] for name, search in searches.items()},
         "problems": list(problems),
     }
@@ -277,6 +376,7 @@ def told(trial: Trial) -> str:
         f"{trial.kept:.0%} within both, {trial.requests_per_s:.2f} requests/s, "
         f"TTFT p90 {1e3 * trial.ttft_p90_s:.0f} ms, ITL mean {1e3 * trial.itl_mean_s:.1f} ms, "
         f"p90 {1e3 * trial.itl_p90_s:.1f} ms"
+        + ("" if trial.on_time else f"; sent too late: by {1e3 * trial.late_p90_s:.0f} ms p90")
     )
 
 
@@ -294,12 +394,12 @@ def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         for share in SHARES:
             rate = rates[f"{share:g}"]
             of_rate = [t for t in entry["trials"][name] if t["rate"] == rate]
-            found = max(of_rate, key=lambda t: t["kept"], default=None)
+            found = max(of_rate, key=lambda t: (t["on_time"], t["kept"]), default=None)
             row += (
-                ["below " + f"{LEAST_RATE:.3g}", "", ""]
+                [f"below {LEAST_RATE:.3g}" if entry["trials"][name] else "not measured", "", ""]
                 if found is None
                 else [
-                    f"{rate:.2f}",
+                    ("at least " if rate == entry["most_rate"] else "") + f"{rate:.2f}",
                     f"{1e3 * found['ttft_p90_s']:.0f}",
                     f"{1e3 * found['itl_mean_s']:.1f}",
                 ]

@@ -4,9 +4,11 @@ What is ours: the prompts come as token ids over a pipe, not from one of its dat
 latency and inter-token times are handed back as it measured them; and a trace is sent by its `get_request` with
 ``use_trace_timestamps``, which its command line has for its own trace format only.
 
-One JSON object per line. In: ``{"url", "model", "concurrency", "seed", "requests": [{"ids", "answer", "arrival_s"}]}``.
+One JSON object per line.
+In: ``{"number", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``.
 Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...], "duration_s": ...}`` or ``{"error": "..."}``. For
-``{"texts": [...]}``, ``{"ids": [...]}``: the token ids of each. What bench_serving prints goes to stderr.
+``{"number", "texts": [...]}``, ``{"ids": [...]}``: the token ids of each. Every line out has the ``number`` of its
+job: one that the parent has given up is finished all the same. What bench_serving prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ def main(model: str) -> int:
     """Serve jobs from the standard input until it closes."""
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    job: dict[str, Any] = {}
 
     def tell(message: dict[str, Any]) -> None:
-        pipe.write(json.dumps(message) + "\n")
+        pipe.write(json.dumps({"number": job.get("number"), **message}) + "\n")
         pipe.flush()
 
     import sglang.bench_serving as engine
@@ -34,7 +37,6 @@ def main(model: str) -> int:
     from sglang.benchmark.utils import get_tokenizer
 
     tokenizer = get_tokenizer(model)
-    job: dict[str, Any] = {}
     outputs: list[Any] = []
     places: dict[int, int] = {}
 

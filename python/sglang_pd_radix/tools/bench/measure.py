@@ -45,6 +45,7 @@ class LoadGenerator:
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.vocabulary = 0
+        self._jobs = 0
 
     def _read(self) -> None:
         assert self._process.stdout
@@ -78,10 +79,13 @@ class LoadGenerator:
         """Ask what ``job`` says (see `load.py`). Raises PdRadixError if it cannot."""
         self.wait_ready()
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._jobs += 1
+        self._process.stdin.write(json.dumps({"number": self._jobs, **job}).encode() + b"\n")
         self._process.stdin.flush()
         while True:
             message = self._next(check)
+            if message["number"] != self._jobs:
+                continue  # of a job that was given up, which `load.py` finishes all the same
             if "done" in message:
                 progress(message["done"])
             elif "error" in message:
@@ -178,7 +182,7 @@ class Watch(threading.Thread):
 class Asked:
     """A request that was answered: its prompt as it was sent, and what the client saw (seconds).
 
-    beside: as of its `Request`.
+    beside and due_s: as of its `Request`.
     """
 
     prompt: Sequence[int]
@@ -189,6 +193,14 @@ class Asked:
     latency_s: float
     itl_s: list[float]
     beside: bool = False
+    due_s: float | None = None
+
+    @classmethod
+    def of(cls, request: Request, prompt: Sequence[int], output: dict[str, Any]) -> Asked:
+        """What `load.py` tells of ``request``."""
+        times = {name: output[name] for name in ("start_s", "ttft_s", "latency_s", "itl_s")}
+        tokens, text = output["tokens"], output["text"]
+        return cls(prompt, tokens, text, **times, beside=request.beside, due_s=request.arrival_s)
 
     @property
     def tpot_s(self) -> float:
@@ -215,6 +227,8 @@ class Run:
     problems: list[str] = field(default_factory=list)
     # Of each request, as `ttft_s`: mean seconds between its tokens.
     tpot_s: list[float] = field(default_factory=list)
+    # Of each request that has a time at which it was due: seconds by which it was sent after it.
+    late_s: list[float] = field(default_factory=list)
 
     @property
     def digest(self) -> str:
@@ -265,8 +279,8 @@ def run_once(
                     keeper.answered(prompt, output["ids"])
                     histories[request.group] = [*prompt, *output["ids"]]
             answers = [
-                Asked(p, o["tokens"], o["text"], o["start_s"], o["ttft_s"], o["latency_s"], o["itl_s"], r.beside)
-                for r, p, o in zip(requests, prompts, outputs, strict=True)
+                Asked.of(request, prompt, output)
+                for request, prompt, output in zip(requests, prompts, outputs, strict=True)
             ]
             asked += answers
             after = deployment.counters(variant)
@@ -289,7 +303,15 @@ def run_once(
         [a.prompt for a in asked],
         [*deployment.problems(variant), *link.problems(figures)],
         [a.tpot_s for a in asked],
+        sent_late(asked),
     )
+
+
+def sent_late(asked: Iterable[Asked]) -> list[float]:
+    """Seconds by which each that was due at a time of its own was sent after it, as if the first had been on time."""
+    timed = [(a.due_s, a.start_s) for a in asked if a.due_s is not None]
+    first_due, first_start = min(timed, default=(0.0, 0.0))
+    return [(start - first_start) - (due - first_due) for due, start in timed]
 
 
 def first_tokens(asked: Iterable[Asked]) -> list[float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import hashlib
 import json
+import os
 import shlex
 import sys
 import time
@@ -153,16 +153,18 @@ def _run(
 def _found_with(setting: Setting) -> dict[str, Any]:
     """By what parts of two runs are comparable.
 
-    The options are kept without what is nobody's business, and compared by a digest of all that they are.
+    The options are kept without what is nobody's business, and compared by a digest of all that they are; so are the
+    environment and the model.
     """
-    options = hashlib.sha256("\0".join(setting.engine_options).encode(errors="surrogateescape")).hexdigest()
     versions = facts.versions(setting.host, setting.router)
     return {
         "model": setting.model or "made models",
         "backend": setting.backend,
         "router": setting.router or "default",
         "engine options": runner.hidden(setting.engine_options),
-        "digest of the engine options": options[:16],
+        "digest of the engine options": facts.digest(setting.engine_options),
+        "digest of the environment": facts.environment(os.environ),
+        "digest of the model": facts.model(setting.model),
         "sglang-pd-radix": __version__,
         **{f"version of {name}": version for name, version in versions.items()},
         "driver": sorted({driver for (driver,) in host.ask_driver("driver_version")}) or "none",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from sglang_pd_radix.tools.cluster import named_gateway
@@ -19,6 +21,8 @@ _PACKAGES = (
     *("transformers", "numpy", "nixl", "nixl-cu12", "nixl-cu13", "mooncake-transfer-engine"),
     *("mooncake-transfer-engine-non-cuda", "smg", "sglang-router", "pegaflow-llm"),
 )
+# By which an engine, or what it transfers over, is set up.
+_VARIABLES = ("SGLANG_", "SGL_", "CUDA_VISIBLE_DEVICES", "MC_", "UCX_", "NIXL_", "NCCL_")
 _GPU = ("index", "name", "driver_version", "memory.total", "power.limit", "pcie.link.gen.max", "pcie.link.width.max")
 
 
@@ -56,7 +60,57 @@ def versions(host: Host, router: str | None) -> dict[str, str]:
     if host.checkout is not None:
         commit = _output(["git", "-C", str(host.checkout), "describe", "--always", "--dirty"])
         found["checkout"] = commit or "not a git repository"
+        changes = _changes(host.checkout)
+        if changes:
+            found["checkout"] += f" (changes {changes})"
     return found
+
+
+def _changes(checkout: Path) -> str:
+    """A digest of what ``checkout`` has that is not committed, "" if all is.
+
+    Of files that git does not know, those of Python alone: a report, and what parts leave behind, may be among them.
+    """
+    git = ["git", "-C", str(checkout)]
+    unknown = _output([*git, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py"]).split("\0")
+    files = [(name, _digest_of_file(checkout / name)) for name in sorted(unknown) if name]
+    known = _output([*git, "diff", "HEAD", "--binary"])
+    return digest([known, *(word for file in files for word in file)]) if known or files else ""
+
+
+def environment(variables: Mapping[str, str]) -> str:
+    """A digest of those of ``variables`` that set up an engine; their values may be secrets, and are not told."""
+    chosen = {name: value for name, value in variables.items() if name.startswith(_VARIABLES)}
+    return digest(word for name in sorted(chosen) for word in (name, chosen[name])) if chosen else "none"
+
+
+def model(path: str | None) -> str:
+    """A digest of a model's directory: its config, and the name, size and time of each file.
+
+    To read all weights takes minutes. Of a hosted model, or a made one, there is no directory to look at: "none".
+    """
+    directory = Path(path or "").expanduser()
+    if not path or not directory.is_dir():
+        return "none"
+    words = [_digest_of_file(directory / "config.json")]
+    for file in sorted(directory.rglob("*")):
+        with contextlib.suppress(OSError):
+            if file.is_file():
+                told = file.stat()
+                words += [str(file.relative_to(directory)), str(told.st_size), str(told.st_mtime_ns)]
+    return digest(words)
+
+
+def digest(words: Iterable[str]) -> str:
+    """Of ``words`` in their order."""
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _digest_of_file(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _cpu_name() -> str:
@@ -69,7 +123,8 @@ def _cpu_name() -> str:
 
 def _output(command: list[str]) -> str:
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        # A name, or a line of a file, need not be UTF-8.
+        told = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return told.stdout.strip() if told.returncode == 0 else ""

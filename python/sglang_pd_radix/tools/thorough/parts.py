@@ -5,6 +5,7 @@ Least times are seconds. Those of a GPU host are estimates: on the one that was 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_pd_radix.tools.cluster import has_option, with_defaults
+from sglang_pd_radix.tools.cluster import has_option, option_value, with_defaults
 
 from . import readings
 from .outcome import Outcome
@@ -223,6 +224,16 @@ def _shared(setting: Setting, directory: Path, seconds: float) -> list[Step]:
 SHARED_LEAST_S = (240.0, 180.0)
 
 
+def _read_shared(done: Sequence[Done]) -> Outcome:
+    outcome = readings.bench(done, ("ttft", "itl", "running"))
+    one = done[-1]
+    if one.name != "bench" or "--compare" in one.command:
+        return outcome
+    chosen = option_value(one.command, "--decode-attention-backend", "--attention-backend") or "the engine's choice"
+    left_out = f"without the side that reads once, which Triton's decode attention can alone: here it is {chosen}"
+    return dataclasses.replace(outcome, why=outcome.why or left_out, lines=(*outcome.lines, left_out))
+
+
 def _exchange(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     sizes = () if setting.small else ("--set", "a.requests=400", "--set", "a.rounds=2")
     first, *more = SMALL_BOUNDS if setting.small else BOUNDS
@@ -312,7 +323,7 @@ ROWS = (
         16,
         SHARED_LEAST_S,
         _shared,
-        functools.partial(readings.bench, pictures=("ttft", "itl", "running")),
+        _read_shared,
     ),
     Row("exchange", "(a): what ITL is paid for requests/s", 14, (200, 180), _exchange, readings.exchange),
     Row(
