@@ -41,7 +41,8 @@ def ask(url: str) -> Ask:
 
 @dataclass
 class Pair:
-    """One prefill and one decode worker of a cluster, addressed directly, as the router addresses them."""
+    """One prefill and one decode worker of a cluster: through its gateway where there are no others, else addressed
+    directly, as the gateway addresses them."""
 
     cluster: Cluster
     prefill: int = 0
@@ -74,7 +75,15 @@ class Pair:
     def ask_decode(self, body: dict) -> Future:
         return self._workers.submit(requests.post, self.decode_url + "/generate", json=body, timeout=120)
 
+    @property
+    def through_gateway(self) -> bool:
+        """Whether a gateway can do nothing else than this pair does; then it is asked."""
+        alone = len(self.cluster.prefill_urls) == len(self.cluster.decode_urls) == 1 == len(self.cluster.router_urls)
+        return alone and type(self) is Pair
+
     def __call__(self, ids: list[int], max_new: int = 16, **more) -> dict:
+        if self.through_gateway and not any(name.startswith("bootstrap_") for name in more):
+            return ask(self.cluster.router_url)(ids, max_new, **more)
         body = self.body(ids, max_new, **more)
         first = self.ask_prefill(body)
         reply = requests.post(self.decode_url + "/generate", json=self.decode_body(body), timeout=120)
