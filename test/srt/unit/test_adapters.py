@@ -21,8 +21,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 class Named(SimpleNamespace):
     """A request, by its adapter."""
 
+    over = False
+
     def finished(self) -> bool:
-        return False
+        return self.over
 
 
 def scheduler(monkeypatch, queue: str, running: str, tree: type = DecodeRadixCache, room: int = 99) -> Scheduler:
@@ -54,6 +56,13 @@ def test_a_batch_has_no_more_adapters_than_fit(monkeypatch, running, queue, take
     made = scheduler(monkeypatch, queue, running)
     assert made.get_new_prebuilt_batch() == taken
     assert [req.lora_id for req in made.waiting_queue] == list(left)
+
+
+def test_who_has_ended_needs_its_adapter_no_more(monkeypatch):
+    """It may have been unloaded, and the engine's check of a batch does not survive a name that it does not know."""
+    made = scheduler(monkeypatch, "c", "ab")
+    made.running_batch.reqs[0].over = True
+    assert made.get_new_prebuilt_batch() == "c"
 
 
 def test_what_does_not_fit_otherwise_stays_before_it(monkeypatch):

@@ -300,6 +300,14 @@ def test_who_waits_for_a_storage_is_not_late(monkeypatch):
     assert ended_well(loop) == {"r1"} and not loop.extended
 
 
+def test_who_decodes_on_another_dp_rank_would_wait_for_a_long_step_too():
+    loop = loop_of(50.0, size=64, page_size=4)
+    takeovers, ranks = loop.transfer.takeovers, loop.transfer.local.ranks
+    assert not takeovers.others()
+    ranks.decoding = 7
+    assert takeovers.others()
+
+
 # ---- whole lives ----
 
 which = st.integers(0, 9)
