@@ -1,0 +1,60 @@
+"""A storage below host memory that fails in part: what is lost of it comes back later, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
+from storage_world import PAGE, StorageWorld
+from test_traps import tokens
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Makes decode workers with one storage."""
+    made = []
+
+    def make(**options: Any) -> StorageWorld:
+        made.append(StorageWorld(options.pop("folder", tmp_path), **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def names_of(prompt: list[int]) -> list[str]:
+    return [name.hex() for name in page_names(prompt, PAGE, first_hash(None))]
+
+
+def failing(call: Any, number: int, fails: Any) -> Any:
+    """``call``, which fails where ``fails`` says so of its first argument."""
+
+    def instead(first: Any, *args: Any, **options: Any) -> Any:
+        if fails(first):
+            raise OSError(number, os.strerror(number))
+        return call(first, *args, **options)
+
+    return instead
+
+
+# ---- writing ----
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_page_that_could_not_be_written_is_written_later(world, which):
+    """Also if it was the last, or the only one, of what is written at once."""
+    one = world()
+    prompt = tokens(1, 8)
+    bad = [names_of(prompt)[which]]
+    one.files.set = failing(one.files.set, errno.EIO, lambda key: key in bad and bad.pop())
+    one.serve(prompt, max_new=1)
+    assert not bad and one.storage.state()["failed"] == PAGE
+    # The pause is over.
+    one.threads.writing._until = 0.0
+    one.serve(prompt + tokens(9, 8), max_new=1)
+    one.forget()
+    assert one.serve(prompt + tokens(9, 8)) == 16
