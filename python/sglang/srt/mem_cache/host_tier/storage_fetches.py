@@ -189,6 +189,7 @@ class Fetches:
         low, high: `_figures` of all ranks. Of what they differ in, nothing is read: they would hold different prefixes.
         """
         available, evictable = low[:2]
+        locked = 0
         for i, fetch in enumerate(found):
             first = 2 + _FIGURES * i
             asked, held, unlocked, on_device = low[first : first + _FIGURES]
@@ -201,7 +202,11 @@ class Fetches:
             if room < self._page:
                 # It waits for others to end.
                 return
-            tokens = min(fetch.agreed - held, room, (available + evictable - unlocked) // self._page * self._page)
+            wanted = min(fetch.agreed - held, room)
+            tokens = min(wanted, (available + evictable - locked - unlocked) // self._page * self._page)
+            if tokens < wanted and locked:
+                # What is locked for both has been taken off twice, maybe: the next step knows.
+                return
             if tokens < self._page or held + tokens <= on_device:
                 self._close(fetch, 0)
                 continue
@@ -216,6 +221,7 @@ class Fetches:
                 # What host memory has of the others may have gone for it.
                 return
             available -= tokens
+            locked += unlocked
 
     def _begin(self, fetch: Fetch, held: int, tokens: int) -> None:
         assert fetch.host_watch is not None
