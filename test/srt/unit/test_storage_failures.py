@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
-from storage_world import PAGE, StorageWorld
+from storage_world import PAGE, ByHand, StorageWorld
 from test_traps import tokens
 
 
@@ -103,3 +103,39 @@ def test_fetches_of_one_step_share_what_they_lock(world):
     two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
     assert [decode_req.req.from_storage for decode_req in waiting] == [8, 8]
     two.check()
+
+
+def test_what_was_read_before_a_clear_is_written_again(world):
+    one, two = world(), world(threads=ByHand)
+    prompt = tokens(1, 24)
+    one.serve(prompt, max_new=1)
+    decode_req = two.arrive(prompt, max_new=1)
+    two.handshake(decode_req)
+    two.threads.run(9)
+    for _ in range(2):
+        # What was found is agreed upon, and is to be read.
+        two.step()
+    two.threads.run(9)
+    assert two.storage.fetches.loading_tokens == 24
+    two.storage.clear()
+    served(two, decode_req)
+    assert two.storage.state()["fetched"] == 24 and not two.stored()
+    # With what comes behind it.
+    served(two, two.arrive(prompt + tokens(9, 8), max_new=1))
+    two.forget()
+    decode_req = two.arrive(prompt + tokens(9, 8), max_new=1)
+    served(two, decode_req)
+    assert decode_req.req.from_storage == 32
+
+
+def served(one: StorageWorld, decode_req: Any) -> None:
+    """A request to its end, with threads that work by hand."""
+    one.handshake(decode_req)
+    while decode_req in one.queue.queue:
+        one.threads.run(9)
+        one.step()
+    one.complete(decode_req)
+    one.step()
+    while decode_req.req in one.running:
+        one.decode()
+    one.settle()

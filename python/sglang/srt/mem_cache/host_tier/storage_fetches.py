@@ -89,6 +89,7 @@ class Fetches:
         page = self._page
         fetch.tokens = host_watch.token_ids[: len(host_watch.token_ids) // page * page]
         fetch.held, fetch.before = host_watch.length, self._host.name_at(host_watch)
+        fetch.stored_in = self._host.cleared
         known = max(fetch.held, watch.length)
         lacks = len(fetch.tokens) - known
         if lacks < self._least or not self._threads.answers:
@@ -265,7 +266,7 @@ class Fetches:
             if tokens:
                 come = fetch.tokens[fetch.start : fetch.start + tokens]
                 key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=host.is_eagle)
-                known = host.insert_fetched(above, key, slots[:tokens])
+                known = host.insert_fetched(above, key, slots[:tokens], fetch.stored_in)
             # What came another way meanwhile, and what has not come.
             for unused in slots[:known], slots[tokens:]:
                 if len(unused):
