@@ -7,6 +7,8 @@ import os
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from storage_world import PAGE, ByHand, StorageWorld
 from test_traps import tokens
@@ -103,6 +105,43 @@ def test_fetches_of_one_step_share_what_they_lock(world):
     two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
     assert [decode_req.req.from_storage for decode_req in waiting] == [8, 8]
     two.check()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_that_cannot_be_read_costs_its_page_only(world, monkeypatch, stays):
+    """It is written anew, also where it could not be removed."""
+    one, two = world(), world()
+    prompt, other = tokens(1, 24), tokens(50, 24)
+    for written in (prompt, other):
+        one.serve(written)
+    bad = f"{names_of(prompt)[2]}.bin"
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", failing(open, errno.EIO, lambda path: str(path).endswith(bad)))
+        if stays:
+            patch.setattr("os.unlink", failing(os.unlink, errno.EPERM, lambda path: str(path).endswith(bad)))
+        assert two.serve(prompt) == 8
+        assert two.threads.answers and two.serve(other) == 24
+    assert two.storage.state()["corrupt"] == PAGE
+    two.forget()
+    assert two.serve(prompt) == 24
+
+
+def test_many_files_in_a_row_that_cannot_be_read_are_the_storages_failure(tmp_path, monkeypatch):
+    files, page = PageFiles(str(tmp_path), 16), torch.zeros(16, dtype=torch.uint8)
+    for i in range(6):
+        files.set(str(i), page)
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", failing(open, errno.EIO, lambda path: not str(path).endswith("5.bin")))
+        # The same one again is no other; one that can be read ends the row.
+        assert [files.get(key, page) is None for key in ("0", "0", "1", "5", "2", "3")] == [True] * 3 + [False] + [
+            True
+        ] * 2
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                files.get("4", page)
+    # Nothing is removed then.
+    assert [files.exists(str(i)) for i in range(6)] == [False] * 4 + [True] * 2
+    assert files.get("4", page) is not None
 
 
 def test_what_was_read_before_a_clear_is_written_again(world):
