@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.host_tier import storage_threads
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from storage_world import PAGE, ByHand, StorageWorld
@@ -142,6 +145,22 @@ def test_many_files_in_a_row_that_cannot_be_read_are_the_storages_failure(tmp_pa
     # Nothing is removed then.
     assert [files.exists(str(i)) for i in range(6)] == [False] * 4 + [True] * 2
     assert files.get("4", page) is not None
+
+
+def test_who_has_asked_before_all_readers_hang_goes_on(world, monkeypatch):
+    monkeypatch.setattr(storage_threads, "HANGS_S", 0.05)
+    # They would wait for 20 s.
+    one = world()
+    opened, calls = threading.Event(), []
+    one.files.exists = lambda key: calls.append(key) or opened.wait(30)
+    waiting = [one.arrive(tokens(10 * i, 24)) for i in range(storage_threads.READERS + 1)]
+    for decode_req in waiting:
+        one.handshake(decode_req)
+    begun = time.monotonic()
+    one.until(lambda: not one.storage.busy)
+    assert time.monotonic() - begun < 10 and len(calls) == storage_threads.READERS
+    assert one.storage.state()["late"] == len(waiting)
+    opened.set()
 
 
 def test_what_was_read_before_a_clear_is_written_again(world):

@@ -127,7 +127,8 @@ class Fetches:
             return
         now, watched = time.monotonic(), self.open[:]
         found = [fetch for fetch in watched if fetch.agreed is not None and not fetch.loading][:MOST_BEGUN]
-        own = [fact for fetch in watched for fact in self._facts(fetch, now)]
+        hangs = self._threads.hangs
+        own = [fact for fetch in watched for fact in self._facts(fetch, hangs or now > fetch.deadline)]
         figures = self._figures(found)
         told = _least([*own, *figures, *(-figure for figure in figures)], group, alone)
         low, negated = told[len(own) : len(own) + len(figures)], told[len(own) + len(figures) :]
@@ -140,9 +141,9 @@ class Fetches:
     # Of a fetch: how far it is, the least counts; and tokens found, or pages that have come.
     _LATE, _UNDER_WAY, _ENDED = range(3)
 
-    def _facts(self, fetch: Fetch, now: float) -> tuple[int, int]:
-        """What this rank knows."""
-        late = self._LATE if now > fetch.deadline else self._UNDER_WAY
+    def _facts(self, fetch: Fetch, is_late: bool) -> tuple[int, int]:
+        """What this rank knows. is_late: it waits no longer."""
+        late = self._LATE if is_late else self._UNDER_WAY
         if fetch.loading:
             # In this order: what has ended has come. One that could not begin ends for all at once: until then the
             # ranks' memory differs.
