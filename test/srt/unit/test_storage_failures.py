@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +198,45 @@ def served(one: StorageWorld, decode_req: Any) -> None:
     while decode_req.req in one.running:
         one.decode()
     one.settle()
+
+
+# ---- what killed workers leave ----
+
+
+def test_a_part_that_goes_away_does_not_end_the_removal_of_the_others(tmp_path, monkeypatch):
+    files = PageFiles(str(tmp_path), 16)
+    for i in range(5):
+        part = files._parts / str(i)
+        part.touch()
+        os.utime(part, (0, 0))
+    (files._parts / "new").touch()
+    stat, went = Path.stat, []
+
+    def going(path: Path, **options: Any) -> Any:
+        if path.parent == files._parts and not went:
+            # Its worker has written it.
+            went.append(path)
+            path.rename(tmp_path / "0.bin")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", going)
+    files.remove_left()
+    assert went and [path.name for path in files._parts.iterdir() if path not in went] == ["new"]
+
+
+def test_what_a_worker_has_not_ended_clearing_is_removed(tmp_path):
+    folder = tmp_path / "rank"
+    files = PageFiles(str(folder), 16)
+    names = ["rank.gone-1", "rank.gone-2", "rank2.gone-1"]
+    for name in names:
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "0.bin").touch()
+    for name in names[0], names[2]:
+        os.utime(tmp_path / name, (0, 0))
+    files.remove_left()
+    end = time.monotonic() + 20
+    while (tmp_path / names[0]).exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    # One that is being removed, and one of another rank.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank", *names[1:]]

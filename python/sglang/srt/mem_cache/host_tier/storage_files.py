@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 # Mark, length and checksum of the page that follows.
 _HEADER = struct.Struct("<4sIQ")
 _MARK = b"PDR1"
-# What a worker that was killed has left half written is removed when it is as old.
+# What a worker that was killed has left half written or half removed is removed when it is as old.
 LEFT_S = 3600.0
+# In the name of a folder that is being removed.
+_GONE = ".gone-"
 # Errors that one file may have alone: a bad sector, another's rights.
 _OF_A_FILE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN}
 # When so many files in a row have one, it is the storage's. Names of files that could not be removed.
@@ -92,11 +94,13 @@ class PageFiles(HiCacheFile):
                 raise
 
     def remove_left(self) -> None:
-        """Remove what others have left half written."""
-        with contextlib.suppress(OSError):
-            for part in self._parts.iterdir():
-                if time.time() - part.stat().st_mtime > LEFT_S:
-                    part.unlink(missing_ok=True)
+        """Remove what others have left half written, or half removed."""
+        for part in _old(self._parts, ""):
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        # While somebody removes it, such a folder changes.
+        for gone in _old(self.folder.parent, f"{self.folder.name}{_GONE}"):
+            _remove_folder(gone)
 
     def _path(self, key: str) -> str:
         return f"{self.file_path}/{key}.bin"
@@ -182,11 +186,28 @@ class PageFiles(HiCacheFile):
 
     def clear(self) -> bool:
         """Remove all pages of this rank, also those of other workers with the same model."""
-        gone = self.folder.with_name(f"{self.folder.name}.gone-{uuid.uuid4().hex}")
+        gone = self.folder.with_name(f"{self.folder.name}{_GONE}{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):
             # At once for who reads, however many there are.
             os.rename(self.folder, gone)
         self._unreadable.clear()
         self._make()
-        threading.Thread(target=shutil.rmtree, args=(gone,), kwargs={"ignore_errors": True}, daemon=True).start()
+        _remove_folder(gone)
         return True
+
+
+def _old(folder: Path, prefix: str) -> list[Path]:
+    """What is in ``folder`` under such names and has not changed for long."""
+    old = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            # Another worker may have renamed or removed it meanwhile.
+            with contextlib.suppress(OSError):
+                if path.name.startswith(prefix) and time.time() - path.stat().st_mtime > LEFT_S:
+                    old.append(path)
+    return old
+
+
+def _remove_folder(folder: Path) -> None:
+    """In a thread, however much is in it."""
+    threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, daemon=True).start()
