@@ -89,6 +89,7 @@ class Fetches:
         page = self._page
         fetch.tokens = host_watch.token_ids[: len(host_watch.token_ids) // page * page]
         fetch.held, fetch.before = host_watch.length, self._host.name_at(host_watch)
+        fetch.stored_in = self._host.cleared
         known = max(fetch.held, watch.length)
         lacks = len(fetch.tokens) - known
         if lacks < self._least or not self._threads.answers:
@@ -126,7 +127,8 @@ class Fetches:
             return
         now, watched = time.monotonic(), self.open[:]
         found = [fetch for fetch in watched if fetch.agreed is not None and not fetch.loading][:MOST_BEGUN]
-        own = [fact for fetch in watched for fact in self._facts(fetch, now)]
+        hangs = self._threads.hangs
+        own = [fact for fetch in watched for fact in self._facts(fetch, hangs or now > fetch.deadline)]
         figures = self._figures(found)
         told = _least([*own, *figures, *(-figure for figure in figures)], group, alone)
         low, negated = told[len(own) : len(own) + len(figures)], told[len(own) + len(figures) :]
@@ -139,9 +141,9 @@ class Fetches:
     # Of a fetch: how far it is, the least counts; and tokens found, or pages that have come.
     _LATE, _UNDER_WAY, _ENDED = range(3)
 
-    def _facts(self, fetch: Fetch, now: float) -> tuple[int, int]:
-        """What this rank knows."""
-        late = self._LATE if now > fetch.deadline else self._UNDER_WAY
+    def _facts(self, fetch: Fetch, is_late: bool) -> tuple[int, int]:
+        """What this rank knows. is_late: it waits no longer."""
+        late = self._LATE if is_late else self._UNDER_WAY
         if fetch.loading:
             # In this order: what has ended has come. One that could not begin ends for all at once: until then the
             # ranks' memory differs.
@@ -189,6 +191,7 @@ class Fetches:
         low, high: `_figures` of all ranks. Of what they differ in, nothing is read: they would hold different prefixes.
         """
         available, evictable = low[:2]
+        locked = 0
         for i, fetch in enumerate(found):
             first = 2 + _FIGURES * i
             asked, held, unlocked, on_device = low[first : first + _FIGURES]
@@ -201,7 +204,11 @@ class Fetches:
             if room < self._page:
                 # It waits for others to end.
                 return
-            tokens = min(fetch.agreed - held, room, (available + evictable - unlocked) // self._page * self._page)
+            wanted = min(fetch.agreed - held, room)
+            tokens = min(wanted, (available + evictable - locked - unlocked) // self._page * self._page)
+            if tokens < wanted and locked:
+                # What is locked for both has been taken off twice, maybe: the next step knows.
+                return
             if tokens < self._page or held + tokens <= on_device:
                 self._close(fetch, 0)
                 continue
@@ -216,6 +223,7 @@ class Fetches:
                 # What host memory has of the others may have gone for it.
                 return
             available -= tokens
+            locked += unlocked
 
     def _begin(self, fetch: Fetch, held: int, tokens: int) -> None:
         assert fetch.host_watch is not None
@@ -259,7 +267,7 @@ class Fetches:
             if tokens:
                 come = fetch.tokens[fetch.start : fetch.start + tokens]
                 key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=host.is_eagle)
-                known = host.insert_fetched(above, key, slots[:tokens])
+                known = host.insert_fetched(above, key, slots[:tokens], fetch.stored_in)
             # What came another way meanwhile, and what has not come.
             for unused in slots[:known], slots[tokens:]:
                 if len(unused):

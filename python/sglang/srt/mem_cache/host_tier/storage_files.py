@@ -11,6 +11,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -32,8 +33,14 @@ logger = logging.getLogger(__name__)
 # Mark, length and checksum of the page that follows.
 _HEADER = struct.Struct("<4sIQ")
 _MARK = b"PDR1"
-# What a worker that was killed has left half written is removed when it is as old.
+# What a worker that was killed has left half written or half removed is removed when it is as old.
 LEFT_S = 3600.0
+# In the name of a folder that is being removed.
+_GONE = ".gone-"
+# Errors that one file may have alone: a bad sector, another's rights.
+_OF_A_FILE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN}
+# When so many files in a row have one, it is the storage's. Names of files that could not be removed.
+MOST_IN_A_ROW, MOST_UNREADABLE = 3, 4096
 
 
 def directory() -> Path:
@@ -47,8 +54,8 @@ def directory() -> Path:
 class PageFiles(HiCacheFile):
     """Pages of one rank, each in a file. Any number of processes may read and write the same folder.
 
-    Pages are uint8 tensors of ``page_bytes``. What a method raises is an OSError; a file that is not there, or is not
-    what was written, is none.
+    Pages are uint8 tensors of ``page_bytes``. What a method raises is an OSError; a file that is not there, cannot be
+    read, or is not what was written, is none.
     """
 
     def __init__(self, folder: str, page_bytes: int):
@@ -71,8 +78,11 @@ class PageFiles(HiCacheFile):
         self.folder, self.page_bytes = root / folder, page_bytes
         self.file_path = str(self.folder)
         self._parts = self.folder / "parts"
-        # Files that were not what had been written.
+        # Files that could not be read, or were not what had been written.
         self.corrupt = 0
+        # Names of those that could not be read since one was; and of those that are no pages, and could not be removed.
+        self._in_a_row: set[str] = set()
+        self._unreadable: set[str] = set()
         self._make()
 
     def _make(self) -> None:
@@ -84,24 +94,28 @@ class PageFiles(HiCacheFile):
                 raise
 
     def remove_left(self) -> None:
-        """Remove what others have left half written."""
-        with contextlib.suppress(OSError):
-            for part in self._parts.iterdir():
-                if time.time() - part.stat().st_mtime > LEFT_S:
-                    part.unlink(missing_ok=True)
+        """Remove what others have left half written, or half removed."""
+        for part in _old(self._parts, ""):
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        # While somebody removes it, such a folder changes.
+        for gone in _old(self.folder.parent, f"{self.folder.name}{_GONE}"):
+            _remove_folder(gone)
 
     def _path(self, key: str) -> str:
         return f"{self.file_path}/{key}.bin"
 
     def exists(self, key: str) -> bool:
-        """Whether there is a file as long as it has to be."""
+        """Whether there is a file as long as it has to be, and not one that could not be read."""
         try:
-            return os.stat(self._path(key)).st_size == _HEADER.size + self.page_bytes
+            return key not in self._unreadable and os.stat(self._path(key)).st_size == _HEADER.size + self.page_bytes
         except FileNotFoundError:
             return False
 
     def get(self, key: str, target_location: torch.Tensor, target_sizes: Any = None) -> torch.Tensor | None:
         """Read a page into ``target_location``; None if there is none. A file that is no page is removed."""
+        if key in self._unreadable:
+            return None
         page = memoryview(target_location.numpy())
         header = bytearray(_HEADER.size)
         try:
@@ -110,17 +124,40 @@ class PageFiles(HiCacheFile):
                 longer = file.read(1)
         except FileNotFoundError:
             return None
+        except OSError as e:
+            if e.errno not in _OF_A_FILE or self._fails(key):
+                raise
+            self._remove(key, str(e.strerror))
+            return None
+        self._in_a_row.clear()
         mark, checksum, length = _HEADER.unpack(header)
         whole = read == _HEADER.size + self.page_bytes and not longer and length == self.page_bytes
         if whole and mark == _MARK and checksum == zlib.crc32(page):
             return target_location
+        self._remove(key, "changed or cut short")
+        return None
+
+    def _fails(self, key: str) -> bool:
+        """Whether, with ``key``, so many files in a row cannot be read that it is not theirs."""
+        if len(self._in_a_row) < MOST_IN_A_ROW:
+            self._in_a_row.add(key)
+        return len(self._in_a_row) >= MOST_IN_A_ROW
+
+    def _remove(self, key: str, why: str) -> None:
+        """Remove a file that is no page, or it would never be written again."""
         self.corrupt += 1
         if self.corrupt == 1:
-            logger.warning("%s is not what was written: such files are removed, and counted from now on.", key)
-        # Or it would never be written again.
-        with contextlib.suppress(OSError):
+            logger.warning(
+                "%s is not what was written (%s): such files are removed, and counted from now on.", key, why
+            )
+        try:
             os.unlink(self._path(key))
-        return None
+        except FileNotFoundError:
+            pass
+        except OSError:
+            if len(self._unreadable) >= MOST_UNREADABLE:
+                self._unreadable.clear()
+            self._unreadable.add(key)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Write a page. Where the folder has gone it is made anew."""
@@ -140,6 +177,7 @@ class PageFiles(HiCacheFile):
                         # On a disk that is about to be full, a part is written first.
                         left = left[file.write(left) :]
             os.replace(part, self._path(key))
+            self._unreadable.discard(key)
         except BaseException:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -148,10 +186,28 @@ class PageFiles(HiCacheFile):
 
     def clear(self) -> bool:
         """Remove all pages of this rank, also those of other workers with the same model."""
-        gone = self.folder.with_name(f"{self.folder.name}.gone-{uuid.uuid4().hex}")
+        gone = self.folder.with_name(f"{self.folder.name}{_GONE}{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):
             # At once for who reads, however many there are.
             os.rename(self.folder, gone)
+        self._unreadable.clear()
         self._make()
-        threading.Thread(target=shutil.rmtree, args=(gone,), kwargs={"ignore_errors": True}, daemon=True).start()
+        _remove_folder(gone)
         return True
+
+
+def _old(folder: Path, prefix: str) -> list[Path]:
+    """What is in ``folder`` under such names and has not changed for long."""
+    old = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            # Another worker may have renamed or removed it meanwhile.
+            with contextlib.suppress(OSError):
+                if path.name.startswith(prefix) and time.time() - path.stat().st_mtime > LEFT_S:
+                    old.append(path)
+    return old
+
+
+def _remove_folder(folder: Path) -> None:
+    """In a thread, however much is in it."""
+    threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, daemon=True).start()

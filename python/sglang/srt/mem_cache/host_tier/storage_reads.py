@@ -26,7 +26,8 @@ class Fetch:
     """What one request waits for.
 
     tokens: its prompt up to what can be reused, whole pages, as the tree's `keys_of`. held: how many of these host
-    memory had when it was asked, and before: what the last page of them is called; worth: how many must be found.
+    memory had when it was asked, and before: what the last page of them is called; stored_in: `cleared` of host
+    memory's tree then; worth: how many must be found.
     found: how many the storage has, from the start, 0 if too few, None while that is not known; the threads write that,
     ``names`` of pages from ``held`` on, ``come`` (pages read) and ``ended``.
     """
@@ -37,6 +38,7 @@ class Fetch:
     tokens: Sequence[Any] = ()
     held: int = 0
     before: bytes = b""
+    stored_in: int = 0
     worth: int = 0
     deadline: float = 0.0
     found: int | None = None

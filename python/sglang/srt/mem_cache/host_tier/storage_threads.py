@@ -97,10 +97,13 @@ class StorageThreads:
     @property
     def answers(self) -> bool:
         """Whether it is worth while to ask: it has not failed just now, and not every reader hangs."""
-        if self.reading.pausing:
-            return False
+        return not self.reading.pausing and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """Whether every reader hangs."""
         now = time.monotonic()
-        return not all(since and now - since > HANGS_S for since in self._since)
+        return all(since and now - since > HANGS_S for since in self._since)
 
     def read(self, run: Callable[[torch.Tensor, Callable[[], None]], None]) -> None:
         """Run in a thread, with room for a page, and what is to be called before each call of the storage."""

@@ -26,18 +26,21 @@ class StoredHostTree(HostTree):
     writes: Writes | None = None
     # Told of slots that are given away.
     pages: Any = None
-    # Whether what is being inserted comes from the storage.
-    fetching = False
+    # As of when what is being inserted is in the storage; None if it does not come from there.
+    fetched_in: int | None = None
     # What was written before it was cleared is not there.
     cleared = 0
 
-    def insert_fetched(self, node: TreeNode, key: RadixKey, slots: torch.Tensor) -> int:
-        """As `insert_below`, of what the storage has. Returns how many tokens were there before."""
-        self.fetching = True
+    def insert_fetched(self, node: TreeNode, key: RadixKey, slots: torch.Tensor, stored_in: int) -> int:
+        """As `insert_below`, of what the storage had when ``cleared`` was ``stored_in``.
+
+        Returns how many tokens were there before.
+        """
+        self.fetched_in = stored_in
         try:
             return self.insert_below(node, key, slots)[0]
         finally:
-            self.fetching = False
+            self.fetched_in = None
 
     def name_at(self, watch: Watch) -> bytes:
         """What the page is called behind which ``watch`` lacks something."""
@@ -54,9 +57,11 @@ class StoredHostTree(HostTree):
         before = first_hash(node.key.extra_key) if above is self.root_node else above.page_names[-1]
         node.page_names = page_names(node.key.token_ids, self.page_size, before)
         # What writes it, None if it is stored; and as of when.
-        node.write, node.stored_in = None, self.cleared
-        if self.fetching:
+        node.write = None
+        if self.fetched_in is not None:
+            node.stored_in = self.fetched_in
             return
+        node.stored_in = self.cleared
         for one in path_to(self, node):
             write: Write | None = one.write
             if one is node or one.stored_in != self.cleared or (write is not None and write.lost):

@@ -93,6 +93,8 @@ class Writes:
             trouble.came(e)
             counters.failed += page_size
             left -= page_size
+            # Also where it was the last of them.
+            write.lost = True
         finally:
             if left or write.lost:
                 write.lost = True

@@ -1,0 +1,242 @@
+"""A storage below host memory that fails in part: what is lost of it comes back later, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.host_tier import storage_threads
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
+from storage_world import PAGE, ByHand, StorageWorld
+from test_traps import tokens
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Makes decode workers with one storage."""
+    made = []
+
+    def make(**options: Any) -> StorageWorld:
+        made.append(StorageWorld(options.pop("folder", tmp_path), **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def names_of(prompt: list[int]) -> list[str]:
+    return [name.hex() for name in page_names(prompt, PAGE, first_hash(None))]
+
+
+def failing(call: Any, number: int, fails: Any) -> Any:
+    """``call``, which fails where ``fails`` says so of its first argument."""
+
+    def instead(first: Any, *args: Any, **options: Any) -> Any:
+        if fails(first):
+            raise OSError(number, os.strerror(number))
+        return call(first, *args, **options)
+
+    return instead
+
+
+# ---- writing ----
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_page_that_could_not_be_written_is_written_later(world, which):
+    """Also if it was the last, or the only one, of what is written at once."""
+    one = world()
+    prompt = tokens(1, 8)
+    bad = [names_of(prompt)[which]]
+    one.files.set = failing(one.files.set, errno.EIO, lambda key: key in bad and bad.pop())
+    one.serve(prompt, max_new=1)
+    assert not bad and one.storage.state()["failed"] == PAGE
+    # The pause is over.
+    one.threads.writing._until = 0.0
+    one.serve(prompt + tokens(9, 8), max_new=1)
+    one.forget()
+    assert one.serve(prompt + tokens(9, 8)) == 16
+
+
+# ---- fetching ----
+
+
+def test_a_fetch_does_not_count_on_what_another_of_its_step_has_locked(world):
+    one = world(host=512, size=512)
+    first, second, other = tokens(1, 48), tokens(100, 40), tokens(200, 8)
+    one.serve(first, max_new=1)
+    one.serve(second, max_new=1)
+    # 40 of the first and 8 of another's; 24 are free.
+    two = world(host=72, size=512)
+    two.storage.stopped = True
+    two.serve(first[:40], max_new=1)
+    two.serve(other, max_new=1)
+    two.storage.stopped = False
+    two.tree.evict_shortfall(two.tree.evictable_size())
+    waiting = [two.arrive(prompt, max_new=1) for prompt in (first, second)]
+    for decode_req in waiting:
+        two.handshake(decode_req)
+    two.until(lambda: all(fetch.found is not None for fetch in two.storage.fetches.open), step=False)
+    two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
+    # 16 free, and 8 of the other's.
+    assert [decode_req.req.from_storage for decode_req in waiting] == [8, 24]
+    two.check()
+
+
+def test_fetches_of_one_step_share_what_they_lock(world):
+    """Locked once, it leaves as much room for both."""
+    one = world(host=512, size=512)
+    prompts = [tokens(1, 40) + tokens(start, 8) for start in (100, 200)]
+    for prompt in prompts:
+        one.serve(prompt, max_new=1)
+    two = world(host=64, size=512)
+    two.storage.stopped = True
+    two.serve(prompts[0][:40], max_new=1)
+    two.storage.stopped = False
+    two.tree.evict_shortfall(two.tree.evictable_size())
+    waiting = [two.arrive(prompt, max_new=1) for prompt in prompts]
+    for decode_req in waiting:
+        two.handshake(decode_req)
+    two.until(lambda: all(fetch.found is not None for fetch in two.storage.fetches.open), step=False)
+    two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
+    assert [decode_req.req.from_storage for decode_req in waiting] == [8, 8]
+    two.check()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_that_cannot_be_read_costs_its_page_only(world, monkeypatch, stays):
+    """It is written anew, also where it could not be removed."""
+    one, two = world(), world()
+    prompt, other = tokens(1, 24), tokens(50, 24)
+    for written in (prompt, other):
+        one.serve(written)
+    bad = f"{names_of(prompt)[2]}.bin"
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", failing(open, errno.EIO, lambda path: str(path).endswith(bad)))
+        if stays:
+            patch.setattr("os.unlink", failing(os.unlink, errno.EPERM, lambda path: str(path).endswith(bad)))
+        assert two.serve(prompt) == 8
+        assert two.threads.answers and two.serve(other) == 24
+    assert two.storage.state()["corrupt"] == PAGE
+    two.forget()
+    assert two.serve(prompt) == 24
+
+
+def test_many_files_in_a_row_that_cannot_be_read_are_the_storages_failure(tmp_path, monkeypatch):
+    files, page = PageFiles(str(tmp_path), 16), torch.zeros(16, dtype=torch.uint8)
+    for i in range(6):
+        files.set(str(i), page)
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", failing(open, errno.EIO, lambda path: not str(path).endswith("5.bin")))
+        # The same one again is no other; one that can be read ends the row.
+        assert [files.get(key, page) is None for key in ("0", "0", "1", "5", "2", "3")] == [True] * 3 + [False] + [
+            True
+        ] * 2
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                files.get("4", page)
+    # Nothing is removed then.
+    assert [files.exists(str(i)) for i in range(6)] == [False] * 4 + [True] * 2
+    assert files.get("4", page) is not None
+
+
+def test_who_has_asked_before_all_readers_hang_goes_on(world, monkeypatch):
+    monkeypatch.setattr(storage_threads, "HANGS_S", 0.05)
+    # They would wait for 20 s.
+    one = world()
+    opened, calls = threading.Event(), []
+    one.files.exists = lambda key: calls.append(key) or opened.wait(30)
+    waiting = [one.arrive(tokens(10 * i, 24)) for i in range(storage_threads.READERS + 1)]
+    for decode_req in waiting:
+        one.handshake(decode_req)
+    begun = time.monotonic()
+    one.until(lambda: not one.storage.busy)
+    assert time.monotonic() - begun < 10 and len(calls) == storage_threads.READERS
+    assert one.storage.state()["late"] == len(waiting)
+    opened.set()
+
+
+def test_what_was_read_before_a_clear_is_written_again(world):
+    one, two = world(), world(threads=ByHand)
+    prompt = tokens(1, 24)
+    one.serve(prompt, max_new=1)
+    decode_req = two.arrive(prompt, max_new=1)
+    two.handshake(decode_req)
+    two.threads.run(9)
+    for _ in range(2):
+        # What was found is agreed upon, and is to be read.
+        two.step()
+    two.threads.run(9)
+    assert two.storage.fetches.loading_tokens == 24
+    two.storage.clear()
+    served(two, decode_req)
+    assert two.storage.state()["fetched"] == 24 and not two.stored()
+    # With what comes behind it.
+    served(two, two.arrive(prompt + tokens(9, 8), max_new=1))
+    two.forget()
+    decode_req = two.arrive(prompt + tokens(9, 8), max_new=1)
+    served(two, decode_req)
+    assert decode_req.req.from_storage == 32
+
+
+def served(one: StorageWorld, decode_req: Any) -> None:
+    """A request to its end, with threads that work by hand."""
+    one.handshake(decode_req)
+    while decode_req in one.queue.queue:
+        one.threads.run(9)
+        one.step()
+    one.complete(decode_req)
+    one.step()
+    while decode_req.req in one.running:
+        one.decode()
+    one.settle()
+
+
+# ---- what killed workers leave ----
+
+
+def test_a_part_that_goes_away_does_not_end_the_removal_of_the_others(tmp_path, monkeypatch):
+    files = PageFiles(str(tmp_path), 16)
+    for i in range(5):
+        part = files._parts / str(i)
+        part.touch()
+        os.utime(part, (0, 0))
+    (files._parts / "new").touch()
+    stat, went = Path.stat, []
+
+    def going(path: Path, **options: Any) -> Any:
+        if path.parent == files._parts and not went:
+            # Its worker has written it.
+            went.append(path)
+            path.rename(tmp_path / "0.bin")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", going)
+    files.remove_left()
+    assert went and [path.name for path in files._parts.iterdir() if path not in went] == ["new"]
+
+
+def test_what_a_worker_has_not_ended_clearing_is_removed(tmp_path):
+    folder = tmp_path / "rank"
+    files = PageFiles(str(folder), 16)
+    names = ["rank.gone-1", "rank.gone-2", "rank2.gone-1"]
+    for name in names:
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "0.bin").touch()
+    for name in names[0], names[2]:
+        os.utime(tmp_path / name, (0, 0))
+    files.remove_left()
+    end = time.monotonic() + 20
+    while (tmp_path / names[0]).exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    # One that is being removed, and one of another rank.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank", *names[1:]]
