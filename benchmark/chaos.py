@@ -39,7 +39,7 @@ from faults import blame, books, deploy, growth, hits, judge, pace, truth
 from faults.deploy import Fire
 from faults.pace import Replay
 from faults.schedule import Event, Shape, events, manner
-from faults.traffic import Ask, Clients, Told, trace_asks
+from faults.traffic import Ask, Clients, Told, trace_asks, wait_answered
 from faults.truth import Truth
 from faults.watch import Watch
 
@@ -250,7 +250,7 @@ class Run:
         for worker in self.workers:
             books.wait_idle(worker.url, max(1.0, began + SETTLE_S - time.monotonic()))
         report["idle_after_s"] = round(time.monotonic() - began, 1)
-        _wait_for_router(self.cluster, self.asks[0])
+        wait_answered(self.cluster.router_url, self.asks[0], 60)
         # Those that were started again pay what the others have paid.
         _replay(self.cluster, self.asks, self.args.clients)
         self._hits("after the storm")
@@ -382,15 +382,6 @@ def _replay(cluster: Cluster, asks: list[Ask], concurrency: int, times: int = 1)
     clients = Clients(cluster.router_url + "/generate", asks, times * len(asks), concurrency).start()
     clients.join()
     return clients
-
-
-def _wait_for_router(cluster: Cluster, ask: Ask) -> None:
-    """Until it has seen that all workers are back: eight answers in a row."""
-    deadline, row = time.monotonic() + 60, 0
-    while row < 8 and time.monotonic() < deadline:
-        clients = Clients(cluster.router_url + "/generate", [ask], 1, 1).start()
-        clients.join()
-        row = row + 1 if clients.told[0].ended_how == "whole" else 0
 
 
 def text(report: dict[str, Any]) -> str:

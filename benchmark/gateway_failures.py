@@ -33,7 +33,7 @@ from typing import Any
 
 from faults import deploy, truth
 from faults.schedule import CALM, Manner
-from faults.traffic import Ask, Clients, Told, trace_asks
+from faults.traffic import Ask, Clients, Told, trace_asks, wait_answered
 
 from sglang_pd_radix.tools.cluster import Cluster, Process, add_router_option, http, named_gateway
 from sglang_pd_radix.tools.make_model import make_model
@@ -42,8 +42,6 @@ from sglang_pd_radix.tools.progress import print_ready
 # Seconds of calm, for which it then lasts, and in which the gateway has to have seen that the worker is back.
 CALM_S, LASTS_S, SEEN_S = 3.0, 12.0, 60.0
 GATEWAYS = {"retries": (), "none": ("--disable-retries",)}
-LOOKS = ("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5", "--health-failure-threshold", "2")
-LOOKS += ("--health-success-threshold", "1")
 ROOM = re.compile(r"Receive: obj=.*?\bbootstrap_room=(\d+)")
 
 
@@ -193,15 +191,10 @@ def _how(one: Told) -> str:
 
 
 def _wait_seen(cluster: Cluster, asks: list[Ask]) -> None:
-    """Until both gateways have answered eight in a row."""
+    """Until both gateways have seen it."""
     for url in cluster.router_urls.values():
-        deadline, row = time.monotonic() + SEEN_S, 0
-        while row < 8:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the gateway at {url} has not seen in {SEEN_S:.0f} s that its worker is back")
-            clients = Clients(url + "/generate", asks[:1], 1, 1).start()
-            clients.join()
-            row = row + 1 if clients.told[0].ended_how == "whole" else 0
+        if not wait_answered(url, asks[0], SEEN_S):
+            raise SystemExit(f"the gateway at {url} has not seen in {SEEN_S:.0f} s that its worker is back")
 
 
 def line(found: dict[str, Any]) -> str:
@@ -240,7 +233,7 @@ def main() -> int:
         None,
         log_dir,
         options=("--log-requests", "--log-requests-level", "1"),
-        router_args=LOOKS,
+        router_args=deploy.LOOKS,
         routers={name: (range(2), list(options)) for name, options in GATEWAYS.items()},
         on_progress=functools.partial(print_ready, file=sys.stderr),
         gateway=gateway,

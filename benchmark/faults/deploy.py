@@ -23,9 +23,11 @@ ENV = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
 }
-# A router that says what its workers say: it asks them often, and neither asks again nor shuts them out by itself.
-ROUTER = ("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5", "--health-failure-threshold", "2")
-ROUTER += ("--health-success-threshold", "1", "--disable-retries", "--disable-circuit-breaker")
+# A router that asks its workers often how they are.
+LOOKS = ("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5", "--health-failure-threshold", "2")
+LOOKS += ("--health-success-threshold", "1")
+# And says what they say: it neither asks again nor shuts them out by itself.
+ROUTER = (*LOOKS, "--disable-retries", "--disable-circuit-breaker")
 
 
 PAGE, DECODE_POOL = 16, 8192

@@ -190,6 +190,16 @@ class Clients:
             return ended("failed", error=f"{type(error).__name__}: {error}")
 
 
+def wait_answered(url: str, ask: Ask, seconds: float) -> bool:
+    """Whether a gateway answers eight times in a row within ``seconds``: it has seen that all its workers are back."""
+    deadline, row = time.monotonic() + seconds, 0
+    while row < 8 and time.monotonic() < deadline:
+        clients = Clients(url + "/generate", [ask], 1, 1).start()
+        clients.join()
+        row = row + 1 if clients.told[0].ended_how == "whole" else 0
+    return row == 8
+
+
 def _verdict(answer: Any, tokens: int) -> tuple[str, list[int] | None, str]:
     """How an answer with status 200 has ended, its ids if it is whole, and what is wrong with it."""
     with contextlib.suppress(KeyError, TypeError):

@@ -170,10 +170,12 @@ def check_log_dir(path: Path | None) -> None:
 
 @contextlib.contextmanager
 def own_log_dir(path: Path | None) -> Iterator[None]:
-    """Keep others' `pd-radix up` out of ``path`` meanwhile: they would write over the logs.
+    """Make ``path``, where logs go, and keep others' `pd-radix up` out of it meanwhile.
 
-    Raises PdRadixError if one is there. Where there are no locks, or none may be had, nobody is kept out.
+    They would write over the logs. Raises PdRadixError if it cannot be made, or one is there. Where there are no locks,
+    or none may be had, nobody is kept out.
     """
+    check_log_dir(path)
     with contextlib.ExitStack() as held:
         if path:
             try:
@@ -257,7 +259,6 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
 
 def run(args: argparse.Namespace) -> int:
     """Bring it up, serve until a signal or a failure, take it down. Returns the exit code."""
-    check_log_dir(args.log_dir)
     with own_log_dir(args.log_dir):
         return _run(args)
 

@@ -30,7 +30,7 @@ from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
 from .thorough import command as thorough
-from .up import check_json, check_log_dir, check_may_switch, check_model, own_log_dir
+from .up import check_json, check_may_switch, check_model, own_log_dir
 from .verification import kv_record, self_test
 from .verification.asking import ANSWER_TOKENS
 from .verification.check import Check
@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
     verdict.lines.append("doctor: " + ("nothing is wrong" if not unwell else ", ".join(c.name for c in unwell)))
     verdict.failures += [f"doctor: {check.name}: {check.detail}. {check.way_out}" for check in unwell]
     interrupted = False
-    check_log_dir(args.log_dir)
     with tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch, own_log_dir(args.log_dir):
         logs = args.log_dir or Path(scratch)
         try:

@@ -69,6 +69,19 @@ def test_a_page_that_could_not_be_written_is_written_later(world, which):
 # ---- fetching ----
 
 
+def fetched_together(two: StorageWorld, prompts: list[list[int]]) -> list[int]:
+    """How much of each prompt comes from the storage where all are to be fetched from one step on."""
+    two.storage.stopped = False
+    two.tree.evict_shortfall(two.tree.evictable_size())
+    waiting = [two.arrive(prompt, max_new=1) for prompt in prompts]
+    for decode_req in waiting:
+        two.handshake(decode_req)
+    two.until(lambda: all(fetch.found is not None for fetch in two.storage.fetches.open), step=False)
+    two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
+    two.check()
+    return [decode_req.req.from_storage for decode_req in waiting]
+
+
 def test_a_fetch_does_not_count_on_what_another_of_its_step_has_locked(world):
     one = world(host=512, size=512)
     first, second, other = tokens(1, 48), tokens(100, 40), tokens(200, 8)
@@ -79,16 +92,8 @@ def test_a_fetch_does_not_count_on_what_another_of_its_step_has_locked(world):
     two.storage.stopped = True
     two.serve(first[:40], max_new=1)
     two.serve(other, max_new=1)
-    two.storage.stopped = False
-    two.tree.evict_shortfall(two.tree.evictable_size())
-    waiting = [two.arrive(prompt, max_new=1) for prompt in (first, second)]
-    for decode_req in waiting:
-        two.handshake(decode_req)
-    two.until(lambda: all(fetch.found is not None for fetch in two.storage.fetches.open), step=False)
-    two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
     # 16 free, and 8 of the other's.
-    assert [decode_req.req.from_storage for decode_req in waiting] == [8, 24]
-    two.check()
+    assert fetched_together(two, [first, second]) == [8, 24]
 
 
 def test_fetches_of_one_step_share_what_they_lock(world):
@@ -100,15 +105,7 @@ def test_fetches_of_one_step_share_what_they_lock(world):
     two = world(host=64, size=512)
     two.storage.stopped = True
     two.serve(prompts[0][:40], max_new=1)
-    two.storage.stopped = False
-    two.tree.evict_shortfall(two.tree.evictable_size())
-    waiting = [two.arrive(prompt, max_new=1) for prompt in prompts]
-    for decode_req in waiting:
-        two.handshake(decode_req)
-    two.until(lambda: all(fetch.found is not None for fetch in two.storage.fetches.open), step=False)
-    two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
-    assert [decode_req.req.from_storage for decode_req in waiting] == [8, 8]
-    two.check()
+    assert fetched_together(two, prompts) == [8, 8]
 
 
 @pytest.mark.parametrize("stays", [False, True])

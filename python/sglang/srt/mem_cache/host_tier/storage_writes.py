@@ -96,9 +96,8 @@ class Writes:
             # Also where it was the last of them.
             write.lost = True
         finally:
-            if left or write.lost:
-                write.lost = True
-                counters.dropped += left
+            write.lost = write.lost or left > 0
+            counters.dropped += left
             self._seen += len(write.names) * page_size
 
     def _write_one(self, key: str, page: int, given_away: int, buffer: torch.Tensor) -> str:
