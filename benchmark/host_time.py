@@ -45,6 +45,8 @@ SIDES: dict[str, list[str]] = {
     "on": [FLAG],
     # A target that holds nobody back.
     "target": [FLAG, "--disaggregation-decode-itl-target", "100000"],
+    # What enters the tree is saved; the copies themselves are a stand-in's here.
+    "tier": [FLAG, "--enable-hierarchical-cache", "--hicache-ratio", "2"],
 }
 LOOPS = {"overlapped": [], "plain": ["--disable-overlap-schedule"]}
 # Whether every token is told, whether requests come and go, and how many wait.
@@ -204,7 +206,7 @@ def main() -> int:
     parser.add_argument("--requests", default="128,256", metavar="N,...")
     parser.add_argument("--loops", default=",".join(LOOPS), metavar="NAME,...")
     parser.add_argument("--cases", default=",".join(CASES), metavar="NAME,...")
-    parser.add_argument("--sides", default=",".join(SIDES), metavar="NAME,...", help="the first is compared with")
+    parser.add_argument("--sides", default="off,on,target", metavar="NAME,...", help="the first is compared with")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a measurement (default: 1)")
     parser.add_argument("--sampled", type=int, default=4, help="seconds for which py-spy looks (default: 4)")
     parser.add_argument("--runs", type=int, default=3, help="of each side, in turns (default: 3)")

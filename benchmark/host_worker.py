@@ -28,7 +28,8 @@ torch.set_num_threads(1)
 
 from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.decode import DecodeRequest  # noqa: E402
-from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort  # noqa: E402
+from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
+from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
@@ -65,6 +66,12 @@ class Wire:
         self.meta.cached_tokens[aux_index] = 0
         self.meta.bootstrap_room[aux_index, 0] = self.req.bootstrap_room
         self.state = KVPoll.Success
+
+    def abort(self) -> None:
+        self.state = KVPoll.Failed
+
+    def failure_exception(self) -> None:
+        raise RuntimeError("the job is done")
 
     def clear(self) -> None:
         pass
@@ -181,11 +188,9 @@ class Worker:
     def _end(self) -> None:
         """Have all that run end, and the worker become idle."""
         for req in self.live:
+            # Without the flag, who waits for memory is not ended while he waits.
             req.sampling_params.max_new_tokens = 1
-            if req in self.scheduler.running_batch.reqs:
-                continue
-            # It waits for memory.
-            prepare_abort(req, "the job is done")
+        self.scheduler.abort_request(AbortReq(abort_all=True))
         scheduler, turns = self.scheduler, iter(range(3000, -1, -1))
 
         def turn() -> list:

@@ -98,6 +98,15 @@ def test_a_remainder_that_would_wait_longer_than_prefill_takes_is_prefills():
     assert not pace.is_sooner(40, 0, SLICE, 8)
 
 
+def test_what_all_that_decode_lose_counts_against_what_one_gains():
+    """A step of 54 ms, and no wait: one of 64 gains 200 - 54 ms, all of them lose 54."""
+    pace = pace_of(20, 50, transfer_ms=200)
+    assert pace.is_sooner(40, 0, SLICE, 8)
+    assert not pace.is_sooner(40, 0, SLICE, 64)
+    # A busy prefill.
+    assert pace_of(20, 50, transfer_ms=4000).is_sooner(40, 0, SLICE, 64)
+
+
 def test_nothing_is_known_at_first_and_nothing_held_back():
     pace = Pace()
     assert pace.own() == [0] * pace.width

@@ -5,7 +5,8 @@ part of the time of their own steps: each decode step earns as much, and the nex
 last one took has been earned. However many prompts come, the mean of the others' gaps is no more than that part longer.
 Where few decode, the part is larger: few wait for it.
 
-A remainder that would wait here for longer than prefill takes for a short one is prefill's.
+A remainder that would wait here for longer than prefill takes for a short one is prefill's, and so is one whose first
+token would come too little sooner for what all that decode lose by its step.
 
 The first rank measures, and all go by its figures once they have agreed on them; what is counted is the same on all.
 
@@ -24,6 +25,8 @@ __all__ = ["Pace"]
 # Of the time of decode steps, one part in so many is for steps over prompts, where this many requests or more decode.
 # Of fewer it is as much more: together they lose the same time in a second.
 ONE_IN, MANY = 20, 8
+# A second of one's wait for a first token is worth so many seconds by which others' next tokens are later.
+WORTH = 16
 # Steps over prompts that have been earned in advance, at most.
 AHEAD = 2
 # After so many decode steps without one over prompts, one is taken: what is believed of its time may be too much, and
@@ -108,7 +111,8 @@ class Pace:
     def is_sooner(self, delta: int, queued: int, slice_tokens: int, requests: int) -> bool:
         """Whether ``delta`` tokens are computed here sooner than prefill would, behind ``queued`` others.
 
-        requests: that decode, and would wait for it. Where nothing is known of prefill, only without a wait.
+        Sooner by more than what ``requests``, which decode, are later by together, in `WORTH`. Where nothing is known
+        of prefill, only without a wait.
         """
         earned = self._earned(requests)
         if not earned or (self._since >= PROBE and self.has_time):
@@ -117,7 +121,8 @@ class Pace:
         steps = max(0, -(-lacks // earned))
         if not steps and not self.transfer:
             return True
-        return steps * self.decode_step + self._cost(delta) <= self.transfer
+        cost = self._cost(delta)
+        return steps * self.decode_step + cost + cost * requests // WORTH <= self.transfer
 
     def _earned(self, requests: int) -> int:
         """With a decode step of ``requests``."""
