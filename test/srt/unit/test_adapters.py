@@ -162,6 +162,35 @@ def test_a_turn_lasts_until_the_last_slice(overlap):
     assert loop.scheduler.adapter_turns.began <= begun + 1
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_is_computed_in_slices_ends_though_another_waits_for_its_place(overlap):
+    """Its own next slice was held back with those that are new: neither went on."""
+    loop, came = adapter_loop(overlap, 4, most=200, queued=10**6), {}
+    rnd = random.Random(1)
+
+    def come(tokens: int, adapter: str, max_new: int) -> Any:
+        decode_req = loop.arrive([rnd.randrange(1, 90) for _ in range(tokens)], extra_key=adapter, max_new=max_new)
+        decode_req.req.lora_id = adapter
+        loop.handshake(decode_req)
+        return decode_req.req
+
+    def between() -> None:
+        turn = loop.iterations
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if turn % 3 == 0:
+            come(204, "a", 8)
+        if turn == 10:
+            came["b"] = come(160, "b", 4)
+        if turn == 14:
+            came["c"] = come(208, "c", 4)
+        if turn >= 300 or (came.keys() >= {"b", "c"} and all(req.output_ids for req in came.values())):
+            raise LoopEnds
+
+    loop.run(between)
+    assert came["b"].output_ids and came["c"].output_ids
+
+
 def test_without_the_flag_it_is_the_engines(monkeypatch):
     made = scheduler(monkeypatch, "abc", "", tree=RadixCache)
     assert made.get_new_prebuilt_batch() == "abc"

@@ -81,6 +81,7 @@ class AdapterTurns:
         """Asked of one request after the other: whether its adapter fits beside those of ``running`` and of all before
         it that did. Both of every queue, see `running_and_waiting`."""
         adapters = set(running_adapters := Counter(req.lora_id for req in running))
+        begun = set(map(id, running))
         # Who has been held back for longest; of those, who came first.
         first = min(filter(self.is_due, waiting), key=lambda req: req.held_back_at, default=None)
         # Its place is nobody else's.
@@ -89,6 +90,9 @@ class AdapterTurns:
 
         def joins(req: Any) -> bool:
             adapter = req.lora_id
+            if id(req) in begun:
+                # The next slice of its prompt: its adapter runs out with it, not before.
+                return True
             if adapter in closed or (adapter not in adapters and not self.fits({adapter} | adapters | kept)):
                 if getattr(req, "held_back_at", None) is None:
                     req.held_back_at = self.began
