@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from decode_world import HostSizes, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from kv_listener import Listener, names_in, names_of
-from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored
+from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored, KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
 from sglang.srt.mem_cache.kv_event_namespaces import namespace_hash
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from speculating_loop import SpeculatingLoop
 from test_host_tier import HostLife, leave_pool, saved, settle
 from test_life_of_a_request import Life
 from test_save_ahead import AheadLife
+from test_speculation import ask
 from test_traps import PAGE, serve_to_end, tokens
 
 
@@ -144,3 +147,14 @@ def test_an_extra_key_has_names_of_its_own():
     world.tree.evict_shortfall(world.tree.evictable_size() - 1)
     listener.hear(world.tree.take_events())
     assert held and set(listener.parents) == set(names_in(world.tree))
+
+
+def test_with_drafts_events_have_the_tokens_of_pages():
+    """The tree goes by pairs of tokens; nobody who listens could read those."""
+    loop, prompt = SpeculatingLoop(True, True, size=96, page_size=4), [1, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 2, 1]
+    loop.tree.enable_kv_cache_events, loop.tree.kv_event_queue = True, []
+    ask(loop, [prompt])
+    events = loop.tree.take_events()
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events)), type=KVEventBatch)
+    stored = [event for event in told.events if isinstance(event, BlockStored)]
+    assert [event.token_ids for event in stored[:3]] == [prompt[:4], prompt[4:8], prompt[8:12]]
