@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_followers import queue
@@ -39,7 +39,7 @@ class Step:
 
     def _budget(self, available: int) -> Budget:
         self.budgets += 1
-        return Budget(Memory(100, 100), available, 0)
+        return Budget(Memory(100, 100), available, 0, lambda: Uses([], 0, []), 0)
 
     def add(self, number: int, tokens: int, coming: int = 0) -> Added:
         entry = self.entries[number]

@@ -9,7 +9,7 @@ from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses, uses_of
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Running, Uses, lacked, uses_of
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
@@ -32,9 +32,8 @@ def together(reqs: list[Use]) -> Uses:
 
 
 def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: int) -> Budget:
-    made = Budget(free, free.kv, in_tree, **more)
-    made.count(together(running or []), together([]))
-    return made
+    uses = together(running or [])
+    return Budget(free, free.kv, in_tree, lambda: uses, max([0, *map(int.__sub__, uses.at_length, uses.held)]), **more)
 
 
 def test_each_pool_has_its_budget():
@@ -56,10 +55,10 @@ def test_what_a_request_holds_it_need_not_be_given():
     running = [Use(held=404, shared=400, at_length=704)]
     # 4 of its own, and the rest of 704 is still to come, of which a retraction of itself brings nothing.
     one = budget(Memory(0), running)
-    assert (one.private, one.lacks, one.at_most) == (4, 300, 300)
+    assert one.running == Running(private=4, lacks=300, at_most=300)
     # Two such: what one holds alone the other can have.
     two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
-    assert (two.private, two.lacks, two.at_most) == (204, 704 - 604, 300)
+    assert two.running == Running(private=204, lacks=704 - 604, at_most=300)
 
 
 def test_what_requests_have_of_the_pool_in_whole_pages():
@@ -86,7 +85,7 @@ def shared_budget() -> Budget:
     """Two that decode: 40 and 10 tokens of their own, and 60 of the first in the tree, which nobody else holds."""
     made = budget(Memory(1000, 100), [Use(100, 60, 260), Use(10, 0, 20)], in_tree=60, ahead=6, retracted=7)
     made.windows_retractable, made.windows_kept = 10, 5
-    assert (made.private, made.retractable, made.lacks, made.at_most) == (50, 110, 150, 160)
+    assert made.retractable == 110 and made.running == Running(private=50, lacks=150, at_most=160)
     return made
 
 
@@ -113,23 +112,51 @@ def test_what_is_admitted_in_a_step_counts_for_the_next_in_it():
     made = shared_budget()
     plan = AdmissionPlan(found(48, 40), 20, 24, 320, WindowNeed(8, 12, 30))
     made.admit(plan, ahead=4)
-    assert (made.in_tree, made.lacks, made.coming, made.ahead) == (52, 158, 300, 10)
+    assert (made.locked, made.lacks, made.coming, made.ahead) == (8, 158, 300, 10)
     assert made.free == Memory(1000 - 20 - 40, 100 - 8) and made.available == 1000 - 20
     small = AdmissionPlan(found(0, 0), 16, 20, 24)
     # What is left for the first is more than the second could need itself.
     assert made.needs(small).kv == 16 + (300 - 102) + 7
     made.admit(small, ahead=4)
-    assert (made.in_tree, made.lacks, made.coming, made.ahead) == (52, 158, 300, 14)
+    assert (made.locked, made.lacks, made.coming, made.ahead) == (8, 158, 300, 14)
     assert made.free == Memory(1000 - 20 - 40 - 16, 100 - 8) and made.available == 1000 - 36
     # More than decodes in the tree may be locked: a retraction then brings nothing of it, and not less than that.
     made.admit(AdmissionPlan(found(80, 0), 4, 8, 8), ahead=0)
-    assert made.in_tree == -28 and made.retractable == 50 and made.lacks == 160
+    assert made.locked == 88 and made.retractable == 50 and made.lacks == 160
 
 
 def test_who_is_on_its_way_counts_by_what_it_lacks():
-    made = Budget(Memory(100), 100, 0)
-    made.count(together([]), together([Use(40, 0, 90), Use(80, 16, 96)]))
-    assert (made.coming, made.private, made.lacks, made.at_most) == (50, 0, 0, 0)
+    assert lacked(together([Use(40, 0, 90), Use(80, 16, 96)])) == 50 and lacked(together([])) == 0
+
+
+USES = st.builds(
+    lambda shared, own, more: Use(shared + own, shared, shared + own + more),
+    st.integers(0, 60),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
+PLANS = st.builds(
+    lambda held, evictable, delta, soon, end: AdmissionPlan(
+        found(held, min(held, evictable)), delta, delta + soon, delta + soon + end
+    ),
+    *[st.integers(0, 60)] * 5,
+)
+
+
+@given(st.lists(USES, max_size=6), st.integers(-60, 200), st.integers(0, 200), st.lists(PLANS, max_size=4))
+def test_who_decodes_is_looked_at_where_it_makes_a_difference(running, in_tree, ahead, plans):
+    """One budget looks whenever it is asked, the other where the next steps of all may not be enough."""
+    looks: list[int] = []
+    seen, unseen = (budget(Memory(500), running, in_tree, ahead=ahead, coming=20) for _ in range(2))
+    seen.lacks_at_most = 10**6
+    uses = unseen.uses
+    unseen.uses = lambda: looks.append(1) or uses()  # type: ignore[func-returns-value]
+    for plan in plans:
+        assert seen.needs(plan) == unseen.needs(plan)
+        seen.admit(plan, 4)
+        unseen.admit(plan, 4)
+    assert not looks if ahead > 140 else len(looks) <= 1
+    assert (seen.retractable, seen.lacks) == (unseen.retractable, unseen.lacks)
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -261,7 +288,7 @@ def test_the_figures_are_those_of_the_worker(steps):
         elif what == 5:
             world.decode()
         before = world.queue._budget()
-        assert before.retractable == _brute_force(world)
+        assert before.retractable == _brute_force(world) and before.running.at_most <= before.lacks_at_most
         running = set(map(id, world.running))
         budgets = _step(world)
         world.check()

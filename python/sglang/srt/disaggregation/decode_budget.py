@@ -10,7 +10,8 @@ Upstream: none is known that counts a shared prefix once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
@@ -86,11 +87,43 @@ def uses_of(reqs: Sequence[Req], page_size: int, most_new_tokens: int) -> Uses:
     return Uses(held, sum([req.cache_protected_len for req in reqs]), at_length)
 
 
+def lacked(uses: Uses) -> int:
+    """What the neediest lacks to its end; 0 if there is none."""
+    return max([most - held for held, most in zip(uses.held, uses.at_length, strict=True)], default=0)
+
+
 def _at_length(req: Req, page_size: int, most_new_tokens: int) -> int:
     """What ``req`` will have in the end, which it remembers."""
     most = len(req.origin_input_ids) + min(req.sampling_params.max_new_tokens, most_new_tokens)
     req.kv_at_length = pages(most, page_size) * page_size
     return req.kv_at_length
+
+
+class Running(NamedTuple):
+    """What the requests that decode have and lack.
+
+    private: theirs outside the tree. lacks: what the neediest of them lacks to its end when the others have been
+    retracted; at_most: when they have not.
+    """
+
+    private: int = 0
+    lacks: int = 0
+    at_most: int = 0
+
+    @classmethod
+    def of(cls, uses: Uses, in_tree: int) -> Running:
+        """in_tree: what a retraction of all of them brings beside what is private."""
+        if not uses.held:
+            return cls()
+        private = sum(uses.held) - uses.shared
+        retractable = private + max(0, in_tree)
+        pairs = list(zip(uses.held, uses.at_length, strict=True))
+        return cls(
+            private,
+            # What a request holds itself, it need not be given.
+            max([most - (held if held > retractable else retractable) for held, most in pairs]),
+            lacked(uses),
+        )
 
 
 @dataclasses.dataclass
@@ -100,17 +133,18 @@ class Budget:
     So TP ranks decide alike, also when one of them fails to carry a decision out.
 
     free: free or evictable. available: free without an eviction. in_tree: locked by requests that decode and by nobody
-    else. private: theirs outside the tree. lacks: what the neediest of them lacks to its end when the others have been
-    retracted; at_most: when they have not. coming: what the neediest of those on their way to decode lacks to its end.
-    ahead: for the next steps of all that are live. retracted: for those that wait to come back.
+    else, when the step began; locked: what admissions have locked of it since. uses: of those that decode; it takes a
+    look at each, and is asked when that can make a difference. lacks_at_most: no one of them lacks more to its end.
+    coming: what the neediest of those on their way to decode lacks to its end. ahead: for the next steps of all that
+    are live. retracted: for those that wait to come back.
     """
 
     free: Memory
     available: int
     in_tree: int
-    private: int = 0
-    lacks: int = 0
-    at_most: int = 0
+    uses: Callable[[], Uses]
+    lacks_at_most: int
+    locked: int = 0
     coming: int = 0
     ahead: int = 0
     retracted: int = 0
@@ -118,45 +152,43 @@ class Budget:
     windows_retractable: int = 0
     windows_kept: int = 0
 
-    def count(self, running: Uses, coming: Uses) -> None:
-        """Fill in what those that decode hold and lack, and what those on their way lack."""
-        if running.held:
-            self.private = sum(running.held) - running.shared
-            retractable = self.retractable
-            pairs = list(zip(running.held, running.at_length, strict=True))
-            # What a request holds itself, it need not be given.
-            self.lacks = max([most - (held if held > retractable else retractable) for held, most in pairs])
-            self.at_most = max([most - held for held, most in pairs])
-        if coming.held:
-            self.coming = max([most - held for held, most in zip(coming.held, coming.at_length, strict=True)])
+    @cached_property
+    def running(self) -> Running:
+        """Those that decode, as they were when the step began: an admission changes nothing of them."""
+        return Running.of(self.uses(), self.in_tree)
 
     @property
     def retractable(self) -> int:
         """What becomes free or evictable when all that decode are retracted; a lower bound."""
-        return self._retractable(self.in_tree)
+        return self._retractable(self.locked)
 
-    def _retractable(self, in_tree: int) -> int:
-        return self.private + max(0, in_tree)
+    def _retractable(self, locked: int) -> int:
+        return self.running.private + max(0, self.in_tree - locked)
 
-    def _once_locked(self, plan: AdmissionPlan) -> tuple[int, int]:
-        """``in_tree`` and ``lacks`` when an admission has locked what it has found.
+    @property
+    def lacks(self) -> int:
+        """What the neediest of those that decode lacks to its end when the others have been retracted."""
+        return self._lacks(self.locked)
 
-        A retraction of the others that hold it no longer brings it.
-        """
+    def _lacks(self, locked: int) -> int:
+        """The same with so much of the tree locked, which a retraction of others that hold it no longer brings."""
+        lost = self._retractable(0) - self._retractable(locked)
+        return min(self.running.at_most, self.running.lacks + lost)
+
+    def _locked_with(self, plan: AdmissionPlan) -> int:
+        """``locked`` when an admission has locked what it has found."""
         # What others on their way hold is not in ``in_tree``, and taken off once more: a lower bound.
-        locked = plan.found.length - plan.found.evictable
-        if not locked:
-            return self.in_tree, self.lacks
-        in_tree = self.in_tree - locked
-        lost = self.retractable - self._retractable(in_tree)
-        return in_tree, min(self.at_most, self.lacks + lost)
+        return self.locked + plan.found.length - plan.found.evictable
 
     def needs(self, plan: AdmissionPlan) -> Memory:
         """What must be free or evictable for a request to be admitted, so that each live one can finish if need be."""
-        in_tree, lacks = self._once_locked(plan)
-        coming = max(self.coming, plan.at_length - plan.delta) - self._retractable(in_tree)
-        steps = plan.soon - plan.delta + self.ahead
-        kv = plan.delta + plan.found.evictable + max(steps, lacks, coming) + self.retracted
+        beside = plan.soon - plan.delta + self.ahead
+        coming = max(self.coming, plan.at_length - plan.delta)
+        # The next steps of many take more than any one of them lacks.
+        if beside < max(self.lacks_at_most, coming):
+            locked = self._locked_with(plan)
+            beside = max(beside, self._lacks(locked), coming - self._retractable(locked))
+        kv = plan.delta + plan.found.evictable + beside + self.retracted
         window = plan.window
         return Memory(kv, max(window.soon, window.at_length - self.windows_retractable) + self.windows_kept)
 
@@ -166,7 +198,7 @@ class Budget:
 
     def admit(self, plan: AdmissionPlan, ahead: int) -> None:
         """A request is admitted as planned. ahead: what is reserved for its next steps."""
-        self.in_tree, self.lacks = self._once_locked(plan)
+        self.locked = self._locked_with(plan)
         self.coming = max(self.coming, plan.at_length - plan.delta)
         self.ahead += ahead
         self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.windows - plan.window.now)
@@ -243,7 +275,7 @@ class Accounts:
         return self.reserved * (len(live.running) + len(live.coming))
 
     def budget(self, live: LiveReqs, loading: Iterable[TreeNode] = ()) -> Budget:
-        """What admission has to give in this state. Cost: some figures of each live request.
+        """What admission has to give in this state. Cost: some figures of each request on its way to decode.
 
         loading: nodes of the tree that are locked for loads and saves.
         """
@@ -251,10 +283,16 @@ class Accounts:
         # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
         holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
         in_tree = tree.protected_size_ - tokens_above(holders)
-        budget = Budget(self.free(running), tree.pool.available_size(), in_tree, ahead=self.ahead(live))
-        budget.count(
-            uses_of(running, page, self._most_new_tokens),
-            uses_of(coming, page, self._most_new_tokens),
+        most = self._most_new_tokens
+        budget = Budget(
+            self.free(running),
+            tree.pool.available_size(),
+            in_tree,
+            lambda: uses_of(running, page, most),
+            # Who decodes has the pages of its prompt at least.
+            pages(most, page) * page,
+            coming=lacked(uses_of(coming, page, most)),
+            ahead=self.ahead(live),
         )
         if live.retracted:
             budget.retracted = sum(req.seqlen + self.reserved for req in live.retracted)

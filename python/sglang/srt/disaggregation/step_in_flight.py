@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OPEN", "Fence", "StepInFlight", "find_step_in_flight", "raise_fence", "wait_if_used"]
 
+# Numpy takes longer to begin than to look at these in Python.
+FEW_PAGES = 256
+
 
 class StepInFlight:
     """A step in flight, of whose batch the requests at ``ended`` have ended. done: the event of its end."""
@@ -30,35 +33,44 @@ class StepInFlight:
         self.batch, self.ended, self.done, self.page_size = batch, ended, done, page_size
 
     @cached_property
-    def pages(self) -> torch.Tensor:
-        """The pages, int64 on the pool's device, that it may still write to for them."""
+    def pages(self) -> np.ndarray:
+        """The pages, int64, that it may still write to for them."""
         if self.batch.spec_algorithm.is_none():
-            return self.batch.out_cache_loc[self.ended] // self.page_size
+            return self._of_ended(self.batch.out_cache_loc) // self.page_size
         # A speculating step finds its slots in the row, from what was committed when it was launched up to what is
         # allocated. Neither figure has changed: the result that ends a request is that of the step before.
         table, parts = self.batch.req_to_token_pool.req_to_token, []
-        for i in self.ended:
+        for i, row in zip(self.ended, self._rows.tolist(), strict=True):
             req = self.batch.reqs[i]
-            parts.append(table[int(self.batch.req_pool_indices[i]), req.kv_committed_len : req.kv_allocated_len])
-        return torch.unique(torch.cat(parts).long() // self.page_size)
+            parts.append(table[row, req.kv_committed_len : req.kv_allocated_len])
+        return np.unique(torch.cat(parts).long().cpu().numpy() // self.page_size)
 
     @cached_property
+    def _rows(self) -> np.ndarray:
+        return self._of_ended(self.batch.req_pool_indices)
+
+    @property
     def rows(self) -> set[int]:
         """The rows of ``req_to_token`` that it may still read for them."""
-        return set(self.batch.req_pool_indices[self.ended].tolist())
+        return set(self._rows.tolist())
 
     @cached_property
     def states(self) -> set[int]:
         """The state slots of a hybrid model that it may still write to for them; their rows are nobody else's yet."""
         pool = self.batch.req_to_token_pool
-        return set(pool.get_mamba_indices(self.batch.req_pool_indices[self.ended]).tolist())
+        return set(self._of_ended(pool.get_mamba_indices(self.batch.req_pool_indices)).tolist())
 
     @cached_property
     def windows(self) -> set[int]:
         """The pages of a pool for sliding windows that it may still write to for them."""
         # As they were when it was launched: what the table says of them now is that they are free.
-        slots = self.batch.window_cache_loc[self.ended] // self.page_size
+        slots = self._of_ended(self.batch.window_cache_loc) // self.page_size
         return set(slots.tolist())
+
+    def _of_ended(self, of_all: torch.Tensor) -> np.ndarray:
+        """Of one figure of each request of the batch, those of the ended."""
+        # Copied to the host as a whole: on a device, indices would first be copied there.
+        return of_all.cpu().numpy()[self.ended]
 
     @property
     def writes(self) -> set[int]:
@@ -67,7 +79,10 @@ class StepInFlight:
 
     def uses(self, row: int, slots: torch.Tensor) -> bool:
         """Whether it may still read ``row`` or write to ``slots`` of KV."""
-        return row in self.rows or bool(torch.isin(slots // self.page_size, self.pages).any())
+        if row in self.rows:
+            return True
+        pages = torch.from_numpy(self.pages).to(slots.device)
+        return bool(torch.isin(slots // self.page_size, pages).any())
 
 
 def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
@@ -113,7 +128,9 @@ class Fence(NamedTuple):
             return False
         if state_indices is not None and not self.step.writes.isdisjoint(state_indices):
             return True
-        return bool(np.isin(page_indices, self.step.pages.cpu()).any())
+        if len(page_indices) <= FEW_PAGES:
+            return not set(self.step.pages.tolist()).isdisjoint(page_indices.tolist())
+        return bool(np.isin(page_indices, self.step.pages).any())
 
 
 # While no step is in flight.
