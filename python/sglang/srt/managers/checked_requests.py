@@ -77,7 +77,8 @@ class CheckedRequests(Base):
             raise
         except Exception as e:
             # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
-            known = states and all(state.sent for state in states.values())
+            # Nor has the scheduler been told of a prompt that decode computes, which has been answered.
+            known = states and all(state.sent or state.finished for state in states.values())
             refused = not known and not isinstance(e, HTTPException)
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
@@ -162,7 +163,9 @@ class CheckedRequests(Base):
         return tokenized_obj
 
     def _check_room(self, room: int | None) -> None:
-        """Raise ValueError if decode has refused the request of this room."""
+        """Raise ValueError if decode has refused the request of this room. Aggregated servers take anything for one."""
+        if self.disaggregation_mode == DisaggregationMode.NULL:
+            return
         reason = self.refused_rooms.reason(room)
         if reason is not None:
             raise ValueError(reason)
@@ -179,17 +182,22 @@ class CheckedRequests(Base):
 
     def _send_one_request(self, tokenized_obj) -> None:
         """Adds a last look at what decode says of it: from here on the scheduler is told."""
-        self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
-        if self.computed.answers(tokenized_obj):
-            return
-        super()._send_one_request(tokenized_obj)
+        try:
+            self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
+            if self.computed.answers(tokenized_obj):
+                return
+            super()._send_one_request(tokenized_obj)
+        except Exception:
+            # It may be one of the engine's samples, whose state is none of the request's own.
+            self.rid_to_state.pop(tokenized_obj.rid, None)
+            raise
         self._note_sent(tokenized_obj.rid)
 
     def _send_batch_request(self, tokenized_objs) -> None:
         """Adds the same for a batch."""
         for tokenized_obj in tokenized_objs:
             self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
-        tokenized_objs = [one for one in tokenized_objs if not self.computed.answers(one)]
+        tokenized_objs = [one for one in tokenized_objs if not self.computed.answers(one, of_batch=True)]
         if tokenized_objs:
             super()._send_batch_request(tokenized_objs)
         for tokenized_obj in tokenized_objs:

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
+from sglang.srt.disaggregation.room_notes import is_room
 
 __all__ = ["ComputedAnswers"]
 
@@ -33,23 +34,32 @@ class ComputedAnswers:
         manager.send_to_scheduler.send_pyobj(ComputedReq(room))
         self._end(state.sent_rid, state, state.prompt_tokens)
 
-    def answers(self, tokenized_obj: Any) -> bool:
-        """Whether a request that is about to be sent need not be: it has been answered."""
-        state = self._manager.rid_to_state.get(tokenized_obj.rid)
-        if state is None:
+    def answers(self, tokenized_obj: Any, of_batch: bool = False) -> bool:
+        """Whether a request that is about to be sent need not be: it is answered.
+
+        of_batch: it is sent with others. The engine looks up the states of all of them after that.
+        """
+        rid, state = tokenized_obj.rid, self._manager.rid_to_state.get(tokenized_obj.rid)
+        room: Any = getattr(tokenized_obj, "bootstrap_room", None)
+        # An aggregated server takes anything for a room.
+        if state is None or not is_room(room):
             return False
-        room = getattr(tokenized_obj, "bootstrap_room", None)
+        prompt_tokens = len(getattr(tokenized_obj, "input_ids", None) or ())
         if self.rooms.take(room):
-            self._end(tokenized_obj.rid, state, len(tokenized_obj.input_ids or ()))
+            if of_batch:
+                asyncio.get_running_loop().call_soon(self._end, rid, state, prompt_tokens)
+            else:
+                self._end(rid, state, prompt_tokens)
             return True
-        state.prompt_tokens = len(getattr(tokenized_obj, "input_ids", None) or ())
-        if room is not None:
-            # It is sent next, on this thread.
-            state.sent_rid, self._states[room] = tokenized_obj.rid, state
+        # It is sent next, on this thread.
+        state.prompt_tokens, state.sent_rid, self._states[room] = prompt_tokens, rid, state
         return False
 
     def _end(self, rid: str, state: Any, prompt_tokens: int) -> None:
         manager, obj = self._manager, state.obj
+        if manager.rid_to_state.get(rid) is not state:
+            # Of a batch that has been given up since.
+            return
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": {"type": "length", "length": 0},

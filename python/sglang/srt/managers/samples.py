@@ -135,8 +135,8 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
     prompts, n = obj.batch_size, obj.parallel_sample_num
     for name in _LISTS:
         values = getattr(obj, name)
-        # An empty one is as good as none: chat requests have such modalities.
-        if isinstance(values, list) and values:
+        # An empty one is as good as none: chat requests have such modalities. Not of what the router gives each prompt.
+        if isinstance(values, list) and (values or name.startswith("bootstrap_")):
             if len(values) < prompts or (name == "extra_key" and len(values) != prompts):
                 raise ValueError(f"The request has no entry {len(values)} in one of its lists: {name}")
             # Where the engine has an entry for each sample, it has all prompts, n times.
