@@ -439,8 +439,9 @@ def as_markdown() -> str:
         "Of the engine and of Mooncake, where this package gives them a meaning of its own or asks to set them:",
         _variables(ENGINE_VARIABLES),
         "## Metrics",
-        "`GET /metrics` of a worker with `--enable-metrics`. TP ranks are summed; of a worker with DP ranks each has "
-        "the label `dp_rank`.",
+        "`GET /metrics` of a worker with `--enable-metrics`. Requests and their tokens are counted on the first TP "
+        "rank; bytes, runs, digests and lost peers are summed over TP ranks. Of a worker with DP ranks each has the "
+        "label `dp_rank`.",
         _table(("metric", "worker", "kind", "meaning"), [(f"`{name}`", *rest) for name, *rest in metrics()]),
         "## What a worker says of itself",
         "`GET /get_server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",

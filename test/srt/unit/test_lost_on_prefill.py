@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 ROOM, OTHER = 7001, 7002
 LOOPS = [(ranks, overlap) for ranks in (1, 2) for overlap in (True, False)]
@@ -55,6 +56,28 @@ def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop
         assert scheduler.told[1][0].finished_reason.to_json()["type"] == "length"
         scheduler.assert_nothing_held()
     assert [scheduler.steps for scheduler in loop.schedulers] == [loop.schedulers[0].steps] * loop.ranks.size
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["bootstrap", "computed"])
+def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch, asked: bool):
+    """Whichever queue it ends in; the counters leave it to one rank to count it."""
+    counted: list[str] = []
+    counters = KvTransferCounters("m", "prefill", enabled=False)
+    counters._counts_requests = True
+    monkeypatch.setattr(counters, "failed", counted.append)
+    monkeypatch.setattr(KvTransferCounters, "get", lambda args: counters)
+    reqs = loop.arrive(100, ROOM, asked)
+
+    def during(scheduler: PrefillScheduler) -> None:
+        if scheduler.tp_rank == 0 and len(scheduler.steps) == 2:
+            lose(loop)
+
+    loop.during = during
+    if not asked:
+        reqs[0].disagg_kv_sender.fail("decode is gone")
+    loop.run(8)
+    assert len(counted) == loop.ranks.size
+    assert any("decode is gone" in message for message in counted)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -8,8 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import prometheus_client
 import pytest
+from sglang.srt.disaggregation.decode import DecodeTransferQueue
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
 from sglang.srt.disaggregation.decode_budget import Memory
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters, count_runs, pages
+from sglang.srt.disaggregation.itl_gate import ItlGate
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 PREFIX = "sglang:"
 
@@ -81,6 +85,63 @@ def test_one_set_of_counters_for_each_role(registry):
     first = KvTransferCounters.get(args("decode"), dp_rank=3)
     assert KvTransferCounters.get(args("decode")) is first and first._labels["dp_rank"] == "3"
     assert KvTransferCounters.get(args("prefill")) is not first
+
+
+def scheduler_of(mode: str, dp_size: int = 1, **ranks: int) -> SimpleNamespace:
+    args = SimpleNamespace(
+        served_model_name="m", disaggregation_mode=mode, enable_metrics=True, dp_size=dp_size,
+        disaggregation_decode_itl_target=20.0,
+    )  # fmt: skip
+    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=None))
+    known = {"dp_rank": None, "pp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0} | ranks
+    return SimpleNamespace(server_args=args, tp_worker=runner, **known)
+
+
+def test_the_rank_is_a_label_whoever_asks_next(registry, monkeypatch):
+    """With an ITL target, the transfer queue asks for them before there is a manager."""
+    scheduler = scheduler_of("decode", dp_size=2, dp_rank=1)
+
+    class Made(Exception):
+        pass
+
+    def asks_first(args: object, tree: object) -> None:
+        ItlGate.of(scheduler, tree)
+        raise Made
+
+    def init(self: object) -> None:
+        self.scheduler, self.tree_cache = scheduler, object.__new__(DecodeRadixCache)
+
+    monkeypatch.setattr(DecodeTransferQueue.__mro__[1], "__init__", init)
+    monkeypatch.setattr(AdmissionPolicy, "of", asks_first)
+    with pytest.raises(Made):
+        DecodeTransferQueue()
+    assert KvTransferCounters.get(scheduler.server_args).labels["dp_rank"] == "1"
+
+
+@pytest.mark.parametrize("ranks", [{}, {"attn_tp_rank": 1}, {"attn_cp_rank": 1}, {"pp_rank": 1}])
+def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, ranks):
+    counters = KvTransferCounters.of(scheduler_of("decode", **ranks))
+    counters.committed(100, 64, 10)
+    counters.ended(SimpleNamespace(status_code=500, message="timed out"))
+    counters.blocked()
+    counters.itl_held()
+    counters.taken_over()
+    counters.overtaken(1)
+    counters.followed(4, 0.5)
+    counters.host({"loaded": 4, "storage": {"fetched": 4}})
+    assert len(told(registry)) == (0 if ranks else 15)
+    # What each rank finds out for itself.
+    counters.mismatched()
+    counters.lost_peer()
+    found = told(registry)
+    assert found["decode_page_digest_mismatches_total"] == found["kv_transfer_peers_lost_total"] == 1
+
+
+def test_bytes_are_counted_by_all_ranks(registry):
+    counters = KvTransferCounters.of(scheduler_of("prefill", attn_tp_rank=1))
+    counters.sent(100, 30, 2)
+    counters.sent_states(5)
+    assert sorted(told(registry).values()) == [2, 5, 30, 100]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

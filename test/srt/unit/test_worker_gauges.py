@@ -98,6 +98,18 @@ def test_one_that_is_held_back_for_the_transfer_of_another(scheduler):
     assert (states["transfer"], states["held_back"], states["waiting"]) == (1, 1, 0)
 
 
+def test_one_that_is_computed_here_until_it_decodes(scheduler):
+    agreed, polled, launched, done = (SimpleNamespace(finished=lambda n=n: n) for n in (False, False, False, True))
+    transfers = scheduler.disagg_decode_transfer_queue
+    waiting = [SimpleNamespace(req=agreed), SimpleNamespace(req=polled)]
+    # One that another rank has no memory for yet is polled; of one that waits, a part may be in the step.
+    transfers.local = SimpleNamespace(waiting=waiting, reqs=lambda: [agreed, launched, done])
+    transfers.queue = [SimpleNamespace(req=polled, phase=SimpleNamespace(name="LOCAL"))]
+    found = worker_gauges.in_hand(scheduler)
+    assert {each.state for each in found} == {"local"}
+    assert sorted(id(each.req) for each in found) == sorted(map(id, (agreed, polled, launched)))
+
+
 def test_quarantine_is_seen_until_it_is_over(scheduler, registry):
     world = scheduler.world
     decode_req = world.arrive(list(range(1, 13)))
@@ -187,6 +199,11 @@ def test_prefill_has_each_request_once():
         ("decode 10.0.0.1:1 is gone: it refuses connections", "peer_lost"),
         ("timed out after 300 s, in which prefill 10.0.0.1:1 has not known of it", "timeout"),
         ("what has arrived of KV head 3 is not what prefill sent", "digest"),
+        ("prefill sent no digest of KV head 3", "digest"),
+        ("the digest that prefill sent cannot be read: x", "digest"),
+        # Whatever the names of hosts.
+        ("the handshake with prefill chatroom-0:1 failed: 1: 1", OTHER),
+        ("prefill mooncake-0.svc:8998 is gone: it refuses connections", "peer_lost"),
         ("prefill reported: transfer over NIXL failed: ERR", "backend"),
         ("refused decode's request for KV: decode gave the request up", "gave_up"),
         ("no reason was recorded", ELSEWHERE),

@@ -440,6 +440,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def __init__(self, *args, **kwargs):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
+        KvTransferCounters.of(self.scheduler)
         self.quarantine: list[DecodeRequest] = []
         # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
         self.local: LocalPrefills | None = None

@@ -27,7 +27,7 @@ def hear_reasons(requests: Sequence[DecodeRequest], polls: Sequence[int], group:
     """Have the first rank of ``group`` lose those of ``requests`` that have failed for what another rank knows.
 
     polls: what all ranks have polled of each. All ranks come here in the same step, with the same requests. The first
-    counts the cause that it tells; where all ranks export metrics, the one that knew it counts it too.
+    counts the cause that it tells, and none of the others counts the request.
     """
     if KVPoll.Failed not in polls or is_alone(group):
         return

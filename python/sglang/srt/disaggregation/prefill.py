@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -35,6 +36,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 
     def _init_kv_manager(self):
         """Adds how many layers all pipeline stages have, and what digests of pages are computed from."""
+        KvTransferCounters.of(self.scheduler)
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
             manager.num_layers = self.scheduler.model_config.num_hidden_layers
@@ -56,12 +58,14 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Sets the cursor of the requests that the engine pops."""
-        popped = super().pop_bootstrapped(return_failed_reqs, rids_to_check)
-        for req in popped[0] if return_failed_reqs else popped:
+        """Sets the cursor of the requests that the engine pops, and counts those that it fails."""
+        popped, failed = super().pop_bootstrapped(True, rids_to_check)
+        for req in popped:
             req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
             req.time_stats.decode_prefix_len = req.start_send_idx
-        return popped
+        for req in failed:
+            KvTransferCounters.get(self.scheduler.server_args).ended(req.finished_reason)
+        return (popped, failed) if return_failed_reqs else popped
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
@@ -70,7 +74,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
         """Settles, in every step, idle ones too, what a transfer backend cannot leave to a request's poll.
 
-        The client of a failed request is answered at once; what its writes in flight hold is held until they end.
+        The client of a failed request is answered at once; what its writes in flight hold is held until they end. What
+        the engine fails that has not been answered by then is counted.
         """
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if isinstance(manager, CommonKVManager):
@@ -85,7 +90,12 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                     sender.fail_if_overdue()
                     if sender.has_failed():
                         self._tell_lost(req, sender.failure_reason())
-        return super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+        told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
+        done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+        for req in done:
+            if id(req) not in told:
+                KvTransferCounters.get(self.server_args).ended(req.finished_reason)
+        return done
 
     def drop_computed(self, room: int) -> None:
         """Forget the request of a room that decode computes itself, in the same step on all ranks.
@@ -173,7 +183,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         self.stream_output([req], req.return_logprob)
         if reason != COMPUTED:
-            req.disagg_kv_sender.kv_mgr.counters.failed(message)
+            KvTransferCounters.get(self.server_args).failed(message)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""

@@ -14,7 +14,7 @@ ELSEWHERE, OTHER = "other_rank", "other"
 # The first that is found in a reason names its cause: what a peer reports is looked at for what it says itself.
 _SIGNS = {
     "gave_up": "decode gave the request up|[Aa]borted",
-    "digest": "is not what prefill sent",
+    "digest": "is not what prefill sent|no digest of|the digest that prefill sent",
     "peer_lost": "is gone|it was lost in the meantime|Losing connection|[Ii]nstance could be dead",
     "timeout": "timed out|[Tt]imeout|has not answered for|takes no messages|granted no staging memory for",
     "secret": "Have all workers the same|it is not signed|its signature|it was signed|it has come before",
@@ -29,6 +29,8 @@ _BEGINNING = re.compile(
     r"^(?:Decode|Prefill) \w+ failed for request .*?(?:bootstrap_room=|room )\d+\)?:? ?"
     r"|^(?:with exception )?KVTransferError\(bootstrap_room=\d+\): "
 )
+# A worker by its address, whose name says nothing of a cause.
+_ADDRESS = re.compile(r"[\w.\-\[\]:]+:\d+")
 # What a rank says that knows of no reason of its own.
 _UNKNOWN = re.compile("no reason was recorded|another pipeline stage|failed on another rank of")
 
@@ -38,4 +40,5 @@ def cause_of(message: str) -> str:
     reason = _BEGINNING.sub("", _BEGINNING.sub("", message))
     if not reason or _UNKNOWN.search(reason):
         return ELSEWHERE
+    reason = _ADDRESS.sub("", reason)
     return next((cause for cause, pattern in _PATTERNS if pattern.search(reason)), OTHER)

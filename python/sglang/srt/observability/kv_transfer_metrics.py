@@ -20,24 +20,36 @@ __all__ = ["KvTransferCounters", "count_transfer"]
 class KvTransferCounters:
     """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
 
-    Each rank counts for itself and the engine's multiprocess exporter adds them up.
+    The engine's multiprocess exporter adds up what the ranks count. Requests and their tokens are the same on all TP
+    ranks, so the one that answers clients counts them; bytes, runs, peers and digests each rank counts for itself.
     """
 
     _made: dict[tuple[str, str], KvTransferCounters] = {}
 
     @classmethod
-    def get(cls, server_args: ServerArgs, dp_rank: int | None = None) -> KvTransferCounters:
+    def of(cls, scheduler: Any) -> KvTransferCounters:
+        """Those of a scheduler, which knows its ranks: called before anybody asks for them without."""
+        args = scheduler.server_args
+        if not args.enable_metrics:
+            return cls.get(args)
+        dp_rank = (scheduler.dp_rank or 0) if args.dp_size > 1 else None
+        answers = not (scheduler.pp_rank or scheduler.attn_tp_rank or scheduler.attn_cp_rank)
+        return cls.get(args, dp_rank, answers)
+
+    @classmethod
+    def get(cls, server_args: ServerArgs, dp_rank: int | None = None, answers: bool = True) -> KvTransferCounters:
         """The counters of this process; made once, since Prometheus refuses a second registration.
 
-        dp_rank: the first to ask gives it, where there are several; it becomes a label, as of the engine's metrics.
+        The first to ask gives the rest. dp_rank: where there are several; it becomes a label, as of the engine's
+        metrics. answers: whether this rank is the one of its DP rank that answers clients.
         """
         key = (server_args.served_model_name, server_args.disaggregation_mode)
         if key not in cls._made:
-            cls._made[key] = cls(*key, enabled=server_args.enable_metrics, dp_rank=dp_rank)
+            cls._made[key] = cls(*key, enabled=server_args.enable_metrics, dp_rank=dp_rank, answers=answers)
         return cls._made[key]
 
-    def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None):
-        self.enabled, self._host_totals = enabled, dict[str, int]()
+    def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None, answers=True):
+        self.enabled, self._counts_requests, self._host_totals = enabled, enabled and answers, dict[str, int]()
         if not enabled:
             return
         # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
@@ -114,12 +126,12 @@ class KvTransferCounters:
 
     def ended(self, reason: Any) -> None:
         """A request has ended by an abort, of the engine's kind: counted is what failed by no fault of the client."""
-        if self.enabled and getattr(reason, "status_code", None) == HTTPStatus.INTERNAL_SERVER_ERROR:
+        if self._counts_requests and getattr(reason, "status_code", None) == HTTPStatus.INTERNAL_SERVER_ERROR:
             self.failed(reason.message)
 
     def failed(self, message: str) -> None:
         """A request has failed; its client is told ``message``."""
-        if self.enabled:
+        if self._counts_requests:
             self._failed.labels(**self._labels, cause=cause_of(message)).inc()
 
     def lost_peer(self) -> None:
@@ -138,7 +150,7 @@ class KvTransferCounters:
 
     def committed(self, prompt_len: int, prefix_len: int, computed: int = 0) -> None:
         """The rest of a prompt has come; or all of it, ``computed`` tokens, is computed here."""
-        if self.enabled:
+        if self._counts_requests:
             self._prompt.inc(prompt_len)
             self._hit.inc(prefix_len)
             self._moved.inc(prompt_len - prefix_len - computed)
@@ -148,11 +160,11 @@ class KvTransferCounters:
 
     def taken_over(self) -> None:
         """Decode computes a request since its prefill is gone or late."""
-        if self.enabled:
+        if self._counts_requests:
             self._taken_over.inc()
 
     def blocked(self) -> None:
-        if self.enabled:
+        if self._counts_requests:
             self._blocked.inc()
 
     def itl_target(self, seconds: float) -> None:
@@ -166,11 +178,11 @@ class KvTransferCounters:
             self._held_back.set(waiting)
 
     def itl_held(self) -> None:
-        if self.enabled:
+        if self._counts_requests:
             self._held.inc()
 
     def followed(self, num_tokens: int, seconds: float) -> None:
-        if self.enabled:
+        if self._counts_requests:
             self._followed.inc()
             self._not_sent_twice.inc(max(num_tokens, 0))
             self._following.inc(seconds)
@@ -180,12 +192,12 @@ class KvTransferCounters:
             self._mismatched.inc()
 
     def overtaken(self, num_requests: int) -> None:
-        if self.enabled:
+        if self._counts_requests:
             self._overtaken.inc(num_requests)
 
     def host(self, totals: Mapping[str, Any]) -> None:
         """What a host tier has copied since the start, in tokens, and under ``storage`` what is below it."""
-        if not self.enabled:
+        if not self._counts_requests:
             return
         counted = {
             "loaded": self._loaded,

@@ -85,8 +85,8 @@ class CommonKVManager(engine.CommonKVManager):
         if key is not None:
             own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
             self.server_socket = VerifyingSocket(self.server_socket, own, key)
-        several = self.server_args.dp_size > 1
-        self.counters = KvTransferCounters.get(self.server_args, self.system_dp_rank if several else None)
+        # Made by the queue that makes this manager.
+        self.counters = KvTransferCounters.get(self.server_args)
         # Looks for sockets of dead peers; and what looks after this worker's peers, with it.
         self.sweep = SocketSweep(lambda: list(CommonKVReceiver._socket_cache), CommonKVReceiver.close_socket)
         if self.has_radix:
