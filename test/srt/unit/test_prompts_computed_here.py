@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,11 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
 from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq, Policy, may_compute, needs_prefill
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
+from test_samples import Manager, answers, body, until
 from test_step_in_flight import Play, RankPlay, scripts
 
 LOCAL = {"disaggregation_decode_local_prefill": "40"}
@@ -347,8 +352,6 @@ class Front:
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
     def add(self, rid: str, room: int, sent: bool) -> Any:
-        import asyncio
-
         state = State(
             obj=SimpleNamespace(bootstrap_room=room, return_logprob=False, lora_path=None),
             sent=sent,
@@ -390,3 +393,80 @@ def test_a_request_that_comes_after_the_word_is_not_sent():
     again = front.add("b", 5, False)
     assert not answers.answers(SimpleNamespace(rid="b", bootstrap_room=5, input_ids=[1] * 3))
     assert not again.finished and again.prompt_tokens == 3
+
+
+class BatchManager(Manager):
+    """A prefill's tokenizer manager that sends the prompts of a batch together, as the engine does with token ids."""
+
+    _should_use_batch_tokenization = TokenizerManager._should_use_batch_tokenization
+
+    def __init__(self):
+        super().__init__(DisaggregationMode.PREFILL, False)
+        self.server_args.weight_version, self.server_args.skip_tokenizer_init = "v", False
+        self.is_generation = True
+
+    async def _tokenize_one_request(self, obj):
+        tokenized_obj = await super()._tokenize_one_request(obj)
+        tokenized_obj.input_ids = obj.input_ids
+        return tokenized_obj
+
+
+def test_a_batch_is_served_without_the_prompt_that_decode_computes():
+    """Decode's word came before the batch is sent, whose states the engine looks up when it has been."""
+
+    async def serve(*computed: int) -> None:
+        front, rooms = BatchManager(), [5, 6, 7]
+        for room in computed:
+            front.computed.note(room)
+        obj = body(1, prompts=[[1, 2], [3, 4], [5, 6, 7]], bootstrap_room=rooms, rid=["a", "b", "c"])
+        task = asyncio.ensure_future(answers(front, obj))
+        await until(lambda: front.send_to_scheduler.got or len(computed) == len(rooms), task)
+        sent = [one for message in front.send_to_scheduler.got for one in message.batch]
+        assert [one.bootstrap_room for one in sent] == [room for room in rooms if room not in computed]
+        # In its turn: what is called soon has been.
+        await asyncio.sleep(0)
+        assert [*front.rid_to_state] == [one.rid for one in sent]
+        for one in sent:
+            front.answer(one, completion_tokens=1)
+        meta = [out["meta_info"] for out in await task]
+        assert [one["id"] for one in meta] == ["a", "b", "c"]
+        assert [one["completion_tokens"] for one in meta] == [int(room not in computed) for room in rooms]
+        assert not computed or [meta[room - 5]["prompt_tokens"] for room in computed] == [2, 3][-len(computed) :]
+        assert not front.rid_to_state and len(front.send_to_scheduler.got) <= 1
+
+    for computed in ((), (7,), (6, 7)):
+        asyncio.run(asyncio.wait_for(serve(*computed), 30))
+
+
+def test_what_the_scheduler_refuses_of_a_batch_costs_the_prompt_that_decode_computes_nothing():
+    """Nor the others: of what the scheduler has, the scheduler tells decode."""
+
+    async def serve() -> None:
+        front = BatchManager()
+        front.computed.note(6)
+        obj = body(1, prompts=[[1, 2], [3, 4], [5, 6]], bootstrap_room=[5, 6, 7], rid=["a", "b", "c"])
+        task = asyncio.ensure_future(answers(front, obj))
+        await until(lambda: front.send_to_scheduler.got, task)
+        (sent,) = front.send_to_scheduler.got
+        refused = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": "a bad grammar"}
+        front.answer(sent.batch[0], finish_reason=refused)
+        with pytest.raises(ValueError, match="a bad grammar"):
+            await task
+        assert front.send_to_scheduler.got == [sent]
+
+    asyncio.run(asyncio.wait_for(serve(), 30))
+
+
+def test_a_batch_that_is_given_up_before_its_computed_prompt_is_answered():
+    async def serve() -> None:
+        front = Front()
+        answers = ComputedAnswers(front)
+        answers.note(5)
+        state = front.add("a", 5, False)
+        assert answers.answers(SimpleNamespace(rid="a", bootstrap_room=5, input_ids=[1]), of_batch=True)
+        assert not state.finished and front.rid_to_state == {"a": state}
+        other = front.add("a", 8, False)
+        await asyncio.sleep(0)
+        assert not state.finished and not state.out_list and front.rid_to_state == {"a": other}
+
+    asyncio.run(serve())

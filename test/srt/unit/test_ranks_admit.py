@@ -287,6 +287,55 @@ def break_admission(world: World, broken: bool, rid: str) -> None:
     world.queue.memory.give = admit  # type: ignore[method-assign]
 
 
+def break_allocation(world: World, broken: bool, rid: str) -> None:
+    """Have the pool have no slots for ``rid`` on this rank."""
+    memory, real = world.queue.memory, world.queue.memory._allocate
+
+    def allocate(req, *args):
+        with pytest.MonkeyPatch.context() as patch:
+            if broken and req.rid == rid:
+                patch.setattr(world.tree.pool, "alloc_long_runs", lambda size: None)
+            return real(req, *args)
+
+    memory._allocate = allocate  # type: ignore[method-assign]
+
+
+def fails_before_one_of_its_prefix(rank: int, failing: int) -> list[Any]:
+    """Where memory is short, two requests of one prefix that nobody holds come in one step, and one behind them."""
+    world = World(size=64, page_size=4, reserved=2, group=dist.group.WORLD)
+    (first,) = queue(world, [1] * 40, max_new=1)
+    world.step()
+    world.complete(first)
+    world.step()
+    for req in list(world.running):
+        world.finish(req)
+    break_allocation(world, rank == failing, "r2")
+    queue(world, [1] * 40 + [2] * 8, [1] * 40 + [3] * 8, max_new=4)
+    world.step()
+    admitted = [dr.req.rid for dr in world.transfer.queue]
+    world.step()
+    return admitted
+
+
+def fails_beside_windows(rank: int, failing: int) -> list[Any]:
+    """Windows are short, and what others keep of them goes by the lengths of those that are admitted."""
+    world = World(size=512, page_size=4, windows=(8, 64), reserved=16, group=dist.group.WORLD)
+    break_allocation(world, rank == failing, "r1")
+    queue(world, *([n] * 9 for n in range(1, 9)), max_new=16)
+    world.step()
+    admitted = [dr.req.rid for dr in world.transfer.queue]
+    world.step()
+    return admitted
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("play", [fails_before_one_of_its_prefix, fails_beside_windows])
+def test_who_could_not_get_its_memory_counts_for_the_rest_of_the_step(pair, play, failing):
+    """What it would have locked was counted once more for the next; the ranks then polled different requests."""
+    admitted = assert_same(pair.run(play, failing))
+    assert len(admitted) > 1
+
+
 def fails_before_a_blocked_one(rank: int, failing: int) -> list[Any]:
     """A warm-up fails on one rank, and behind it a request is found not to fit."""
     me = Rank(rank, 128)

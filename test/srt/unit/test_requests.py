@@ -427,6 +427,19 @@ def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
         assert requests.post(url, data=wrong, timeout=5).status_code == 400
 
 
+@pytest.mark.parametrize("room", [[5], {"a": 1}, "5", 5, None])
+def test_a_server_by_itself_takes_anything_for_a_room(monkeypatch, room):
+    alone, sent = manager(DisaggregationMode.NULL), []
+    bases = TokenizerManager.__bases__[-1]
+    monkeypatch.setattr(bases, "_send_one_request", lambda self, one: sent.append(one))
+    monkeypatch.setattr(bases, "_send_batch_request", lambda self, ones: sent.extend(ones))
+    obj = SimpleNamespace(rid="a", bootstrap_room=room, input_ids=[1])
+    alone.rid_to_state["a"] = ReqState([], False, asyncio.Event(), obj, SimpleNamespace())
+    alone._send_one_request(obj)
+    alone._send_batch_request([obj])
+    assert sent == [obj, obj] and alone.rid_to_state["a"].sent
+
+
 def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
     """Without the cache the engine asks as it does, and waits."""
     code = CommonKVReceiver.query_prefill_dp_ranks.__globals__

@@ -150,6 +150,15 @@ def test_lists_that_are_too_short():
         expanded(text=["a", "b"], sampling_params={"n": 2}, rid=["x", "x"])
 
 
+@pytest.mark.parametrize("name", ["bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"])
+def test_lists_of_the_router_that_are_empty(name):
+    """The client's error, of which the other worker is told."""
+    prefill = Manager(DisaggregationMode.PREFILL, False)
+    with pytest.raises(ValueError, match=f"no entry 0 in one of its lists: {name}"):
+        asyncio.run(answers(prefill, body(2, prompts=[[1, 2]], **{"bootstrap_room": [11], name: []})))
+    assert [message.room for message in prefill.send_to_scheduler.got] == [11] * (name != "bootstrap_room")
+
+
 @pytest.mark.parametrize(
     ("params", "asked"),
     [
@@ -427,6 +436,31 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
         assert "decode worker that gives samples no rooms" in late
         assert sent == (await serve(Bare(DisaggregationMode.PREFILL, False)))[0]
         assert [room for room, _, _ in sent] == [11, 12, *[11] * 3, *[12] * 3]
+
+    run(test())
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_samples_of_the_engine_that_decode_refuses_leave_no_states(sent):
+    """While the prompt is tokenized, or when its warm-up and a sample have been sent. The engine has given them names
+    of their own."""
+
+    class Refusing(Manager):
+        def _send_one_request(self, tokenized_obj):
+            if len(self.send_to_scheduler.requests) == sent:
+                self._refuse_room(11, "max_new_tokens is too large")
+            super()._send_one_request(tokenized_obj)
+
+    async def test():
+        prefill = Refusing(*MODES[0])
+        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]])))
+        if sent:
+            await until(lambda: prefill.send_to_scheduler.requests, task)
+            prefill.answer(prefill.send_to_scheduler.requests[0])
+        with pytest.raises(ValueError, match="too large"):
+            await task
+        requests = prefill.send_to_scheduler.requests
+        assert len(requests) == sent and [*prefill.rid_to_state] == [one.rid for one in requests[1:]]
 
     run(test())
 

@@ -164,6 +164,9 @@ class Admission:
             added = adder.add_one(entry, req, plan)
             if added is FOLLOWS:
                 continue
+            if added is NO_MEMORY or added is NO_TIME:
+                # Before the state is noted in which nobody need be asked again.
+                self.memory.end_step()
             if added is NO_MEMORY:
                 if was_blocked is None or was_blocked.rid != req.rid:
                     self._counters.blocked()
@@ -178,6 +181,7 @@ class Admission:
             if added is LAST:
                 # What the ranks have agreed on of the next request's prefix may be gone.
                 break
+        self.memory.end_step()
         if admitted:
             self._counters.overtaken(adder.overtaken())
         if self._gate is not None:

@@ -28,6 +28,8 @@ class RequestMemory:
     def __init__(self, tree: DecodeRadixCache, rows: Any, free_behind_windows: Callable[[], None]):
         """rows: the pool of requests' rows. free_behind_windows: frees of windows what no step attends to again."""
         self._tree, self._rows, self._free_behind_windows = tree, rows, free_behind_windows
+        # Requests of this step that could not get what was planned, and the node that is locked for each.
+        self._failed: list[tuple[Req, TreeNode]] = []
 
     @property
     def rows(self) -> Any:
@@ -44,7 +46,8 @@ class RequestMemory:
     def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta and write the request's table.
 
-        Raises what went wrong, and then nothing has been given.
+        Raises what went wrong. Then nothing has been given, but for the step its prefix stays locked and its length its
+        own: that may be so on this rank only, and what others of the step take by their plans is the same on all.
         """
         num_tokens, prefix_len = len(token_ids), plan.found.length
         node = self._allocate(req, num_tokens, plan)
@@ -84,9 +87,17 @@ class RequestMemory:
             if delta is not None:
                 # With its window, if it has got one.
                 tree.token_to_kv_pool_allocator.free(delta)
-            tree.dec_lock_ref(node)
+            self._failed.append((req, node))
+            req.kv_allocated_len = num_tokens
             raise
         return node
+
+    def end_step(self) -> None:
+        """Nobody else is given anything in this step."""
+        for req, node in self._failed:
+            self._tree.dec_lock_ref(node)
+            req.kv_allocated_len = 0
+        self._failed.clear()
 
     def _take_window(self, req: Req, num_tokens: int, plan: AdmissionPlan, delta: torch.Tensor) -> None:
         """Give the end of ``delta`` slots of the window pool. The prefix ends where the window begins, or before."""

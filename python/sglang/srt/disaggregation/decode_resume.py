@@ -136,6 +136,7 @@ class Resumption:
             req.is_retracted = False
             req.restore_kv_cache(self._rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
         except Exception as e:
+            self._memory.end_step()
             return e
         return None
 
