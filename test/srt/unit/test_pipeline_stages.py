@@ -387,6 +387,7 @@ class Stage(scheduler_pp_mixin.SchedulerPPMixin):
 
     enable_metrics = enable_hicache_storage = False
     attn_cp_cpu_group = attn_tp_cpu_group = None
+    server_args = SimpleNamespace(served_model_name="stages", disaggregation_mode="prefill", enable_metrics=False)
 
     def __init__(self, first: bool, senders: list) -> None:
         self.pp_group = SimpleNamespace(is_first_rank=first)
