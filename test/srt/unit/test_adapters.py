@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,18 +112,25 @@ def adapter_loop(overlap: bool, overtaken: int, **policy: int) -> Loop:
     return loop
 
 
-def late_among_others(loop: Loop, late: int, others: int, turns: int) -> tuple[Any, list[tuple[int, int]]]:
-    """Requests of two adapters come from prefill in turns, and one of a third in turn 30, of ``late`` tokens.
-
-    Returns its request when it has its first token, or when the time is up, and in which turns what of it was computed.
-    """
-    rnd, came = random.Random(1), []
+def arrivals(loop: Loop) -> Callable[[int, str, int], Any]:
+    """Has a request of so many tokens come for an adapter, with an answer of so many, and shake hands; returns it."""
+    rnd = random.Random(1)
 
     def come(tokens: int, adapter: str, max_new: int) -> Any:
         decode_req = loop.arrive([rnd.randrange(1, 90) for _ in range(tokens)], extra_key=adapter, max_new=max_new)
         decode_req.req.lora_id = adapter
         loop.handshake(decode_req)
-        return decode_req
+        return decode_req.req
+
+    return come
+
+
+def late_among_others(loop: Loop, late: int, others: int, turns: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Requests of two adapters come from prefill in turns, and one of a third in turn 30, of ``late`` tokens.
+
+    Returns its request when it has its first token, or when the time is up, and in which turns what of it was computed.
+    """
+    come, came = arrivals(loop), []
 
     def between() -> None:
         turn = loop.iterations
@@ -131,7 +139,7 @@ def late_among_others(loop: Loop, late: int, others: int, turns: int) -> tuple[A
         if turn % 3 == 0:
             come(others, "ab"[turn // 3 % 2], 8)
         if turn == 30:
-            came.append(come(late, "c", 4).req)
+            came.append(come(late, "c", 4))
         assert len({req.lora_id for req in loop.running}) <= 2
         if turn >= turns or (came and came[0].output_ids):
             raise LoopEnds
@@ -166,13 +174,7 @@ def test_a_turn_lasts_until_the_last_slice(overlap):
 def test_who_is_computed_in_slices_ends_though_another_waits_for_its_place(overlap):
     """Its own next slice was held back with those that are new: neither went on."""
     loop, came = adapter_loop(overlap, 4, most=200, queued=10**6), {}
-    rnd = random.Random(1)
-
-    def come(tokens: int, adapter: str, max_new: int) -> Any:
-        decode_req = loop.arrive([rnd.randrange(1, 90) for _ in range(tokens)], extra_key=adapter, max_new=max_new)
-        decode_req.req.lora_id = adapter
-        loop.handshake(decode_req)
-        return decode_req.req
+    come = arrivals(loop)
 
     def between() -> None:
         turn = loop.iterations

@@ -33,7 +33,7 @@ def together(reqs: list[Use]) -> Uses:
 
 def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: int) -> Budget:
     uses = together(running or [])
-    return Budget(free, free.kv, in_tree, lambda: uses, max([0, *map(int.__sub__, uses.at_length, uses.held)]), **more)
+    return Budget(free, free.kv, in_tree, lambda: uses, lacked(uses), **more)
 
 
 def test_each_pool_has_its_budget():
