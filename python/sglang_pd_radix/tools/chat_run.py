@@ -115,6 +115,8 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: Display) -> Run:
             cluster.check()  # a worker that died says more than the request it took along
             raise PdRadixError(f"flag {name}: {error}. Logs are in {cluster.log_dir}") from None
         run.pools = pools_of(cluster)
+        if name != "off" and not any(worker.startswith("decode") for worker in run.pools):
+            run.problems.append("decode tells nothing of its KV pool")
         for worker, pool in run.pools.items():
             run.problems += pool_problems(worker, pool, keeps_tree=name != "off" and worker.startswith("decode"))
         if not run.exact:

@@ -105,17 +105,28 @@ def server_info(url: str) -> dict[str, Any]:
 
 
 def idle_pools(url: str) -> list[dict[str, Any]]:
-    """The KV pools of the worker at ``url``, one per rank, once all are idle or after 10 seconds."""
+    """The KV pools of the worker at ``url``, one per rank, once all are idle or after 10 seconds.
+
+    Empty where the tree is one of the engine's over several kinds of KV (a prefill worker of a hybrid model): its ranks
+    tell of none.
+    """
     deadline = time.monotonic() + 10
     while True:
-        pools = [state["kv_pool"] for state in server_info(url)["internal_states"]]
+        pools = [state["kv_pool"] for state in server_info(url)["internal_states"] if "kv_pool" in state]
         if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
             return pools
         time.sleep(0.1)
 
 
+def problems_of(name: str, pools: Sequence[dict[str, Any]], keeps_tree: bool) -> list[str]:
+    """What is wrong with the pools of one worker, which must tell of them if it ``keeps_tree``."""
+    if keeps_tree and not pools:
+        return [f"{name} tells nothing of its KV pool"]
+    return [problem for pool in pools for problem in pool_problems(name, pool, keeps_tree)]
+
+
 def pools_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """The KV pool of every worker (``decode-0``; with data parallelism one per rank), once all are idle."""
+    """The KV pool of every worker that tells of one (``decode-0``; one per DP rank), once all are idle."""
     pools = {}
     for worker in cluster.processes:
         if worker.role == "router":

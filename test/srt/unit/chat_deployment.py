@@ -135,7 +135,8 @@ class Deployment:
         info = {"page_size": PAGE, "dtype": self.faults.get("dtype", "float32"), "device": "cpu"}
         info |= self.faults.get("info", {})
         info["disable_overlap_schedule"] = not self.overlapped
-        return json.dumps({**info, "internal_states": [{"kv_pool": pool}]})
+        untold = self.faults.get("untold") == ("prefill" if prefill else "decode")
+        return json.dumps({**info, "internal_states": [{} if untold else {"kv_pool": pool}]})
 
     def chat(self, body: dict[str, Any]) -> str:
         prompt = self.words.apply_chat_template(body["messages"])

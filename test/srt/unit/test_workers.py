@@ -59,3 +59,13 @@ def test_only_the_run_with_the_flag_must_tell_of_a_tree(flag: bool) -> None:
     run = hold(flag, pool={"audit": ["a fault"]} if flag else {})
     assert run.problems == (["decode-0: a fault"] if flag else [])
     assert [sorted(pool) for pool in run.pools.values()][1].count("audit") == flag
+
+
+def test_a_tree_of_the_engine_s_over_several_kinds_of_kv_tells_of_no_pool() -> None:
+    """As of a prefill worker of a hybrid model, on which the demo, the benchmark and verify ended."""
+    run = hold(True, untold="prefill")
+    assert list(run.pools) == ["decode-0"] and not run.problems
+    # One with the flag always tells, and without that nothing would be judged.
+    assert hold(True, untold="decode").problems == ["decode tells nothing of its KV pool"]
+    assert not hold(False, untold="decode").problems
+    assert workers.problems_of("decode-0", [], True) and not workers.problems_of("decode-0", [], False)

@@ -8,6 +8,7 @@ polls without a break, which would slow down the other side where cores are few.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from sglang_pd_radix.tools.up import RADIX_ALIAS
 from sglang_pd_radix.tools.workers import (
     empty_caches,
     idle_pools,
-    pool_problems,
+    problems_of,
     server_info,
     summed_counters,
 )
@@ -195,10 +196,10 @@ class Deployment:
     def used_peak(self, variant: Variant) -> float:
         """The most tokens that requests held on decode since the caches were emptied, by its own record.
 
-        Of several workers the sum, as if they had had it at the same moment.
+        Of several workers the sum, as if they had had it at the same moment. NaN if they tell of no pool.
         """
         pools = [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
-        return float(sum(pool["used_peak"] for pool in pools))
+        return float(sum(pool["used_peak"] for pool in pools)) if pools else math.nan
 
     def step_times(self, variant: Variant) -> list[dict[str, Any]]:
         """What decode ranks of this variant that hold an ITL have learned of their steps: ``itl`` in ``kv_pool``."""
@@ -225,8 +226,8 @@ class Deployment:
         wrong = []
         names = {process.url: process.name for process in self.cluster.processes}
         for url in self.worker_urls(variant):
-            for pool in idle_pools(url):
-                wrong += pool_problems(names[url], pool, variant.radix and names[url].startswith("decode"))
+            keeps_tree = variant.radix and names[url].startswith("decode")
+            wrong += problems_of(names[url], idle_pools(url), keeps_tree)
         return wrong
 
 

@@ -30,7 +30,7 @@ from ..chat_load import Workload
 from ..cluster import RADIX_FLAG, Cluster, Process, add_router_option, http, named_gateway
 from ..progress import print_ready
 from ..rounding import LEAST_LIMIT
-from ..workers import empty_caches, idle_pools, pool_problems
+from ..workers import empty_caches, idle_pools, problems_of
 
 # So much of the vocabulary of a made model is ordinary words.
 WORDS = range(400, 1900)
@@ -300,8 +300,7 @@ class Storm:
     def _pools(self) -> None:
         for role in ("prefill", "decode"):
             worker = self.worker(role)
-            for pool in idle_pools(worker.url):
-                self.report.problems += pool_problems(worker.name, pool, role == "decode")
+            self.report.problems += problems_of(worker.name, idle_pools(worker.url), keeps_tree=role == "decode")
         if not self.report.problems:
             self.report.judged.append("every page of both workers is free or in the tree, and no lock is left")
 
