@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from pd import FLAG, TP2, Pair, ask, check_idle, conversations, log_of, pools, wait_idle, words
+from pd import FLAG, TP2, Pair, ask, check_idle, conversations, counter, log_of, pools, wait_idle, words
+from test_local_prefill import LOCAL, REQUESTS, SENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
@@ -208,6 +209,49 @@ def test_pair(clusters, server, model, truth, where):
         env=host_server.engine_env(),
     )
     check_pair(Pair(cluster), truth, where)
+    clusters.stop()
+    check_nothing_left(server)
+
+
+@pytest.mark.parametrize("ranks", [[], TP2], ids=["one rank", "two ranks"])
+def test_decode_computes_the_rest_of_what_it_loads(clusters, server, model, truth, ranks):
+    """Its tree is flushed before each turn. The first turns are prefill's; of the later ones it sends nothing."""
+    args = [*options(server), *ranks]
+    cluster = clusters.get(
+        model,
+        prefill_args=[*args[:2], *ranks],
+        # All first turns have more tokens, and no later one has as many to compute.
+        decode_args=[FLAG, LOCAL, "120", *args],
+        env=host_server.engine_env(),
+    )
+    pair = Pair(cluster)
+    seen = []
+
+    def turn(ids, max_new):
+        pair.flush(pair.decode_url)
+        # What has been saved can be found a moment later.
+        time.sleep(0.5)
+        loaded, sent = state(pair.decode_url)[0]["loaded"], counter(pair.prefill_url, SENT)
+        reply = pair(ids, max_new)
+        loaded = state(pair.decode_url)[0]["loaded"] - loaded
+        seen.append((loaded, counter(pair.prefill_url, SENT) - sent, reply["meta_info"]["cached_tokens_details"]))
+        return reply
+
+    assert conversations(turn, clients=1) == truth["conversations"][:1]
+    first, *later = seen
+    assert first[0] == 0 and first[1] > 0 and first[2]["transferred"] > 120, first
+    for loaded, sent, details in later:
+        assert loaded > 0 and sent == 0 and details["transferred"] == 0, details
+        assert details["decode_prefix"] == 16 * loaded and 0 < details["decode_computed"] <= 120, details
+    assert counter(pair.decode_url, REQUESTS) >= len(later)
+
+    # Many at once, and what some have loaded others find in the tree.
+    for _ in range(2):
+        pair.flush(pair.decode_url)
+        assert conversations(pair) == truth["conversations"]
+    assert state(pair.decode_url)[0]["loads_failed"] == 0
+    check_at_rest(pair.decode_url)
+    pair.check_idle()
     clusters.stop()
     check_nothing_left(server)
 

@@ -443,7 +443,7 @@ class World(DecodeWorker):
         holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
         holders += [req for req in local if all(req is not other for other in holders) and not req.finished()]
         # I1: every token is somewhere, once; every lock has its holder.
-        saving = [] if self.tier is None else self.tier.saves.locked()
+        saving = list(self.tree.nodes_in_use())
         nodes = [r.last_node for r in holders] + saving
         if self.windows is None:
             wrong = self.tree.audit(nodes)

@@ -177,9 +177,11 @@ class Loop(World):
     the engine's overlapped loop; else with its other, in which the result of a step is there at once.
     """
 
+    tree_type: type[DecodeRadixCache] = DecodeRadixCache
+
     def __init__(self, flag: bool = True, overlap: bool = True, **sizes: Any):
         self.overlap = overlap
-        super().__init__(tree_type=DecodeRadixCache if flag else self._chunk_cache(), **sizes)
+        super().__init__(tree_type=self.tree_type if flag else self._chunk_cache(), **sizes)
         self.flag = flag
         self.steps: list[Step] = []
         self.told: list[Req] = []

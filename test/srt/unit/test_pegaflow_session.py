@@ -12,7 +12,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.pegaflow import loader
 from sglang.srt.mem_cache.pegaflow.asker import Asker
-from sglang.srt.mem_cache.pegaflow.calls import Counters, Load, Lookup
+from sglang.srt.mem_cache.pegaflow.calls import Counters, Load, Lookup, Save
 from sglang.srt.mem_cache.pegaflow.connection import Connection
 from sglang.srt.mem_cache.pegaflow.loader import Loader
 from sglang.srt.mem_cache.pegaflow.saver import Saver
@@ -170,6 +170,27 @@ def test_the_pool_is_not_registered_anew_while_a_load_is_handed_over(session):
     wait(lambda: load_.final)
     meanwhile[0].join()
     assert seen == [1, 1] and session.connection.registrations == 2 and load_.failed
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_of_a_device_that_has_failed_is_not_sent(session, monkeypatch, fails):
+    """An error of a step on the device is raised where somebody waits for it: what the step wrote nobody knows."""
+    waited: list[torch.device] = []
+    sent: list[tuple] = []
+
+    def synchronize(device: torch.device) -> None:
+        waited.append(device)
+        if fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    session.connection.device = torch.device("cuda", 0)
+    session.connection.client.save = lambda *args: (sent.append((*args, len(waited))), (True, ""))[1]
+    save = Save(torch.arange(8), [b"a", b"b"])
+    session.save(save)
+    wait(lambda: save.done)
+    assert save.saved == (not fails) and len(waited) == 1 and len(sent) == (not fails)
+    assert all(call[-1] == 1 for call in sent), "the server is called when the device has been waited for"
 
 
 def test_a_question_that_was_not_answered_says_so(session):

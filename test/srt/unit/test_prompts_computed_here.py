@@ -280,9 +280,8 @@ def test_requests_that_need_prefill():
 
 
 def test_workers_that_need_prefill():
-    assert needs_prefill(None, False) is None
-    assert "states of a prefix" in needs_prefill("states", False)
-    assert "PegaFlow" in needs_prefill(None, True)
+    assert needs_prefill(None) is None
+    assert "states of a prefix" in needs_prefill("states")
 
 
 # ---- what prefill has seen ----

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,11 +84,11 @@ AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=512, paced=True)
 IN_TURN = 4
 
 
-def needs_prefill(model: str | None, pegaflow: bool) -> str | None:
+def needs_prefill(model: str | None) -> str | None:
     """Why prompts of this worker are never computed by it; None if they can be. model: what it keeps beside KV."""
-    if model is not None:
-        return f"{model} of a prefix, which a step over the rest would start from, are not kept on decode"
-    return "prefixes that a PegaFlow server brings or saves are not computed here" if pegaflow else None
+    if model is None:
+        return None
+    return f"{model} of a prefix, which a step over the rest would start from, are not kept on decode"
 
 
 def may_compute(req: Req) -> bool:
@@ -130,6 +131,35 @@ class Slice(NamedTuple):
     end: int
 
 
+class PromptSteps:
+    """The steps over prompts, by number. The tree is told which is to write what enters it, and which are over."""
+
+    def __init__(self, tree: DecodeRadixCache):
+        self._tree, self.launched = tree, 0
+
+    @contextmanager
+    def next_writes(self) -> Iterator[None]:
+        """What enters the tree meanwhile the next step writes: who reads outside of the stream waits until it has."""
+        self._tree.writing = self.launched + 1
+        try:
+            yield
+        finally:
+            self._tree.writing = 0
+
+    def launch(self, batch: Any) -> None:
+        """``batch`` is that step."""
+        self.launched += 1
+        batch.prompt_step = self.launched
+
+    def note_step(self, batch: Any, result: Any = None) -> None:
+        """The result of ``batch`` has been processed: it has written what it was to write."""
+        self._tree.written = max(self._tree.written, batch.prompt_step)
+
+    def idle(self) -> None:
+        """The loop has nothing to do: no step is under way."""
+        self._tree.written = self.launched
+
+
 class LocalPrefills:
     """The requests of one decode rank that are computed here, from admission until they decode."""
 
@@ -152,9 +182,9 @@ class LocalPrefills:
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
-        # The last step, until those that it has finished decode; and how many there were.
+        # The last step, until those that it has finished decode.
         self.launched: Any = None
-        self._steps = 0
+        self.steps = PromptSteps(tree)
 
     # ---- questions ----
 
@@ -296,7 +326,7 @@ class LocalPrefills:
 
     def _pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> Iterator[Slice]:
         page, picked = self._tree.page_size, 0
-        in_turn = self._steps % IN_TURN == 0
+        in_turn = self.steps.launched % IN_TURN == 0
         for one in self.waiting if in_turn else sorted(self.waiting, key=lambda one: not one.is_short):
             if picked >= most_reqs or most_tokens <= 0:
                 return
@@ -322,29 +352,31 @@ class LocalPrefills:
 
         Returns those of which there is something to compute.
         """
-        begun = []
-        for one, end in slices:
-            req, prompt = one.req, one.req.origin_input_ids
-            last = end == len(prompt)
-            # The page of the last token is computed into a page of its own, whatever the tree holds.
-            start = self._share(one, (end - 1 if last else end) // self._tree.page_size * self._tree.page_size)
-            one.done = end
-            if start == end:
-                # The tree has got all of it from elsewhere meanwhile.
-                continue
-            begun.append(Slice(one, end))
-            one.begun = True
-            req.fill_ids = prompt[:end]
-            req.prefix_indices = self._rows.req_to_token[req.req_pool_idx, :start].to(torch.int64)
-            req.set_extend_input_len(end - start)
-            if not last:
-                req.is_chunked += 1
-        return begun
+        with self.steps.next_writes():
+            return [Slice(one, end) for one, end in slices if self._set_up(one, end)]
+
+    def _set_up(self, one: LocalReq, end: int) -> bool:
+        """Have the next step compute a prompt up to ``end``; returns whether there is something to compute."""
+        req, prompt = one.req, one.req.origin_input_ids
+        last = end == len(prompt)
+        # The page of the last token is computed into a page of its own, whatever the tree holds.
+        start = self._share(one, (end - 1 if last else end) // self._tree.page_size * self._tree.page_size)
+        one.done = end
+        if start == end:
+            # The tree has got all of it from elsewhere meanwhile.
+            return False
+        one.begun = True
+        req.fill_ids = prompt[:end]
+        req.prefix_indices = self._rows.req_to_token[req.req_pool_idx, :start].to(torch.int64)
+        req.set_extend_input_len(end - start)
+        if not last:
+            req.is_chunked += 1
+        return True
 
     def launch(self, batch: Any, slices: Sequence[Slice]) -> None:
         """``batch`` computes ``slices``: whose prompt it ends is no longer here."""
         self.launched = batch
-        self._steps += 1
+        self.steps.launch(batch)
         for one, _ in slices:
             req = one.req
             # The engine takes what this step computes for all that has been allocated.

@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.step_time import note_taken_over
 from sglang.srt.managers.lora_batch import AdapterTurns, running_and_waiting
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def make_local_prefills(
         return None
     rows = scheduler.req_to_token_pool
     state = "states" if hasattr(rows, "mamba_pool") else "windows" if tree.windows is not None else None
-    reason = needs_prefill(state, isinstance(tree, PegaFlowTree))
+    reason = needs_prefill(state)
     if reason is not None:
         logger.warning("%s has no effect on this worker: %s.", FLAG, reason)
         return None
@@ -71,7 +70,7 @@ def measured(queue: Any) -> list[Any]:
 def step_watchers(queue: Any) -> list[Any]:
     """What learns from each step, and is told where the loop has nothing to do."""
     local = getattr(queue, "local", None)
-    return [*measured(queue), *([] if local is None else [local.ranks])]
+    return [*measured(queue), *([] if local is None else [local.steps, local.ranks])]
 
 
 def has_prompts_to_compute(queue: Any) -> bool:

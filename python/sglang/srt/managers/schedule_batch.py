@@ -175,8 +175,9 @@ class ScheduleBatch(engine.ScheduleBatch):
 
     # Where overlapped steps of speculation leave that; set with a decode worker's first batch.
     future_map: ClassVar[Any] = None
-    # Whether its requests have been given the slots that an extend writes.
+    # Whether its requests have been given the slots that an extend writes; and which such step it is, from 1 on.
     has_slots: bool = False
+    prompt_step: int = 0
     # Of a step of a model with sliding windows, the slots of the window pool that it writes to, as it was launched.
     window_cache_loc: torch.Tensor | None = None
 
@@ -190,6 +191,7 @@ class ScheduleBatch(engine.ScheduleBatch):
         """Keeps what the processing of the result needs."""
         batch = super().copy()
         batch.window_cache_loc, batch.has_slots = self.window_cache_loc, self.has_slots
+        batch.prompt_step = self.prompt_step
         return batch
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:

@@ -48,6 +48,8 @@ class DecodeRadixCache(RadixCache):
     windows: WindowSlots | None = None
     # What host memory keeps of what has been evicted.
     tier: HostTier | None = None
+    # Steps over prompts, by number: which is to write what enters the tree now (0: it is there), and which are over.
+    writing = written = 0
 
     @classmethod
     def take_over(cls, cache: RadixCache, sliding_window_size: int | None = None) -> DecodeRadixCache:

@@ -54,8 +54,8 @@ class Saves:
             self.to_come[node] = None
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """``upper`` has taken the first tokens of ``lower``. What is known is of both, as is a lock."""
-        upper.saved, upper.saving = lower.saved, lower.saving
+        """``upper`` has taken the first tokens of ``lower``. What is known is of both, as are a lock and a writer."""
+        upper.saved, upper.saving, upper.writer = lower.saved, lower.saving, lower.writer
         if upper.saving is not None:
             upper.saving.nodes.append(upper)
         if lower in self.to_come:
@@ -69,8 +69,7 @@ class Saves:
         """Have nodes saved as far as they do not hold too much of the pool; a large one in parts."""
         if self._session.stopped:
             self.to_come.clear()
-        while self.to_come:
-            node = next(iter(self.to_come))
+        while (node := self._next()) is not None:
             tokens = min(len(node.key), self._limit)
             if self.tokens + tokens > self._limit:
                 return
@@ -79,6 +78,11 @@ class Saves:
                 self.to_come[node] = self.to_come.pop(node)
                 return
             self._start(node if tokens == len(node.key) else self._tree._split_node(node.key, node, tokens))
+
+    def _next(self) -> TreeNode | None:
+        """The first to come that has been written: a step may raise after its pages have entered the tree."""
+        written = self._tree.written
+        return next((node for node in self.to_come if node.writer <= written), None)
 
     def _start(self, node: TreeNode) -> None:
         self.to_come.pop(node, None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.known_prefixes import note_known
 from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.pegaflow.fenced import FencedPages
 from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
@@ -51,10 +52,10 @@ def _timed(method: Callable) -> Callable:
 class PegaFlowTree(RadixCache):
     """What both caches add to their tree. All of it runs in the scheduler thread, and none of it waits.
 
-    Each node knows the hashes of its pages, chained from the root. A new node is saved in the next step, and locked
-    until the server has read it. When a request arrives, the server is asked for its prompt. What it has beyond the
-    tree is loaded into pages that belong to nobody else, which enter the tree when all have come. What the tree has and
-    the server lacks is saved, once more if need be.
+    Each node knows the hashes of its pages, chained from the root. A new node is saved in the next step, or when the
+    step that is to write it is over, and locked until the server has read it. When a request arrives, the server is
+    asked for its prompt. What it has beyond the tree is loaded into pages that belong to nobody else, which enter the
+    tree when all have come. What the tree has and the server lacks is saved, once more if need be.
 
     All that TP ranks could see differently (answers, what has been saved or loaded) takes effect in `advance`, after
     one reduction over the ranks, so that their trees stay the same.
@@ -71,6 +72,8 @@ class PegaFlowTree(RadixCache):
     seconds = 0.0
     # Steps so far.
     step = 0
+    # Steps over prompts, see `DecodeRadixCache`. Elsewhere all that enters the tree is there.
+    writing = written = 0
     _timing = False
     _loaded_insert = False
 
@@ -144,6 +147,8 @@ class PegaFlowTree(RadixCache):
         node.page_hashes = page_hashes(node.key.token_ids, self.page_size, before)
         # The step in which the server was known to have it, and what saves it now.
         node.saved, node.saving = (self.step if self._loaded_insert else None), None
+        # The step that is to write it.
+        node.writer = self.writing
         self.saves.want(node)
 
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
@@ -266,6 +271,16 @@ class PegaFlowRadixCache(PegaFlowTree):
 
 class PegaFlowDecodeRadixCache(PegaFlowTree, DecodeRadixCache):
     """The cache of a decode worker: what its tree evicts has been saved, and what is loaded need not be sent."""
+
+    def insert_loaded(self, key: RadixKey, value: torch.Tensor, priority: int) -> int:
+        """Adds that a prefill has it: most of what a server holds comes from one, and one that uses the same server
+        need not compute the rest."""
+        held = super().insert_loaded(key, value, priority)
+        found = self.peek(key.token_ids, key.extra_key)
+        last = found.path[-1]
+        # If that goes on beyond it, no prefill need have the rest.
+        note_known(last if found.in_last == len(last.key) else last.parent)
+        return held
 
     def evict_for_load(self, tokens: int) -> None:
         """Replaces the base's, which may evict more than that."""
