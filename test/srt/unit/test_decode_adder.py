@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses
 from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_followers import queue
 from test_traps import tokens
@@ -34,17 +35,16 @@ class Step:
         self.entries = [QueueEntry(n, 0, None, None) for n in range(4)]
         options = {"max_overtaken": 1, "waiting": lambda: self.entries, "agreed_prefixes": False, **more}
         self.policy = AdmissionPolicy(NO_TREE, True, options.pop("max_overtaken"))
-        kept = options.pop("windows_kept", lambda retractable, reqs: 0)
-        self.adder = DecodeAdder(self.policy, room, lambda: self._budget(available), kept, 4, **options)
+        self.adder = DecodeAdder(self.policy, room, lambda: self._budget(available), 4, **options)
 
     def _budget(self, available: int) -> Budget:
         self.budgets += 1
         return Budget(Memory(100, 100), available, 0, lambda: Uses([], 0, []), 0)
 
-    def add(self, number: int, tokens: int, coming: int = 0) -> Added:
+    def add(self, number: int, tokens: int, coming: int = 0, window: WindowNeed = NO_WINDOW) -> Added:
         entry = self.entries[number]
         entry.coming = coming
-        added = self.adder.add_one(entry, SimpleNamespace(rid=number), plan(tokens))
+        added = self.adder.add_one(entry, SimpleNamespace(rid=number), plan(tokens)._replace(window=window))
         if added in (Added.YES, Added.LAST):
             entry.admitted_at = 1.0
         return added
@@ -92,17 +92,14 @@ def test_an_eviction_ends_the_step_where_ranks_have_agreed_on_prefixes():
 
 
 def test_windows_of_those_added_are_kept():
-    asked: list[list[int]] = []
-
-    def kept(retractable: int, reqs: Any) -> int:
-        asked.append([req.rid for req in reqs])
-        return 0
-
-    step = Step(windows_kept=kept)
-    step.add(0, 1)
-    step.add(1, 1)
-    step.add(2, 1)
-    assert asked == [[0], [0, 1]]
+    """Of 100: what they take now, what each will grow by, and what the neediest takes to its end."""
+    step = Step()
+    assert [step.add(n, 1, window=WindowNeed(20, 24, 30)) for n in (0, 1)] == [Added.YES, Added.YES]
+    # 60 are left, of which the first two will take 8, or one of them 10 when nobody else can be retracted.
+    assert step.add(2, 1, window=WindowNeed(40, 40, 51)) is Added.NO_MEMORY
+    assert step.add(2, 1, window=WindowNeed(40, 40, 50)) is Added.YES
+    assert step.add(3, 1, window=WindowNeed(10, 10, 11)) is Added.NO_MEMORY
+    assert step.add(3, 1, window=WindowNeed(10, 10, 10)) is Added.YES
 
 
 # ---- phases ----

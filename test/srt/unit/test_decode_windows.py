@@ -7,17 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decode_world import World
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
-from sglang.srt.mem_cache.decode_windows import Windows
+from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from test_followers import queue
 from test_traps import PAGE, serve, serve_to_end, tokens
 
 WINDOW = 12
@@ -147,9 +150,8 @@ def test_a_retracted_request_is_kept_the_window_that_its_resume_takes(page_size)
     for _ in range(2 * PAGE):
         world.decode()
         world.retract(req)
-        accounts, live = world.queue.accounts, world.queue.live()
-        resumed = accounts.plan(req, (req.origin_input_ids + req.output_ids)[:-1], NOTHING)
-        assert accounts.windows_kept(live, 0) == resumed.window.soon
+        resumed = world.queue.accounts.plan(req, (req.origin_input_ids + req.output_ids)[:-1], NOTHING)
+        assert world.queue._budget().windows.tokens(0) == resumed.window.soon
         world.step()
         assert req in world.running
 
@@ -282,6 +284,68 @@ def test_a_pool_too_small_for_one_request_is_refused_at_the_start():
     world_of(pool=rule.most)
     with pytest.raises(ValueError, match=f"has {rule.most - PAGE} tokens.*may take {rule.most}.*--swa-full-tokens"):
         world_of(pool=rule.most - PAGE)
+
+
+# ---- what a step of admission costs ----
+
+
+def kept_by_asking_all(world: World, admitted: list[Req]) -> int:
+    """What must be left of windows, with every live request asked anew."""
+    rule, reserved, live = world.tree.windows.rule, world.queue.num_reserved_decode_tokens, world.queue.live()
+
+    def need(req: Req, num_tokens: int) -> WindowNeed:
+        return rule.need(num_tokens, req.sampling_params.max_new_tokens - len(req.output_ids), reserved)
+
+    running = {id(req) for req in live.running}
+    needs = {id(req): need(req, req.kv_allocated_len) for req in (*live.running, *admitted, *live.coming)}
+    retractable = sum(rule.held(req.kv_allocated_len) for req in live.running)
+    growth = sum(one.soon - one.now for one in needs.values())
+    lacks = max((one.at_length - (0 if key in running else one.now) for key, one in needs.items()), default=0)
+    return max(growth, lacks - retractable) + sum(need(req, req.seqlen - 1).soon for req in live.retracted)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 5)), min_size=5, max_size=40))
+def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
+    world = world_of(size=192, pool=80, reserved=6, max_reqs=32)
+    admitted: list[Req] = []
+    admission, covers = world.queue.admission, Budget.covers
+    admit_one = admission.admit_one
+    admission.admit_one = lambda dr, *more: admitted.append(dr.req) or admit_one(dr, *more)
+
+    def checked(budget: Budget, plan: AdmissionPlan, promised: Memory) -> bool:
+        assert budget.windows.tokens(budget.windows_retractable) == kept_by_asking_all(world, admitted)
+        return covers(budget, plan, promised)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Budget, "covers", checked)
+        for n, (what, prefix, own) in enumerate(steps):
+            if what <= 2:
+                prompts = [tokens(prefix + 1, 8 * prefix) + tokens(20 + 2 * n + i, 1 + 5 * own) for i in range(2)]
+                queue(world, *prompts, max_new=1 + 4 * own)
+            elif what == 3 and world.transfer.queue:
+                world.complete(world.transfer.queue[own % len(world.transfer.queue)])
+            elif what == 4 and world.running:
+                world.finish(world.running[own % len(world.running)])
+            elif what == 5 and world.running:
+                world.retract(world.running[own % len(world.running)])
+            else:
+                world.decode()
+            admitted.clear()
+            world.step()
+            world.check()
+
+
+def test_a_step_looks_at_each_request_once(monkeypatch: pytest.MonkeyPatch):
+    """A burst beside many that live would take as many looks as the product of both."""
+    world = world_of(size=2048, pool=1024, max_reqs=48, reserved=4)
+    for n in range(12):
+        serve(world, tokens(1 + n, 16), max_new=40)
+    queue(world, *(tokens(100 + n, 16) for n in range(20)), max_new=8)
+    need, looks = Windows.need, []
+    monkeypatch.setattr(Windows, "need", lambda rule, *figures: looks.append(figures) or need(rule, *figures))
+    world.step()
+    assert len(world.transfer.queue) == 20 and len(looks) == 12 + 20
 
 
 # ---- failures ----

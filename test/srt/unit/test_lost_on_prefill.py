@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.observability.failure_causes import cause_of
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 ROOM, OTHER = 7001, 7002
@@ -58,14 +59,20 @@ def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop
     assert [scheduler.steps for scheduler in loop.schedulers] == [loop.schedulers[0].steps] * loop.ranks.size
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["bootstrap", "computed"])
-def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch, asked: bool):
-    """Whichever queue it ends in; the counters leave it to one rank to count it."""
+def messages_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the ranks count, each of them as if it were the one that does."""
     counted: list[str] = []
     counters = KvTransferCounters("m", "prefill", enabled=False)
     counters._counts_requests = True
     monkeypatch.setattr(counters, "failed", counted.append)
     monkeypatch.setattr(KvTransferCounters, "get", lambda args: counters)
+    return counted
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["bootstrap", "computed"])
+def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch, asked: bool):
+    """Whichever queue it ends in; the counters leave it to one rank to count it."""
+    counted = messages_counted(monkeypatch)
     reqs = loop.arrive(100, ROOM, asked)
 
     def during(scheduler: PrefillScheduler) -> None:
@@ -78,6 +85,33 @@ def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.M
     loop.run(8)
     assert len(counted) == loop.ranks.size
     assert any("decode is gone" in message for message in counted)
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["bootstrap", "sent"])
+def test_every_rank_hears_what_one_of_them_knows(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch, sent: bool):
+    """The first answers the client, and counts the cause; decode hears it of all."""
+    counted = messages_counted(monkeypatch)
+    reqs = loop.arrive(20, ROOM, asked=sent)
+    loop.arrive(20, OTHER)
+    if sent:
+        loop.wire.wire.held = True
+        loop.run(6)
+    assert not loop.exchanges
+    reqs[-1].disagg_kv_sender.fail("NIXL reports an error of the transfer")
+    for transfer in loop.wire.wire.transfers:
+        transfer.finish()
+    loop.wire.wire.held = False
+    loop.run(8)
+    for scheduler, rank in zip(loop.schedulers, loop.wire.prefill, strict=True):
+        assert_told(scheduler, "NIXL reports an error")
+        assert len(scheduler.told) == 2
+        scheduler.assert_nothing_held()
+        assert not sent or all("NIXL reports an error" in text for text in rank.told(f"{ROOM}_fail"))
+    assert [cause_of(message) for message in counted] == ["backend"] * loop.ranks.size
+    heard = [message for message in counted if message.endswith("(on TP rank 1)")]
+    assert len(heard) == loop.ranks.size - 1
+    # In one step, over two groups.
+    assert loop.exchanges == 2 * loop.ranks.size
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -243,6 +277,7 @@ def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):
         assert sum(sum(step.values()) for step in scheduler.steps) == 100
         assert [type(req.finished_reason).__name__ for req, _ in scheduler.told] == ["FINISH_LENGTH"]
         scheduler.assert_nothing_held()
+    assert not loop.exchanges, "nothing has failed"
 
 
 def test_what_is_lost_reaches_the_ranks_of_one_dp_rank_alone(loop: PrefillLoop):

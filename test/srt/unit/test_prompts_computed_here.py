@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
+from sglang.srt.observability.metrics_collector import SchedulerStats
 from test_samples import Manager, answers, body, until
 from test_step_in_flight import Play, RankPlay, scripts
 
@@ -137,6 +138,43 @@ def test_a_remainder_goes_in_slices_with_a_decode_step_between_two():
     # Steps in between: each extend is followed by one of those that decode.
     kinds = [len(step.rows) for step in loop.steps]
     assert len(kinds) > 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_load_balancer_is_told_of_what_is_computed_here(overlap):
+    """In every turn each request counts once, from its arrival to its end, and with its tokens until it decodes."""
+    made: list[Any] = []
+    computed: set[int] = set()
+
+    def come(prompt: list[int], max_new: int) -> None:
+        made.append(loop.arrive(prompt, max_new=max_new))
+        loop.handshake(made[-1])
+
+    def between() -> None:
+        if loop.iterations == 1:
+            come([1] * 8 + [2] * 12, 30)
+        if loop.iterations == 6:
+            come([1] * 8 + [2] * 12 + [3] * 11, 2)
+            come([1] * 8 + [2] * 12 + [4] * 9, 2)
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        ended = [req for req in loop.scheduler.running_batch.reqs if req.finished()]
+        waiting = [dr.req for dr in made if dr.req not in loop.running and not dr.req.finished()]
+        load, loads = loop.scheduler.get_load(), loop.scheduler.get_loads()
+        used = loop.size - loop.allocator.available_size() - loop.tree.evictable_size()
+        assert load.num_reqs == len(waiting) + len(loop.running) + len(ended)
+        assert load.num_waiting_reqs == loads.num_waiting_reqs == len(waiting)
+        assert load.num_tokens == used + sum(req.seqlen for req in waiting) and loads.num_used_tokens == used
+        computed.add(len(loop.transfer.local.beside(())))
+        if len(loop.told) == 3 and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 100
+
+    loop = local_loop(4, overlap=overlap, size=128, page_size=4, reserved=0)
+    loop.scheduler.stats = SchedulerStats()
+    loop.run(between)
+    loop.check_answers()
+    assert computed == {0, 1, 2}
 
 
 def test_a_step_has_a_part_of_one_prompt_at_most():

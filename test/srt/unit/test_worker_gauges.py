@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 from code_texts import HOLE, handed
 from decode_world import World
+from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
 from sglang.srt.managers.scheduler import Scheduler
@@ -101,9 +102,10 @@ def test_one_that_is_held_back_for_the_transfer_of_another(scheduler):
 def test_one_that_is_computed_here_until_it_decodes(scheduler):
     agreed, polled, launched, done = (SimpleNamespace(finished=lambda n=n: n) for n in (False, False, False, True))
     transfers = scheduler.disagg_decode_transfer_queue
-    waiting = [SimpleNamespace(req=agreed), SimpleNamespace(req=polled)]
     # One that another rank has no memory for yet is polled; of one that waits, a part may be in the step.
-    transfers.local = SimpleNamespace(waiting=waiting, reqs=lambda: [agreed, launched, done])
+    transfers.local = object.__new__(LocalPrefills)
+    waiting = [LocalReq(SimpleNamespace(req=req), 0, agreed=req is agreed) for req in (agreed, polled)]
+    transfers.local.waiting, transfers.local.launched = waiting, SimpleNamespace(reqs=[agreed, launched, done])
     transfers.queue = [SimpleNamespace(req=polled, phase=SimpleNamespace(name="LOCAL"))]
     found = worker_gauges.in_hand(scheduler)
     assert {each.state for each in found} == {"local"}

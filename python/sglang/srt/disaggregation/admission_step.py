@@ -134,14 +134,11 @@ class Admission:
         rows: that are free for them. live, budget: the state, as it is when it is asked for.
         """
         now, window = time.monotonic(), agreed.window
-        reserved, has_windows = self._accounts.reserved, self._tree.windows is not None
         adder = DecodeAdder(
             self._policy,
             min(rows, self.deltas.room()),
             budget,
-            # Who lives takes a look at each, for every admission: it is not asked for nothing.
-            lambda retractable, reqs: self._accounts.windows_kept(live(), retractable, reqs) if has_windows else 0,
-            reserved,
+            self._accounts.reserved,
             (lambda: _waiting(window)) if len(window) > 1 else None,
             agreed_prefixes=several_ranks,
             gate=self._gate,

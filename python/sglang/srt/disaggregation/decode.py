@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_agreement import Ranks
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
-from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
+from sglang.srt.disaggregation.decode_budget import Accounts, Budget, DraftSlots, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_handshakes import (
     Announcements,
     LiveRooms,
@@ -223,7 +223,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group, tree.drop_unlocked)
         local, gate = self.transfer_queue.local, self.transfer_queue.gate
-        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS)
+        drafts = DraftSlots.of(self.scheduler)
+        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices)
         figures = measured(self.transfer_queue)

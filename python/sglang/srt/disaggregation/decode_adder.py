@@ -48,7 +48,6 @@ class DecodeAdder:
         policy: AdmissionPolicy,
         room: int,
         budget: Callable[[], Budget],
-        windows_kept: Callable[[int, Sequence[Req]], int],
         reserved: int,
         waiting: Callable[[], Sequence[QueueEntry]] | None,
         agreed_prefixes: bool,
@@ -57,23 +56,22 @@ class DecodeAdder:
     ):
         """room: requests for which there is a row and a buffer.
 
-        budget: what the step has to give. windows_kept: what must be left of windows, by what retractions bring and the
-        requests admitted so far. reserved: tokens kept for a request's next steps. waiting: the entries of all that
-        could be admitted; None where there is no other. All three are asked at most when somebody could be admitted.
+        budget: what the step has to give. reserved: tokens kept for a request's next steps. waiting: the entries of all
+        that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
+        admitted.
         agreed_prefixes: whether an eviction may cost a prefix that ranks have agreed on, and so ends the step.
         gate, live: what bounds the time of decode steps, and who is in them.
         """
         self._gate, self._live = gate, live
         self._load: Load | None = None
         self._policy, self._room, self._reserved = policy, room, reserved
-        self._find_budget, self._windows_kept, self._waiting = budget, windows_kept, waiting
+        self._find_budget, self._waiting = budget, waiting
         self._agreed_prefixes = agreed_prefixes
         self._budget: Budget | None = None
         self._turns: Turns | None = None
         # The last admission, which the budget has not been told of.
         self._untold: AdmissionPlan | None = None
         self._entries: list[QueueEntry] = []
-        self._reqs: list[Req] = []
         # Kept for those that wait for a transfer of others and will then go first.
         self.promised = Memory(0)
 
@@ -85,7 +83,7 @@ class DecodeAdder:
         if entry.coming:
             self.promised = self.promised.plus(Memory(max(0, plan.soon - entry.coming), plan.window.soon))
             return FOLLOWS
-        if len(self._reqs) >= self._room:
+        if len(self._entries) >= self._room:
             return Added.NO_ROOM
         budget = self._budget_now()
         if not budget.covers(plan, self.promised):
@@ -98,7 +96,6 @@ class DecodeAdder:
             return Added.NOT_ITS_TURN
         self._untold = plan
         self._entries.append(entry)
-        self._reqs.append(req)
         evicts = self._agreed_prefixes and plan.delta > budget.available
         return LAST if evicts else YES
 
@@ -118,6 +115,5 @@ class DecodeAdder:
             budget = self._budget = self._find_budget()
         elif self._untold is not None:
             budget.admit(self._untold, self._reserved)
-            budget.windows_kept = self._windows_kept(budget.windows_retractable, self._reqs)
             self._untold = None
         return budget

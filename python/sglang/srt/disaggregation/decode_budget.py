@@ -15,6 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import get_alloc_len_per_decode
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 
@@ -24,7 +26,19 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Accounts", "AdmissionPlan", "Budget", "LiveReqs", "Memory", "Uses", "live_reqs", "uses_of"]
+__all__ = [
+    "Accounts",
+    "AdmissionPlan",
+    "Budget",
+    "DraftSlots",
+    "Lengths",
+    "LiveReqs",
+    "Memory",
+    "Uses",
+    "WindowsKept",
+    "live_reqs",
+    "uses_of",
+]
 
 
 class Memory(NamedTuple):
@@ -50,8 +64,8 @@ class AdmissionPlan(NamedTuple):
 
     found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
     locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
-    and the reserved decode steps. at_length: the same for all tokens the request may generate. window: the same three
-    of windows.
+    and the reserved decode steps. at_length: the same for all tokens the request may generate, and its drafts. window:
+    the same three of windows.
     """
 
     found: PrefixPeek
@@ -69,7 +83,7 @@ class AdmissionPlan(NamedTuple):
 class Uses(NamedTuple):
     """What requests that have been admitted have of the pool. held: of each, all of it. shared: of these, in the tree.
 
-    at_length: what each will have when it has generated all that it may, as far as that is planned for.
+    at_length: what each will have when it has generated all that it may, see `Lengths`.
     """
 
     held: list[int]
@@ -77,13 +91,73 @@ class Uses(NamedTuple):
     at_length: list[int]
 
 
-def uses_of(reqs: Sequence[Req], page_size: int, most_new_tokens: int) -> Uses:
-    """The `Uses` of ``reqs``. most_new_tokens: of an answer, planned for.
+class DraftSlots(NamedTuple):
+    """What a request takes beyond its tokens where steps draft. Tokens; nothing without speculation.
+
+    held: allocated ahead of what is committed. free: what must be free beside that before each step of a request,
+    whole pages; where all others have been retracted and it is not, the engine ends the request.
+    """
+
+    held: int = 0
+    free: int = 0
+
+    @classmethod
+    def of(cls, scheduler: Any) -> DraftSlots:
+        """Of a decode worker, by the engine's own figures."""
+        algorithm, allocator = scheduler.spec_algorithm, scheduler.token_to_kv_pool_allocator
+        if algorithm.is_none():
+            return NO_DRAFTS
+        # Of its requests it looks at the number.
+        step = ScheduleBatch(
+            [None],
+            token_to_kv_pool_allocator=allocator,
+            enable_overlap=scheduler.enable_overlap,
+            spec_algorithm=algorithm,
+        )
+        # An overlapped step has slots allocated for the one after it, too; any other gives back what it did not commit.
+        held = 2 * get_alloc_len_per_decode(scheduler.server_args) if step.is_spec_v2 else 0
+        return cls(held, step.new_tokens_required_next_decode())
+
+
+NO_DRAFTS = DraftSlots()
+
+
+class Lengths(NamedTuple):
+    """What requests come to, as far as that is planned for. All figures are tokens.
+
+    most_new_tokens: of an answer, planned for. pool_size: what there is in all.
+    """
+
+    page_size: int
+    most_new_tokens: int
+    pool_size: int = 0
+    drafts: DraftSlots = NO_DRAFTS
+
+    def at_end(self, num_tokens: int, left: int) -> int:
+        """What a request with ``num_tokens`` tokens has in the end that may generate ``left`` more; whole pages.
+
+        Drafts count as far as the pool goes: a request that could just so fit without them must not wait for ever.
+        """
+        page, (held, free) = self.page_size, self.drafts
+        most = num_tokens + min(left, self.most_new_tokens)
+        drafting = pages(most + held, page) * page + free
+        return max(pages(most, page) * page, min(drafting, self.pool_size // page * page))
+
+    @property
+    def lacked_at_most(self) -> int:
+        """By a request that has the pages of its prompt."""
+        page, (held, free) = self.page_size, self.drafts
+        return pages(self.most_new_tokens + held, page) * page + free
+
+
+def uses_of(reqs: Sequence[Req], lengths: Lengths) -> Uses:
+    """The `Uses` of ``reqs``.
 
     Asked for all that run in each step in which somebody could be admitted, so it makes no call for each of them.
     """
+    page_size = lengths.page_size
     held = [-(-req.kv_allocated_len // page_size) * page_size for req in reqs]
-    at_length = [req.kv_at_length or _at_length(req, page_size, most_new_tokens) for req in reqs]
+    at_length = [req.kv_at_length or _at_length(req, lengths) for req in reqs]
     return Uses(held, sum([req.cache_protected_len for req in reqs]), at_length)
 
 
@@ -92,11 +166,36 @@ def lacked(uses: Uses) -> int:
     return max([most - held for held, most in zip(uses.held, uses.at_length, strict=True)], default=0)
 
 
-def _at_length(req: Req, page_size: int, most_new_tokens: int) -> int:
+def _at_length(req: Req, lengths: Lengths) -> int:
     """What ``req`` will have in the end, which it remembers."""
-    most = len(req.origin_input_ids) + min(req.sampling_params.max_new_tokens, most_new_tokens)
-    req.kv_at_length = pages(most, page_size) * page_size
+    req.kv_at_length = lengths.at_end(len(req.origin_input_ids), req.sampling_params.max_new_tokens)
     return req.kv_at_length
+
+
+class WindowsKept(NamedTuple):
+    """What admission must leave alone of windows, in sums to which an admission adds its own.
+
+    growth: what live requests will take in the near future. lacks: what the neediest needs to its end, beyond what it
+    has if it does not run yet: one that runs can have what all that run hold. resumes: for those that wait to come
+    back.
+    """
+
+    growth: int = 0
+    lacks: int = 0
+    resumes: int = 0
+
+    def plus(self, need: WindowNeed) -> WindowsKept:
+        """With one more request on its way to decode."""
+        return self._replace(
+            growth=self.growth + need.soon - need.now, lacks=max(self.lacks, need.at_length - need.now)
+        )
+
+    def tokens(self, retractable: int) -> int:
+        """retractable: what retracting all that run brings."""
+        return max(self.growth, self.lacks - retractable) + self.resumes
+
+
+NO_WINDOWS_KEPT = WindowsKept()
 
 
 class Running(NamedTuple):
@@ -150,7 +249,7 @@ class Budget:
     retracted: int = 0
     # What a retraction brings, and what must be left, of windows.
     windows_retractable: int = 0
-    windows_kept: int = 0
+    windows: WindowsKept = NO_WINDOWS_KEPT
 
     @cached_property
     def running(self) -> Running:
@@ -190,7 +289,8 @@ class Budget:
             beside = max(beside, self._lacks(locked), coming - self._retractable(locked))
         kv = plan.delta + plan.found.evictable + beside + self.retracted
         window = plan.window
-        return Memory(kv, max(window.soon, window.at_length - self.windows_retractable) + self.windows_kept)
+        retractable = self.windows_retractable
+        return Memory(kv, max(window.soon, window.at_length - retractable) + self.windows.tokens(retractable))
 
     def covers(self, plan: AdmissionPlan, promised: Memory) -> bool:
         """Whether a request can be admitted. promised: to others, which come before it."""
@@ -203,6 +303,7 @@ class Budget:
         self.ahead += ahead
         self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.windows - plan.window.now)
         self.available -= plan.delta
+        self.windows = self.windows.plus(plan.window)
 
 
 class LiveReqs(NamedTuple):
@@ -241,10 +342,10 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
 class Accounts:
     """What requests take of the memory of one decode worker, and what it has for them."""
 
-    def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
-        """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `uses_of`."""
-        self._tree, self._page = tree, tree.page_size
-        self.reserved, self._most_new_tokens = reserved, most_new_tokens
+    def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int, drafts: DraftSlots = NO_DRAFTS):
+        """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `Lengths`."""
+        self._tree, self._page, self.reserved = tree, tree.page_size, reserved
+        self.lengths = Lengths(tree.page_size, most_new_tokens, tree.pool_size, drafts)
 
     def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
         """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
@@ -255,7 +356,7 @@ class Accounts:
             found=found,
             delta=pages(num_tokens, page) * page - prefix_len,
             soon=pages(num_tokens + min(left, self.reserved), page) * page - prefix_len,
-            at_length=pages(num_tokens + min(left, self._most_new_tokens), page) * page - prefix_len,
+            at_length=self.lengths.at_end(num_tokens, left) - prefix_len,
             window=self._window_need(req, num_tokens),
         )
 
@@ -279,19 +380,18 @@ class Accounts:
 
         loading: nodes of the tree that are locked for loads and saves.
         """
-        page, tree, running, coming = self._page, self._tree, live.running, live.coming
+        tree, lengths, running, coming = self._tree, self.lengths, live.running, live.coming
         # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
         holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
         in_tree = tree.protected_size_ - tokens_above(holders)
-        most = self._most_new_tokens
         budget = Budget(
             self.free(running),
             tree.pool.available_size(),
             in_tree,
-            lambda: uses_of(running, page, most),
+            lambda: uses_of(running, lengths),
             # Who decodes has the pages of its prompt at least.
-            pages(most, page) * page,
-            coming=lacked(uses_of(coming, page, most)),
+            lengths.lacked_at_most,
+            coming=lacked(uses_of(coming, lengths)),
             ahead=self.ahead(live),
         )
         if live.retracted:
@@ -299,44 +399,30 @@ class Accounts:
         if tree.windows is not None:
             rule = tree.windows.rule
             budget.windows_retractable = sum(rule.held(req.kv_allocated_len) for req in running)
-            budget.windows_kept = self.windows_kept(live, budget.windows_retractable)
+            budget.windows = self._windows_kept(live)
         return budget
 
     def kept_for_resume(self, live: LiveReqs) -> Memory:
         """What a retracted request that comes back must leave alone."""
-        return Memory(self.ahead(live), self._windows_growth(live))
+        return Memory(self.ahead(live), 0 if self._tree.windows is None else self._windows_kept(live).growth)
 
-    def windows_kept(self, live: LiveReqs, retractable: int, admitted: Sequence[Req] = ()) -> int:
-        """What admission must leave alone of windows: what requests will grow by, and what one can finish with.
-
-        retractable: what retracting all that run brings. admitted: in this step, before.
-        """
-        if self._tree.windows is None:
-            return 0
-        needs = self._window_needs(live, admitted)
-        # A request that runs can have what all that run hold, also one that is still on its way to there.
-        ours = {id(req) for req in live.running}
-        lacks = (need.at_length - (0 if key in ours else need.now) for key, need in needs.items())
-        kept = max(_growth(needs.values()), max(lacks, default=0) - retractable)
-        return kept + sum(self._window_need(req, req.seqlen - 1).soon for req in live.retracted)
-
-    def _windows_growth(self, live: LiveReqs) -> int:
-        """What live requests will take of windows in the near future."""
-        return 0 if self._tree.windows is None else _growth(self._window_needs(live).values())
-
-    def _window_needs(self, live: LiveReqs, admitted: Sequence[Req] = ()) -> dict[int, WindowNeed]:
-        """By the ``id`` of the request."""
-        reqs = {id(req): req for req in (*live.running, *admitted, *live.coming)}
-        return {key: self._window_need(req, req.kv_allocated_len) for key, req in reqs.items()}
+    def _windows_kept(self, live: LiveReqs) -> WindowsKept:
+        """Takes a look at each live request, so it is asked for once in a step."""
+        running = [self._window_need(req, req.kv_allocated_len) for req in live.running]
+        # One can be on its way in two lists at once.
+        coming = {id(req): req for req in live.coming}.values()
+        resumes = sum(self._window_need(req, req.seqlen - 1).soon for req in live.retracted)
+        kept = WindowsKept(
+            sum(need.soon - need.now for need in running), max((need.at_length for need in running), default=0), resumes
+        )
+        for req in coming:
+            kept = kept.plus(self._window_need(req, req.kv_allocated_len))
+        return kept
 
     def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
         """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
         windows = self._tree.windows
         return NO_WINDOW if windows is None else windows.rule.need(num_tokens, _tokens_left(req), self.reserved)
-
-
-def _growth(needs: Iterable[WindowNeed]) -> int:
-    return sum(need.soon - need.now for need in needs)
 
 
 def _tokens_left(req: Req) -> int:

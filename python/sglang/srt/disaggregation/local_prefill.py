@@ -205,6 +205,15 @@ class LocalPrefills:
             found |= {id(req): req for req in self.launched.reqs}
         return list(found.values())
 
+    def beside(self, queue: Sequence[DecodeRequest]) -> list[Req]:
+        """The requests that have not ended, and do not decode, beside those in ``queue``; each once.
+
+        queue: of transfers. Of what is computed here, it has what all ranks do not know of yet.
+        """
+        found = {id(one.req): one.req for one in self.waiting} | {id(req): req for req in self.reqs()}
+        queued = {id(decode_req.req) for decode_req in queue}
+        return [req for key, req in found.items() if key not in queued and not req.finished()]
+
     def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], int]) -> bool:
         """Whether ``req``, of which the tree holds ``found``, is computed here. others: requests that decode."""
         delta = max(1, len(req.origin_input_ids) - found.length)

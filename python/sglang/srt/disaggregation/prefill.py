@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from sglang.srt.disaggregation import prefill as engine
+from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
+from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
@@ -24,11 +26,24 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
+__all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin", "poll_and_all_reduce_attn_cp_tp_group"]
+
+
+def poll_and_all_reduce_attn_cp_tp_group(
+    pollers: list, attn_cp_cpu_group: dist.ProcessGroup, attn_tp_cpu_group: dist.ProcessGroup
+) -> list[int]:
+    """Adds that a rank on which nothing went wrong hears why a request has failed, which it is to tell and count.
+
+    Right after the reduction, from which all ranks know what has failed; while nothing has, nothing is exchanged.
+    """
+    polls = utils.poll_and_all_reduce_attn_cp_tp_group(pollers, attn_cp_cpu_group, attn_tp_cpu_group)
+    hear_reasons_of_senders(pollers, polls, {"TP": attn_tp_cpu_group, "CP": attn_cp_cpu_group})
+    return polls
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):

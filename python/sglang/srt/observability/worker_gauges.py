@@ -63,12 +63,7 @@ def _on_decode(scheduler: Any) -> list[InHand]:
         state = "local" if each.phase.name == "LOCAL" else "transfer"
         found.append(InHand(each.req, state, _prefix(each.req)))
     if transfers.local is not None:
-        # All ranks know of them, or of some not yet: those are polled, too.
-        known = {id(each.req) for each in found}
-        here = {id(req): req for req in (*(one.req for one in transfers.local.waiting), *transfers.local.reqs())}
-        found += [
-            InHand(req, "local", _prefix(req)) for req in here.values() if id(req) not in known and not req.finished()
-        ]
+        found += [InHand(req, "local", _prefix(req)) for req in transfers.local.beside(transfers.queue)]
     found += [InHand(each.req, "quarantined", _prefix(each.req)) for each in transfers.quarantine]
     found += [InHand(req, "retracted") for req in waiting.retracted_queue]
     found += [InHand(req, "received", _prefix(req)) for req in scheduler.waiting_queue]
