@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from pd import FLAG, TP2, Pair, conversations, counter, pools, wait_idle, words
+from pd import FLAG, TP2, Pair, ask, conversations, counter, pools, wait_idle, words
 from rolling import wait
+from test_dp_attention import DP2
 
 from sglang_pd_radix.tools.cluster import Cluster
 
@@ -18,6 +20,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 SMALL = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16", FLAG]
 HOST = ["--enable-hierarchical-cache", "--hicache-ratio", "16"]
 LOADED = "sglang:decode_host_loaded_tokens_total"
+STORED = ["--hicache-storage-backend", "file"]
+STORED += ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}']
+DIRECTORY = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
 def check(pair: Pair, truth: dict) -> None:
@@ -92,6 +97,14 @@ def test_flushes_and_aborts_between_saves_and_loads(clusters, model, truth, back
     pair.check_idle()
 
 
+def wait_written(url: str) -> None:
+    """Wait until a decode worker has written what is in its host memory."""
+    end = time.monotonic() + 30
+    while any(pool["host"]["storage"]["waiting"] for pool in wait_idle(url)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 class ByTurns:
     """Asks two decode workers with one storage by turns, each when the other has written what it has."""
 
@@ -107,10 +120,7 @@ class ByTurns:
             turn, known = self._turns.get(tuple(ids[:20]), (0, 0))
             pair = self.pairs[turn % 2]
             reply = pair(ids, max_new)
-            end = time.monotonic() + 30
-            while any(pool["host"]["storage"]["waiting"] for pool in wait_idle(pair.decode_url)):
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            wait_written(pair.decode_url)
             # Of the last token of an answer there is no KV.
             self._turns[tuple(ids[:20])] = turn + 1, (len(ids) + max_new - 1) // self.page * self.page
             details = reply["meta_info"]["cached_tokens_details"]
@@ -123,21 +133,51 @@ class ByTurns:
             return reply
 
 
-@pytest.mark.parametrize("ranks", [[], TP2])
-def test_two_workers_share_a_storage(clusters, model, truth, backend, ranks, tmp_path):
+# By what differs: options of prefill and decode; what decode has besides; and of all workers.
+KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "one rank": ([], [], []),
+    "two ranks": (TP2, [], []),
+    # One writes what all have.
+    "mla of two ranks": (TP2, [], []),
+    "fp8_e4m3": ([], [], ["--kv-cache-dtype", "fp8_e4m3"]),
+    "fp8_e5m2": ([], [], ["--kv-cache-dtype", "fp8_e5m2"]),
+    # Each has a tree of its own, and one folder.
+    "dp attention": (TP2, DP2, []),
+    "mla with dp attention": (TP2, DP2, []),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def answers(request, clusters, kind):
+    """The model, and what conversations with it are answered by the engine alone."""
+    prefix = "mla_" if kind.startswith("mla") else ""
+    model = request.getfixturevalue(f"{prefix}model")
+    if not kind.startswith("fp8"):
+        return model, request.getfixturevalue(f"{prefix}truth")["conversations"]
+    cluster = clusters.get(model, aggregated=True, common_args=["--page-size", "16", *KINDS[kind][2]])
+    return model, conversations(ask(cluster.router_url))
+
+
+def test_two_workers_share_a_storage(clusters, answers, backend, kind, tmp_path):
     """A conversation goes on at the other one, as if it had been there all the time."""
+    model, expected = answers
+    ranks, more, common = KINDS[kind]
     cluster = clusters.get(
         model,
         decode=2,
         prefill_args=[ranks],
-        decode_args=[FLAG, *HOST, *ranks, "--hicache-storage-backend", "file"]
-        + ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}'],
-        decode_env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)},
+        decode_args=[FLAG, *HOST, *ranks, *more, *STORED],
+        decode_env={DIRECTORY: str(tmp_path)},
         backend=backend,
-        common_args=["--page-size", "16", "--chunked-prefill-size", "64", "--max-total-tokens", "4096"],
+        common_args=["--page-size", "16", "--chunked-prefill-size", "64", "--max-total-tokens", "4096", *common],
     )
     send = ByTurns(cluster, page=16)
-    assert conversations(send) == truth["conversations"]
+    assert conversations(send) == expected
     sent = sum(one["transferred"] for one in send.told)
     print(f"{sent} tokens sent, {sum(one['decode_storage'] for one in send.told)} fetched")
     for pair in send.pairs:
@@ -149,13 +189,30 @@ def test_two_workers_share_a_storage(clusters, model, truth, backend, ranks, tmp
     first = send.pairs[0]
     prompt = words(random.Random(7), 100)
     answer = first(prompt, 4)["output_ids"]
-    wait_idle(first.decode_url)
-    first.flush(first.decode_url)
+    forget(first)
     again = first(prompt, 4)
     assert again["output_ids"] == answer and again["meta_info"]["cached_tokens_details"]["decode_storage"] == 96
+    forget(first)
+    check_read_once(first, prompt, answer)
     assert requests.post(first.decode_url + "/hicache/storage-backend/clear", timeout=30).status_code == 200
-    wait_idle(first.decode_url)
-    first.flush(first.decode_url)
+    forget(first)
     again = first(prompt, 4)
     assert again["output_ids"] == answer and again["meta_info"]["cached_tokens_details"]["decode_prefix"] == 0
     first.check_idle()
+
+
+def forget(pair: Pair) -> None:
+    """All but what is stored."""
+    wait_written(pair.decode_url)
+    pair.flush(pair.decode_url)
+
+
+def check_read_once(pair: Pair, prompt: list[int], answer: list[int]) -> None:
+    """Of requests that want one prompt at once, each rank with a tree of its own reads it for one."""
+    before = [pool["host"]["storage"]["fetched"] for pool in pools(pair.decode_url)]
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda _: pair(prompt, 4), range(8)))
+    assert [one["output_ids"] for one in told] == [answer] * 8
+    assert all(one["meta_info"]["cached_tokens_details"]["decode_prefix"] == 96 for one in told)
+    after = [pool["host"]["storage"]["fetched"] for pool in pools(pair.decode_url)]
+    assert [b - a for a, b in zip(before, after, strict=True) if b > a] in ([96], [96, 96])

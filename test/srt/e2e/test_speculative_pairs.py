@@ -22,9 +22,10 @@ from pd import (
     counter,
     hit_lengths,
     log_of,
+    pools,
     words,
 )
-from test_host_tier import HOST, LOADED
+from test_host_tier import DIRECTORY, HOST, LOADED, STORED, wait_written
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
@@ -257,6 +258,28 @@ def test_drafts_come_back_from_host_memory(hosted, plain, decode):
     assert first.accepted == again.accepted == alone.accepted
     assert alone.length() > 1.3
     pair.check_idle()
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+def test_drafts_come_from_another_worker(clusters, eagle, plain, backend, version, tmp_path):
+    """Through a storage that both share: the second drafts as the first, from KV that nobody has sent it."""
+    cluster = clusters.get(
+        eagle,
+        decode=2,
+        decode_args=[FLAG, *HOST, *STORED],
+        decode_env={**version, DIRECTORY: str(tmp_path)},
+        prefill_env=V1,
+        common_args=speculating(eagle, "--page-size", "16", "--max-total-tokens", "4096"),
+        backend=backend,
+    )
+    one, two = (Watched(Pair(cluster, decode=i)) for i in range(2))
+    for watched in (one, two):
+        assert conversations(watched) == plain["conversations"]
+        wait_written(watched.send.decode_url)
+        watched.send.check_idle()
+    (storage,) = (pool["host"]["storage"] for pool in pools(two.send.decode_url))
+    assert storage["fetched"] > 0 and storage["late"] == 0
+    assert two.accepted == one.accepted and two.length() > 1.3
 
 
 # ---- TP ranks ----

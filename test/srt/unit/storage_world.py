@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.host_tier.storage import HostStorage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
+from sglang.srt.mem_cache.host_tier.storage_reads import Fetch, read_pages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 
@@ -21,17 +22,29 @@ PATIENT = Limits(threshold=1, base_s=20.0)
 
 
 class ByHand(StorageThreads):
-    """Reads and writes when a test says so, in its thread."""
+    """Looks up, reads and writes when a test says so, in its thread."""
 
     def _start(self, name: str, run: Any) -> None:
         """None."""
 
-    def run(self, count: int) -> None:
-        """So many reads and writes of those that wait."""
+    def run(self, count: int, writes: bool = True) -> None:
+        """So many look-ups, reads and, if asked for, writes of those that wait."""
         buffer = self.pages.buffer()
-        for waiting, args in (self._reads, (buffer, lambda: None)), (self._writes, (buffer,)):
-            for _ in range(min(count, waiting.qsize())):
-                waiting.get()(*args)
+        crews: list[tuple[Any, tuple[Any, ...]]] = [(self._looks, ()), (self._reads, (buffer,))]
+        if writes:
+            crews.append((self._writes, (buffer,)))
+        for crew, needs in crews:
+            for _ in range(min(count, crew.queue.qsize())):
+                crew.queue.get()(*needs, lambda: None)
+
+
+def page_by_page(fetch: Fetch, threads: ByHand, names: Any, pages: Any, *needs: Any) -> None:
+    """As `read_pages` by hand, one page for each call, so that much may come about between two."""
+    come = fetch.come
+    read_pages(fetch, threads, names[:1], pages[:1], *needs)
+    if fetch.come > come and names[1:]:
+        fetch.ended = False
+        threads.read(lambda *needs: page_by_page(fetch, threads, names[1:], pages[1:], *needs))
 
 
 class StorageWorld(World):
@@ -74,6 +87,11 @@ class StorageWorld(World):
         done = super()._flush()
         self.weights = weights
         return done
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no thread is in a call of the storage."""
+        return not any(since for crew in (self.threads._looks, self.threads._reads) for since in crew.since)
 
     # ---- until something has come about ----
 

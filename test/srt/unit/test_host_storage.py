@@ -161,7 +161,7 @@ def test_a_storage_that_hangs_costs_its_hit_and_a_while(world, name):
     taken = two.tier.host.pool.alloc(two.tier.host.pool.available_size())
     stored = two.tier.memory.pools[0][1].kv_buffer.view(torch.uint8).clone()
     gate.open.set()
-    two.until(lambda: not any(two.threads._since), step=False)
+    two.until(lambda: two.quiet, step=False)
     assert torch.equal(two.tier.memory.pools[0][1].kv_buffer.view(torch.uint8), stored)
     two.tier.host.pool.free(taken)
     two.check()
@@ -193,8 +193,8 @@ def test_who_hangs_is_not_asked(world, monkeypatch):
     monkeypatch.setattr(storage_threads, "HANGS_S", 0.05)
     one = world(limits=BRIEF)
     gate = Gate(one.files, "exists")
-    waiting = [one.arrive(tokens(100 + i, 24)) for i in range(storage_threads.READERS)]
-    one.until(lambda: gate.calls == storage_threads.READERS)
+    waiting = [one.arrive(tokens(100 + i, 24)) for i in range(storage_threads.LOOKERS)]
+    one.until(lambda: gate.calls == storage_threads.LOOKERS)
     time.sleep(0.06)
     assert not one.threads.answers
     # At once.
@@ -464,11 +464,11 @@ def test_clearing_it(world):
     one, two = world(), world()
     prompt = tokens(1, 24)
     one.serve(prompt)
-    assert one.storage.clear() and not one.stored()
+    assert one.storage.clear().result(20) and not one.stored()
     one.until(lambda: not list(one.files.folder.parent.glob("*.gone*")), step=False)
     assert two.serve(prompt) == 0
     # What host memory has is written again with what comes behind it.
-    two.storage.clear()
+    assert two.storage.clear().result(20)
     one.serve(prompt + tokens(9, 4))
     one.forget()
     assert one.serve(prompt + tokens(9, 4)) == 28

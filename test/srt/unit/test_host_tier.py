@@ -783,11 +783,6 @@ def options(**given: Any) -> Any:
             {"hicache_storage_backend": "mooncake"},
             r"--hicache-storage-backend mooncake \(file is",
         ),
-        (
-            cache_support.DECODE,
-            {"hicache_storage_backend": "file", "speculative_algorithm": "EAGLE"},
-            "--hicache-storage-backend and --speculative-algorithm",
-        ),
         (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],
 )

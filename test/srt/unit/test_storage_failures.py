@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.host_tier import storage_threads
+from sglang.srt.mem_cache.host_tier import storage_threads, storage_tree
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from storage_world import PAGE, ByHand, StorageWorld
@@ -64,6 +64,37 @@ def test_a_page_that_could_not_be_written_is_written_later(world, which):
     one.serve(prompt + tokens(9, 8), max_new=1)
     one.forget()
     assert one.serve(prompt + tokens(9, 8)) == 16
+
+
+@pytest.mark.parametrize("gone", [slice(0, 3), slice(2, 4)])
+def test_what_somebody_has_removed_since_is_written_again_with_what_comes_behind(world, monkeypatch, gone):
+    """By age: nobody could use what is written behind it, for as long as it stays in host memory here."""
+    one, two = world(), world(writes=False)
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    for name in names_of(prompt)[gone]:
+        (one.files.folder / f"{name}.bin").unlink()
+    # It has been looked for a moment ago.
+    one.serve(prompt + tokens(9, 8))
+    assert one.storage.state()["known"] == 0 and two.serve(prompt) < 24
+    two.forget()
+    monkeypatch.setattr(storage_tree, "LOOK_AGAIN_S", 0.0)
+    one.serve(prompt + tokens(9, 8) + tokens(50, 4))
+    assert one.storage.state()["known"] > 0
+    assert two.serve(prompt + tokens(9, 8) + tokens(50, 4)) == 36
+
+
+def test_what_is_looked_for_again_counts_as_used(world):
+    """Whoever removes what is old leaves it."""
+    one, two = world(), world()
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    for path in one.stored():
+        os.utime(path, (1, 1))
+    two.storage.stopped = True
+    two.serve(prompt)
+    assert two.storage.state()["known"] == 24
+    assert all(min(path.stat().st_atime, path.stat().st_mtime) > 1 for path in one.stored())
 
 
 # ---- fetching ----
@@ -145,35 +176,68 @@ def test_many_files_in_a_row_that_cannot_be_read_are_the_storages_failure(tmp_pa
     assert files.get("4", page) is not None
 
 
-def test_who_has_asked_before_all_readers_hang_goes_on(world, monkeypatch):
+@pytest.mark.parametrize(("name", "threads"), [("exists", storage_threads.LOOKERS), ("get", storage_threads.READERS)])
+def test_who_has_asked_before_all_threads_hang_goes_on(world, monkeypatch, name, threads):
     monkeypatch.setattr(storage_threads, "HANGS_S", 0.05)
     # They would wait for 20 s.
-    one = world()
+    one = world(host=512, size=512)
+    prompts = [tokens(100 * i, 24) for i in range(threads + 1)]
+    for prompt in prompts:
+        one.serve(prompt, max_new=1)
+    one.forget()
     opened, calls = threading.Event(), []
-    one.files.exists = lambda key: calls.append(key) or opened.wait(30)
-    waiting = [one.arrive(tokens(10 * i, 24)) for i in range(storage_threads.READERS + 1)]
+    monkeypatch.setattr(one.files, name, lambda key, *_: calls.append(key) or opened.wait(30))
+    waiting = [one.arrive(prompt) for prompt in prompts]
     for decode_req in waiting:
         one.handshake(decode_req)
     begun = time.monotonic()
     one.until(lambda: not one.storage.busy)
-    assert time.monotonic() - begun < 10 and len(calls) == storage_threads.READERS
+    assert time.monotonic() - begun < 10 and len(calls) == threads
     assert one.storage.state()["late"] == len(waiting)
     opened.set()
 
 
-def test_what_was_read_before_a_clear_is_written_again(world):
+def test_a_look_up_does_not_wait_for_reads(world, monkeypatch):
+    """All readers are in long reads: what the storage does not have is known at once, and so is what has been read."""
+    monkeypatch.setattr(storage_threads, "HANGS_S", 20.0)
+    one = world(host=512, size=512)
+    prompts = [tokens(100 * i, 24) for i in range(storage_threads.READERS)]
+    for prompt in prompts:
+        one.serve(prompt, max_new=1)
+    one.forget()
+    opened, get, calls = threading.Event(), one.files.get, []
+    one.files.get = lambda *args: calls.append(args) or (opened.wait(30) and get(*args))
+    for prompt in prompts:
+        one.arrive(prompt)
+    one.until(lambda: len(calls) == storage_threads.READERS)
+    # They would wait for 20 s.
+    begun = time.monotonic()
+    one.admit(tokens(7, 24))
+    assert time.monotonic() - begun < 10 and len(one.storage.fetches.open) == storage_threads.READERS
+    opened.set()
+    one.until(lambda: not one.storage.busy)
+    assert one.storage.state()["fetched"] == 24 * storage_threads.READERS and not one.storage.state()["late"]
+
+
+@pytest.mark.parametrize("asked", ["before", "meanwhile"])
+def test_what_was_read_before_a_clear_is_written_again(world, asked):
+    """Also where the fetch began when the clear had been asked for and not been done. asked: when the fetch was."""
     one, two = world(), world(threads=ByHand)
     prompt = tokens(1, 24)
     one.serve(prompt, max_new=1)
+    clearing = two.storage.clear() if asked == "meanwhile" else None
     decode_req = two.arrive(prompt, max_new=1)
     two.handshake(decode_req)
-    two.threads.run(9)
+    two.threads.run(9, writes=False)
     for _ in range(2):
         # What was found is agreed upon, and is to be read.
         two.step()
-    two.threads.run(9)
+    two.threads.run(9, writes=False)
     assert two.storage.fetches.loading_tokens == 24
-    two.storage.clear()
+    clearing = clearing or two.storage.clear()
+    assert not clearing.done() and one.stored()
+    two.threads.run(9)
+    assert clearing.result(0) and not two.stored()
     served(two, decode_req)
     assert two.storage.state()["fetched"] == 24 and not two.stored()
     # With what comes behind it.
@@ -195,6 +259,22 @@ def served(one: StorageWorld, decode_req: Any) -> None:
     while decode_req.req in one.running:
         one.decode()
     one.settle()
+
+
+def test_two_that_clear_one_folder_at_once(tmp_path, monkeypatch):
+    """One takes away what the other is about to make a folder in."""
+    files, page = PageFiles(str(tmp_path / "rank"), 16), torch.zeros(16, dtype=torch.uint8)
+    mkdir, other = Path.mkdir, PageFiles(str(tmp_path / "rank"), 16)
+
+    def taken(path: Path, *args: Any, **options: Any) -> None:
+        if path == files.folder:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        mkdir(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", taken)
+        assert files.clear()
+    assert not files.folder.exists() and files.set("0", page) and other.exists("0")
 
 
 # ---- what killed workers leave ----

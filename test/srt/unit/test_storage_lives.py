@@ -6,12 +6,18 @@ import shutil
 import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from overlapped_loop import LoopEnds
+from sglang.srt.mem_cache.host_tier import storage_fetches
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
-from storage_world import ByHand, StorageWorld
+from speculating_loop import SpeculatingLoop
+from storage_world import ByHand, StorageWorld, page_by_page
 from test_host_tier import HostLife, saved
+from test_speculation import ask
+from test_step_in_flight import Play, scripts
+from test_traps import tokens
 
 # Time is a matter of the lives'.
 FOR_EVER = Limits(threshold=1, base_s=1e9)
@@ -110,9 +116,76 @@ class StorageLife(HostLife):
 
 
 @pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, 16)])
-def test_invariants_hold_in_every_life_with_a_storage(page_size, states):
+def test_invariants_hold_in_every_life_with_a_storage(page_size, states, monkeypatch):
+    monkeypatch.setattr(storage_fetches, "read_pages", page_by_page)
     machine = type("StorageLife", (StorageLife,), {"page_size": page_size, "states": states})
     LIVES.clear()
     run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))
     written, fetched = (sum(column) for column in zip(*LIVES, strict=True))
     assert written and fetched
+
+
+# ---- drafts ----
+
+
+class SpeculatingStorage(StorageWorld, SpeculatingLoop):
+    """A worker that speculates, whose storage works between its steps."""
+
+    def __init__(self, folder, overlap, **sizes):
+        super().__init__(folder, overlap=overlap, limits=FOR_EVER, threads=ByHand, reserved=0, **sizes)
+
+    def between_steps(self):
+        self.threads.run(99)
+        super().between_steps()
+
+    def write_all(self):
+        """Steps until what the tree holds is stored."""
+
+        def between():
+            if not self.tier.saves.busy and not self.storage.writes.waiting:
+                raise LoopEnds
+
+        self.run(between)
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1), (True, 1), (False, 4)])
+def test_drafts_find_what_another_worker_has_stored(overlap, page_size, tmp_path):
+    """The draft model's KV comes with the model's, of prompts and answers; each check of the loop looks at it."""
+    sizes = {"size": 96, "page_size": page_size}
+    one, two = (SpeculatingStorage(tmp_path, overlap, **sizes) for _ in range(2))
+    prompts = [tokens(start, 24) for start in (1, 50, 100)]
+    answers = [made.req.output_ids for made in ask(one, prompts, together=False)]
+    one.write_all()
+    turns = [prompt + answer + [1, 2] for prompt, answer in zip(prompts, answers, strict=True)]
+    hits = [made.req.transfer_prefix_len for made in ask(two, turns, together=False)]
+    # The last token of the answer has no KV, and that of what the last step accepted only v2's draft model has.
+    assert min(hits) >= 24 + 9 - 1 - (not overlap) * 4 - page_size
+    assert two.storage.state()["fetched"] == sum(hits) and two.tier.audit() == []
+
+
+class StoredPlay(Play):
+    """A flush leaves the weights as they are: other ones come with an update, which ends the use of the storage."""
+
+    def flush(self, _):
+        self.loop.scheduler.flush_cache()
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1)])
+def test_invariants_hold_in_every_life_with_drafts_and_a_storage(overlap, page_size, tmp_path):
+    stored, fetched = tmp_path / "stored", []
+    one = SpeculatingStorage(stored, overlap, size=256, page_size=page_size)
+    ask(one, [[1 + (i >> j) % 2 for j in range(4)] * 4 for i in range(16)], max_new=2, together=False)
+    one.write_all()
+
+    @given(script=scripts, size=st.sampled_from([48, 64]))
+    @settings(max_examples=8, deadline=None)
+    def play(script, size):
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        shutil.copytree(stored, folder, dirs_exist_ok=True)
+        loop = SpeculatingStorage(folder, overlap, size=size, page_size=page_size, max_reqs=4, host=128)
+        StoredPlay(loop, script).run()
+        assert loop.tier.audit() == []
+        fetched.append(loop.storage.state()["fetched"])
+
+    play()
+    assert sum(fetched)

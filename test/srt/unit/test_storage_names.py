@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.host_tier import storage_scheduler
 from sglang.srt.mem_cache.host_tier.storage import add_storage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, model_folder, page_names, rank_folder, weights_id
@@ -27,6 +30,9 @@ def options(path: Any, **given: Any) -> Any:
         "hicache_mem_layout": "layer_first",
         "speculative_algorithm": None,
         "speculative_draft_model_path": None,
+        "speculative_draft_model_revision": None,
+        "speculative_draft_model_quantization": None,
+        "speculative_draft_load_format": None,
         "hicache_storage_backend_extra_config": None,
         "hicache_storage_prefetch_policy": "best_effort",
     }
@@ -86,6 +92,47 @@ def test_other_weights_have_another_folder(model, tmp_path):
     assert model_folder(options(model), "llama-1") == named != model_folder(options(model), "llama-2")
     with pytest.raises(ValueError, match="--hicache-storage-backend cannot tell which weights .*: download"):
         weights_id(str(tmp_path / "nothing"), None)
+
+
+def test_a_draft_has_a_part_in_the_name(model, tmp_path):
+    """Its KV is in the same files."""
+    drafts = [tmp_path / name for name in ("draft", "other")]
+    for draft in drafts:
+        draft.mkdir()
+        (draft / "model.safetensors").write_bytes(draft.name.encode())
+    eagle = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(drafts[0])}
+    given = [
+        {},
+        eagle,
+        {**eagle, "speculative_algorithm": "EAGLE3"},
+        {**eagle, "speculative_draft_model_path": str(drafts[1])},
+        {**eagle, "speculative_draft_model_quantization": "fp8"},
+    ]
+    for weights in (None, "name"):
+        assert len({model_folder(options(model, **one), weights) for one in given}) == len(given)
+    # A name is of both.
+    named = model_folder(options(model, **eagle), "name")
+    os.utime(drafts[0] / "model.safetensors", (7, 7))
+    os.utime(model / "model.safetensors", (7, 7))
+    assert model_folder(options(model, **eagle), "name") == named
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"load_format": "remote"}, "--load-format remote"),
+        (
+            # The engine has put it in the place of the model's.
+            {"load_format": "auto", "speculative_algorithm": "EAGLE", "speculative_draft_load_format": "auto"},
+            "--speculative-draft-load-format auto",
+        ),
+    ],
+)
+def test_weights_that_are_not_known_from_files_are_to_be_named(model, given, says):
+    args = options(model, **{"speculative_draft_model_path": str(model), **given})
+    with pytest.raises(ValueError, match=f"with {says} the weights are others than the files'"):
+        model_folder(args, None)
+    assert model_folder(args, "name")
 
 
 def test_what_a_hub_has_by_its_digest_is_the_same_on_all_hosts(tmp_path):
@@ -202,14 +249,31 @@ def test_a_directory_that_cannot_be_made(worker, model, tmp_path, monkeypatch):
 def scheduler_of(one: StorageWorld) -> Scheduler:
     scheduler = Scheduler.__new__(Scheduler)
     scheduler.tree_cache = one.tree
+    scheduler.told = []
+    scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda *answer: scheduler.told.append(answer))
     return scheduler
+
+
+def answered(one: StorageWorld, scheduler: Scheduler) -> bool:
+    """Whether what was asked as "clear" has been done, when that is answered."""
+
+    def come() -> bool:
+        scheduler.answer_storage_clears()
+        return bool(scheduler.told)
+
+    one.until(come, step=False)
+    ((answer, asked),) = scheduler.told
+    assert asked == "clear" and not scheduler.storage_clears
+    scheduler.told.clear()
+    return answer.success
 
 
 def test_the_engines_routes(worker, caplog):
     one = worker()
     scheduler = scheduler_of(one)
     one.serve(tokens(1, 24))
-    assert one.stored() and scheduler.clear_hicache_storage_wrapped(None).success and not one.stored()
+    assert one.stored() and scheduler.clear_hicache_storage_wrapped("clear") is None
+    assert answered(one, scheduler) and not one.stored()
     for done, answer in (
         ("attached", scheduler.attach_hicache_storage_wrapped(None)),
         ("detached", scheduler.detach_hicache_storage_wrapped(None)),
@@ -218,6 +282,38 @@ def test_the_engines_routes(worker, caplog):
     one.tier.storage = None
     assert not scheduler.clear_hicache_storage_wrapped(None).success
     assert "no storage to be cleared" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nobody_waits_while_it_is_cleared(worker, monkeypatch, fails):
+    """But the client, who hears what has become of it; or that nothing has, when that has taken too long."""
+    one = worker()
+    scheduler, opened, clear = scheduler_of(one), threading.Event(), one.files.clear
+    one.serve(tokens(1, 24))
+    one.files.clear = lambda: opened.wait(30) and not fails and clear() or raising()
+    begun = time.monotonic()
+    assert scheduler.clear_hicache_storage_wrapped("clear") is None
+    scheduler.answer_storage_clears()
+    assert time.monotonic() - begun < 10 and not scheduler.told and one.stored()
+    # What is written meanwhile is not what was to be removed.
+    one.complete(decode_req := one.admit(tokens(50, 12), max_new=1))
+    one.step()
+    while decode_req.req in one.running:
+        one.decode()
+    one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
+    opened.set()
+    assert answered(one, scheduler) is not fails
+    one.settle()
+    assert len(one.stored()) == (9 if fails else 3)
+    opened.clear()
+    monkeypatch.setattr(storage_scheduler, "CLEAR_S", 0.0)
+    scheduler.clear_hicache_storage_wrapped("clear")
+    assert not answered(one, scheduler)
+    opened.set()
+
+
+def raising() -> None:
+    raise OSError("it fails")
 
 
 def test_a_weight_update_ends_its_use(worker, caplog):

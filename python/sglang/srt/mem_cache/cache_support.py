@@ -114,10 +114,6 @@ DECODE = CacheKind(
                     f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} is)",
                     lambda args: args.hicache_storage_backend not in (None, *STORAGES),
                 ),
-                _host_tier(
-                    "--hicache-storage-backend and --speculative-algorithm",
-                    lambda args: args.hicache_storage_backend is not None and args.speculative_algorithm is not None,
-                ),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.

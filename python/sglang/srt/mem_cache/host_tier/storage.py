@@ -13,6 +13,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +106,26 @@ class HostStorage:
         self.writes.forget()
         self.threads.pages.given_away += 1
 
-    def clear(self) -> bool:
-        """Remove what this rank's workers have stored. Returns whether that was done."""
+    def clear(self) -> Future[bool]:
+        """Remove what this rank's workers have stored, in a thread. Returns whether that was done, when it is known.
+
+        In the thread that writes: what was to be written before is not there then, and what is written from now on is.
+        """
         self.writes.forget()
-        self._host.cleared += 1
+        done: Future[bool] = Future()
+        self.threads.write(lambda buffer: self._clear(done))
+        return done
+
+    def _clear(self, done: Future[bool]) -> None:
         try:
-            return bool(self.threads.files.clear())
-        except OSError as e:
+            self.threads.files.clear()
+        except Exception as e:
             logger.error("The storage of KV could not be cleared", exc_info=e)
-            return False
+            done.set_result(False)
+        else:
+            # Not before: what others find until then is not there any more.
+            self._host.cleared += 1
+            done.set_result(True)
 
     def stop(self) -> None:
         """Use it no more, ever: the weights are about to change."""

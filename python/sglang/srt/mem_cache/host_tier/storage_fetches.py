@@ -2,7 +2,8 @@
 
 A request asks when it comes. In threads, the storage is asked how much it has of what host memory lacks, and that is
 read into host memory, where it enters the tree; from there on it is like all that has been saved there. The request
-waits no longer than its prompt allows, and with what has come by then. Other requests pass it.
+waits no longer than its prompt allows, and with what has come by then. Other requests pass it. What one of them reads
+no other one does: who wants the same pages waits until these are in host memory, or until its own time is up.
 
 What the ranks could see differently (answers, what has come, time) takes effect in `advance`, after one reduction.
 
@@ -18,7 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.host_tier.storage_reads import Fetch, look, read_pages
+from sglang.srt.mem_cache.host_tier.storage_reads import (
+    ENDED,
+    LATE,
+    UNDER_WAY,
+    Fetch,
+    find_leader,
+    look,
+    read_pages,
+)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
@@ -96,7 +105,7 @@ class Fetches:
             return False
         fetch.worth = known + self._least
         fetch.deadline = time.monotonic() + self.limits.base_s + self.limits.per_ki_s * lacks / 1024
-        self._threads.read(lambda buffer, beat: look(fetch, self._threads, page, beat))
+        self._threads.look(lambda beat: look(fetch, self._threads, page, beat))
         return True
 
     def is_done(self, rid: str) -> bool:
@@ -113,7 +122,7 @@ class Fetches:
     @property
     def loading_tokens(self) -> int:
         """Tokens of host memory that are being read into."""
-        return sum(len(fetch.slots) for fetch in self.open if fetch.slots is not None)
+        return sum(len(one.slots) - one.entered * self._page for one in self.open if one.slots is not None)
 
     def locked(self) -> list[TreeNode]:
         """The nodes of host memory's tree that fetches have locked."""
@@ -126,32 +135,21 @@ class Fetches:
         if not self.open:
             return
         now, watched = time.monotonic(), self.open[:]
-        found = [fetch for fetch in watched if fetch.agreed is not None and not fetch.loading][:MOST_BEGUN]
-        hangs = self._threads.hangs
-        own = [fact for fetch in watched for fact in self._facts(fetch, hangs or now > fetch.deadline)]
+        found = [one for one in watched if one.agreed is not None and not one.loading and not one.follows][:MOST_BEGUN]
+        hangs = [self._threads.hangs(reading) for reading in (False, True)]
+        late = [now > fetch.deadline or hangs[fetch.agreed is not None] for fetch in watched]
+        own = [fact for one, is_late in zip(watched, late, strict=True) for fact in one.facts(is_late)]
         figures = self._figures(found)
         told = _least([*own, *figures, *(-figure for figure in figures)], group, alone)
         low, negated = told[len(own) : len(own) + len(figures)], told[len(own) + len(figures) :]
         # First, since these figures are from before.
         self._begin_some(found, low, [-figure for figure in negated])
-        for i, fetch in enumerate(watched):
+        known = {fetch: (told[2 * i], told[2 * i + 1]) for i, fetch in enumerate(watched)}
+        for fetch, (state, number) in known.items():
+            if fetch.leader is not None and fetch.follows:
+                self._take_part(fetch, state == LATE, known[fetch.leader][1])
             if not fetch.closed:
-                self._follow(fetch, *told[2 * i : 2 * i + 2])
-
-    # Of a fetch: how far it is, the least counts; and tokens found, or pages that have come.
-    _LATE, _UNDER_WAY, _ENDED = range(3)
-
-    def _facts(self, fetch: Fetch, is_late: bool) -> tuple[int, int]:
-        """What this rank knows. is_late: it waits no longer."""
-        late = self._LATE if is_late else self._UNDER_WAY
-        if fetch.loading:
-            # In this order: what has ended has come. One that could not begin ends for all at once: until then the
-            # ranks' memory differs.
-            state = self._LATE if fetch.failed else self._ENDED if fetch.ended else late
-            return state, fetch.come
-        if fetch.agreed is None and fetch.found is not None:
-            return self._ENDED, fetch.found
-        return late, 0
+                self._follow(fetch, state, number)
 
     def _figures(self, found: Sequence[Fetch]) -> list[int]:
         """By what it is decided on those to be read next: of host memory, and four of each of them."""
@@ -165,11 +163,11 @@ class Fetches:
         return figures
 
     def _follow(self, fetch: Fetch, state: int, told: int) -> None:
-        if state == self._UNDER_WAY:
+        if state == UNDER_WAY:
             return
         if fetch.loading:
-            self._end(fetch, told, late=state == self._LATE)
-        elif state == self._ENDED:
+            self._end(fetch, told, late=state == LATE)
+        elif state == ENDED:
             fetch.agreed = told
             if told < self._page:
                 self._close(fetch, 0)
@@ -179,11 +177,24 @@ class Fetches:
 
     def _end(self, fetch: Fetch, pages: int, late: bool) -> None:
         self._threads.counters.late += late
-        tokens = pages * self._page
-        if tokens:
-            self._threads.counters.fetched += tokens
-            self.brought[fetch.rid] = fetch.start, fetch.start + tokens
+        end = fetch.start + pages * self._page
+        if pages:
+            self.brought[fetch.rid] = fetch.start, end
+        for one in self.open:
+            if one.leader is fetch and one.until > end and not late:
+                # The storage lacks it, for whom waits too: they need not find that out one after another.
+                one.agreed = end
         self._close(fetch, pages)
+
+    def _take_part(self, fetch: Fetch, late: bool, pages: int) -> None:
+        """Have what ``fetch`` waits for in host memory if it has come, or if that waits no longer, as far as it has.
+
+        pages: that have come for its leader, which reads on.
+        """
+        leader = fetch.leader
+        if leader is not None and (late or leader.start + pages * self._page >= fetch.until):
+            self._enter(leader, pages)
+            fetch.leader = None
 
     def _begin_some(self, found: Sequence[Fetch], low: Sequence[int], high: Sequence[int]) -> None:
         """Begin to read what was found, as far as there is room, or let requests go on.
@@ -200,6 +211,8 @@ class Fetches:
             if not same or held < asked or fetch.agreed - max(held, on_device) < self._least:
                 self._close(fetch, 0)
                 continue
+            if find_leader(fetch, self.open, held, self._page, self._least):
+                continue
             room = self._most - sum(one.begun for one in self.open)
             if room < self._page:
                 # It waits for others to end.
@@ -212,7 +225,8 @@ class Fetches:
             if tokens < self._page or held + tokens <= on_device:
                 self._close(fetch, 0)
                 continue
-            fetch.begun = tokens
+            # On all ranks, also where it fails.
+            fetch.begun, fetch.start = tokens, held
             try:
                 self._begin(fetch, held, tokens)
             except Exception as e:
@@ -229,7 +243,7 @@ class Fetches:
         assert fetch.host_watch is not None
         host = self._host
         _, above = host.lock_prefix(fetch.host_watch.peek())
-        fetch.above, fetch.start = above, held
+        fetch.above = above
         short = tokens - host.pool.available_size()
         if short > 0:
             host.evict_shortfall(short)
@@ -260,20 +274,32 @@ class Fetches:
         fetch.close()
         self.open.remove(fetch)
         del self._waited_for[fetch.rid]
-        host, slots, above = self._host, fetch.slots, fetch.above
-        if slots is not None and above is not None and fetch.host_watch is not None:
-            tokens = pages * self._page
-            known = 0
-            if tokens:
-                come = fetch.tokens[fetch.start : fetch.start + tokens]
-                key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=host.is_eagle)
-                known = host.insert_fetched(above, key, slots[:tokens], fetch.stored_in)
-            # What came another way meanwhile, and what has not come.
-            for unused in slots[:known], slots[tokens:]:
-                if len(unused):
-                    host.pool.free(unused)
-        if above is not None:
-            host.dec_lock_ref(above)
+        if fetch.slots is not None:
+            self._enter(fetch, pages)
+            # What has not come.
+            self._free(fetch.slots[fetch.entered * self._page :])
+        if fetch.above is not None:
+            self._host.dec_lock_ref(fetch.above)
+
+    def _enter(self, fetch: Fetch, pages: int) -> None:
+        """Put so many pages of what has been read, or those that are there already, into the tree of host memory."""
+        start, end = fetch.entered * self._page, pages * self._page
+        if end <= start or fetch.slots is None or fetch.above is None or fetch.host_watch is None:
+            return
+        host, slots = self._host, fetch.slots[start:end]
+        come = fetch.tokens[fetch.start + start : fetch.start + end]
+        key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=host.is_eagle)
+        known, last = host.insert_fetched(fetch.above, key, slots, fetch.stored_in)
+        # What came another way meanwhile.
+        self._free(slots[:known])
+        host.inc_lock_ref(last)
+        host.dec_lock_ref(fetch.above)
+        fetch.above, fetch.entered = last, pages
+        self._threads.counters.fetched += end - start
+
+    def _free(self, slots: torch.Tensor) -> None:
+        if len(slots):
+            self._host.pool.free(slots)
 
 
 def _least(facts: list[int], group: Any, alone: bool) -> list[int]:

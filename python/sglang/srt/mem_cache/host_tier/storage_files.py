@@ -112,6 +112,11 @@ class PageFiles(HiCacheFile):
         except FileNotFoundError:
             return False
 
+    def note_use(self, key: str) -> None:
+        """Have it count as used now, for who removes what is old: what stays in host memory is not read again."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path(key))
+
     def get(self, key: str, target_location: torch.Tensor, target_sizes: Any = None) -> torch.Tensor | None:
         """Read a page into ``target_location``; None if there is none. A file that is no page is removed."""
         if key in self._unreadable:
@@ -191,7 +196,9 @@ class PageFiles(HiCacheFile):
             # At once for who reads, however many there are.
             os.rename(self.folder, gone)
         self._unreadable.clear()
-        self._make()
+        with contextlib.suppress(FileNotFoundError):
+            # Another worker, or a DP rank with the same folder, clears it too. Who writes next makes it.
+            self._make()
         _remove_folder(gone)
         return True
 

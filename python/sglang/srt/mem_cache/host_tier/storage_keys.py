@@ -46,7 +46,6 @@ _OPTIONS = (
     "torchao_config",
 )
 
-
 # Load formats with which a worker has the weights of another, or of a server.
 _NOT_FROM_FILES = ("remote", "remote_instance")
 
@@ -76,27 +75,42 @@ def weights_id(model_path: str, revision: str | None) -> str:
 
 
 def model_folder(args: ServerArgs, weights: str | None) -> str:
-    """The part of a folder's name that the options tell. weights: what they are called, None: look at the files.
+    """The part of a folder's name that the options tell. weights: what they are called, and a draft's with them.
 
-    Raises ValueError where they cannot be looked at, or are not those of the files.
+    None: look at the files. Raises ValueError where they cannot be looked at, or are not those of the files.
     """
-    if weights is None and args.load_format in _NOT_FROM_FILES:
+    drafts = args.speculative_algorithm is not None
+    given = ""
+    if args.load_format in _NOT_FROM_FILES:
+        given = f"--load-format {args.load_format}"
+    elif drafts and args.speculative_draft_load_format is not None:
+        # The engine has put it in the place of the model's, which nobody knows any more.
+        given = f"--speculative-draft-load-format {args.speculative_draft_load_format}"
+    if given and weights is None:
         raise ValueError(
-            f"--hicache-storage-backend: with --load-format {args.load_format} the weights are others than the files' "
-            '. Name them with --hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all '
-            "workers with them, or leave the storage out."
+            f"--hicache-storage-backend: with {given} the weights are others than the files', or may be. Name them "
+            'with --hicache-storage-backend-extra-config \'{"weights": "NAME"}\', the same for all workers with them, '
+            "or leave the storage out."
         )
     options = {name: getattr(args, name, None) for name in _OPTIONS}
     if args.load_format == "dummy":
         # These are made up at start.
         options["random_seed"] = args.random_seed
     options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision)}
-    draft = args.speculative_draft_model_path
-    if args.speculative_algorithm is not None and draft not in (None, args.model_path):
-        options["draft"] = weights_id(draft, args.speculative_draft_model_revision)
+    if drafts:
+        options["draft"] = _draft(args, weights)
     text = json.dumps(options, sort_keys=True, default=str)
     name = Path(args.model_path.rstrip("/")).name or "model"
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
+    """What a draft's KV depends on, which lies behind the model's in each page."""
+    path = args.speculative_draft_model_path
+    found: list[Any] = [args.speculative_draft_model_quantization]
+    if path in (None, args.model_path):
+        return found
+    return [*found, Path(path).name if weights else weights_id(path, args.speculative_draft_model_revision)]
 
 
 def rank_folder(model: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Fetch", "look", "read_pages"]
+__all__ = ["ENDED", "LATE", "UNDER_WAY", "Fetch", "find_leader", "look", "read_pages"]
+
+# How far a fetch is; of the ranks, the least counts. Late: it waits no longer.
+LATE, UNDER_WAY, ENDED = range(3)
 
 
 @dataclass(eq=False)
@@ -51,8 +54,13 @@ class Fetch:
     start: int = 0
     slots: torch.Tensor | None = None
     come: int = 0
+    # How many of the pages that have come are in host memory's tree already.
+    entered: int = 0
     ended: bool = False
     failed: bool = False
+    # Who reads the next pages of its prompt, up to so many tokens of it: it waits for these.
+    leader: Fetch | None = None
+    until: int = 0
     # Nothing is written to its slots when it is closed.
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
@@ -61,10 +69,68 @@ class Fetch:
     def loading(self) -> bool:
         return self.begun > 0
 
+    def facts(self, is_late: bool) -> tuple[int, int]:
+        """What this rank knows: how far it is; and tokens found, or pages that have come. is_late: its time is up."""
+        late = LATE if is_late else UNDER_WAY
+        if self.loading:
+            # In this order: what has ended has come. One that could not begin ends for all at once: until then the
+            # ranks' memory differs.
+            state = LATE if self.failed else ENDED if self.ended else late
+            return state, self.come
+        if self.agreed is None and self.found is not None:
+            return ENDED, self.found
+        return late, 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether another one still reads what it waits for."""
+        return self.leader is not None and not self.leader.closed
+
+    def name_at(self, tokens: int, page_size: int) -> bytes:
+        """What the page is called that begins behind so many tokens of its prompt, of those that were found."""
+        return self.names[(tokens - self.held) // page_size]
+
     def close(self) -> None:
         """Nothing more is written to its slots. Takes as long as a page is copied, at most."""
         with self.lock:
             self.closed = True
+        # Or each would keep all that came before it.
+        self.leader = None
+
+
+def find_leader(fetch: Fetch, others: Sequence[Fetch], held: int, page_size: int, least: int) -> bool:
+    """Have a request wait for another's read that brings at least so many tokens which host memory lacks.
+
+    held: tokens of its prompt that host memory has. Returns whether there is one. All ranks find the same.
+    """
+    ends = [(_end_of_shared(fetch, one, held, page_size), one) for one in others if one.loading]
+    end, leader = max(ends, key=lambda found: found[0], default=(held, None))
+    if end - held < least:
+        return False
+    fetch.leader, fetch.until = leader, end
+    return True
+
+
+def _end_of_shared(fetch: Fetch, other: Fetch, held: int, page_size: int) -> int:
+    """The end of what ``other``, which reads, brings of the prompt of ``fetch``, in tokens; ``held`` if nothing.
+
+    held: tokens of that prompt that host memory has. Of pages with one name all before them is the same too, so this
+    is found by halving.
+    """
+    end = min(other.start + other.begun, fetch.agreed or 0)
+    if not other.start <= held < end:
+        return held
+    low, high = 0, (end - held) // page_size
+    # First the next page: most often it is another prompt's.
+    middle = 1
+    while low < high:
+        last = held + (middle - 1) * page_size
+        if fetch.name_at(last, page_size) == other.name_at(last, page_size):
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return held + low * page_size
 
 
 def look(fetch: Fetch, threads: StorageThreads, page_size: int, beat: Callable[[], None]) -> None:

@@ -22,7 +22,8 @@ __all__ = ["Counters", "StorageThreads"]
 
 logger = logging.getLogger(__name__)
 
-READERS = 4
+# Look-ups have threads of their own: behind long reads they would take as long as these.
+READERS, LOOKERS = 4, 2
 # After an error, it is left alone so long; and what takes longer than this hangs.
 PAUSE_S, HANGS_S = 5.0, 1.0
 
@@ -75,20 +76,59 @@ class Trouble:
             logger.info("%s the storage of KV (%s) works again.", self._doing, self._name)
 
 
+class Crew:
+    """Threads that do one kind of calls, in the order of their coming, each with what it needs for that."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[Callable[..., None] | None] = queue.SimpleQueue()
+        # When each thread began with the call that it is in; 0 if it is in none.
+        self.since: list[float] = []
+
+    @property
+    def hangs(self) -> bool:
+        """Whether every thread hangs."""
+        now = time.monotonic()
+        return bool(self.since) and all(since and now - since > HANGS_S for since in self.since)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for _ in self.since:
+            self.queue.put(None)
+
+    def work(self, i: int, trouble: Trouble, *needs: Any) -> None:
+        """What thread ``i`` does. What it runs gets ``needs``, and what it calls before each call of the storage."""
+        since = self.since
+
+        def beat() -> None:
+            since[i] = time.monotonic()
+
+        while (run := self.queue.get()) is not None:
+            beat()
+            try:
+                run(*needs, beat)
+            except Exception as e:
+                trouble.came(e)
+            since[i] = 0.0
+
+
 class StorageThreads:
-    """Runs what is handed over: reads in some threads, in order of their coming, and writes in one."""
+    """Runs what is handed over: look-ups in some threads, reads in others, and writes in one."""
 
     def __init__(self, files: Any, pages: HostPages, name: str):
         """files: with the engine's interface of a storage. name: in messages."""
         self.files, self.pages, self.counters = files, pages, Counters()
         self.reading, self.writing = Trouble("Reading from", name), Trouble("Writing to", name)
-        self._reads: queue.SimpleQueue[Callable[[torch.Tensor, Callable[[], None]], None] | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[Callable[[torch.Tensor], None] | None] = queue.SimpleQueue()
-        # When each reader began with the call that it is in; 0 if it is in none.
-        self._since = [0.0] * READERS
-        for i in range(READERS):
-            self._start(f"kv-storage-read-{i}", partial(self._read_on, i))
-        self._start("kv-storage-write", self._write_on)
+        self._looks, self._reads, self._writes = Crew(), Crew(), Crew()
+        for _ in range(LOOKERS):
+            self._hire(self._looks, "look", self.reading)
+        for _ in range(READERS):
+            self._hire(self._reads, "read", self.reading, pages.buffer())
+        self._hire(self._writes, "write", self.writing, pages.buffer())
+
+    def _hire(self, crew: Crew, name: str, trouble: Trouble, *needs: Any) -> None:
+        i = len(crew.since)
+        crew.since.append(0.0)
+        self._start(f"kv-storage-{name}-{i}", partial(crew.work, i, trouble, *needs))
 
     @staticmethod
     def _start(name: str, run: Callable[[], None]) -> None:
@@ -96,47 +136,26 @@ class StorageThreads:
 
     @property
     def answers(self) -> bool:
-        """Whether it is worth while to ask: it has not failed just now, and not every reader hangs."""
-        return not self.reading.pausing and not self.hangs
+        """Whether it is worth while to ask: it has not failed just now, and there is a thread for what comes of it."""
+        return not self.reading.pausing and not self.hangs(reading=False)
 
-    @property
-    def hangs(self) -> bool:
-        """Whether every reader hangs."""
-        now = time.monotonic()
-        return all(since and now - since > HANGS_S for since in self._since)
+    def hangs(self, reading: bool) -> bool:
+        """Whether nothing comes of what is being read; of what is only asked for, a look-up may be what hangs, too."""
+        return self._reads.hangs or (not reading and self._looks.hangs)
+
+    def look(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Run in a thread for look-ups, with what is to be called before each call of the storage."""
+        self._looks.queue.put(run)
 
     def read(self, run: Callable[[torch.Tensor, Callable[[], None]], None]) -> None:
-        """Run in a thread, with room for a page, and what is to be called before each call of the storage."""
-        self._reads.put(run)
+        """Run in a thread for reads, with room for a page, and what is to be called as for `look`."""
+        self._reads.queue.put(run)
 
     def write(self, run: Callable[[torch.Tensor], None]) -> None:
         """Run behind what was handed over before, with room for a page."""
-        self._writes.put(run)
+        self._writes.queue.put(lambda buffer, beat: run(buffer))
 
     def close(self) -> None:
         """Begin nothing more."""
-        for _ in range(READERS):
-            self._reads.put(None)
-        self._writes.put(None)
-
-    def _read_on(self, i: int) -> None:
-        buffer, since = self.pages.buffer(), self._since
-
-        def beat() -> None:
-            since[i] = time.monotonic()
-
-        while (run := self._reads.get()) is not None:
-            beat()
-            try:
-                run(buffer, beat)
-            except Exception as e:
-                self.reading.came(e)
-            since[i] = 0.0
-
-    def _write_on(self) -> None:
-        buffer = self.pages.buffer()
-        while (run := self._writes.get()) is not None:
-            try:
-                run(buffer)
-            except Exception as e:
-                self.writing.came(e)
+        for crew in self._looks, self._reads, self._writes:
+            crew.close()

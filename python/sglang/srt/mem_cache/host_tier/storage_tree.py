@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["StoredHostTree"]
 
+# Somebody may remove files that are old, and what comes behind them would be written for nobody. So what is above a new
+# leaf is looked for again if that was done longer ago.
+LOOK_AGAIN_S = 600.0
+
 
 class StoredHostTree(HostTree):
     """Has what enters it written, and tells of what leaves it."""
@@ -28,17 +33,16 @@ class StoredHostTree(HostTree):
     pages: Any = None
     # As of when what is being inserted is in the storage; None if it does not come from there.
     fetched_in: int | None = None
-    # What was written before it was cleared is not there.
+    # What was written before it was cleared is not there. Advanced by the thread that clears it, and nobody else.
     cleared = 0
 
-    def insert_fetched(self, node: TreeNode, key: RadixKey, slots: torch.Tensor, stored_in: int) -> int:
-        """As `insert_below`, of what the storage had when ``cleared`` was ``stored_in``.
-
-        Returns how many tokens were there before.
-        """
+    def insert_fetched(
+        self, node: TreeNode, key: RadixKey, slots: torch.Tensor, stored_in: int
+    ) -> tuple[int, TreeNode]:
+        """As `insert_below`, of what the storage had when ``cleared`` was ``stored_in``."""
         self.fetched_in = stored_in
         try:
-            return self.insert_below(node, key, slots)[0]
+            return self.insert_below(node, key, slots)
         finally:
             self.fetched_in = None
 
@@ -56,16 +60,24 @@ class StoredHostTree(HostTree):
         above = node.parent
         before = first_hash(node.key.extra_key) if above is self.root_node else above.page_names[-1]
         node.page_names = page_names(node.key.token_ids, self.page_size, before)
-        # What writes it, None if it is stored; and as of when.
-        node.write = None
+        # Once each, since another thread advances them: what is older counts for less.
+        cleared, now = self.cleared, time.monotonic()
+        # What writes it, None if it comes from the storage; and as of when.
+        node.write, node.stored_in, node.looked_for = None, cleared, now
         if self.fetched_in is not None:
             node.stored_in = self.fetched_in
             return
-        node.stored_in = self.cleared
         for one in path_to(self, node):
-            write: Write | None = one.write
-            if one is node or one.stored_in != self.cleared or (write is not None and write.lost):
-                one.write, one.stored_in = self.writes.add(one.page_names, one.value), self.cleared
+            if one is node or self._may_lack(one, cleared, now):
+                one.write = self.writes.add(one.page_names, one.value)
+                one.stored_in, one.looked_for = cleared, now
+
+    @staticmethod
+    def _may_lack(node: TreeNode, cleared: int, now: float) -> bool:
+        """Whether pages of ``node`` may not be in the storage."""
+        write: Write | None = node.write
+        lost = write is not None and write.lost
+        return lost or node.stored_in != cleared or now - node.looked_for > LOOK_AGAIN_S
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Names are divided; a write is of both parts."""
@@ -73,7 +85,7 @@ class StoredHostTree(HostTree):
         if hasattr(child, "page_names"):
             pages = split_len // self.page_size
             upper.page_names, child.page_names = child.page_names[:pages], child.page_names[pages:]
-            upper.write, upper.stored_in = child.write, child.stored_in
+            upper.write, upper.stored_in, upper.looked_for = child.write, child.stored_in, child.looked_for
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:

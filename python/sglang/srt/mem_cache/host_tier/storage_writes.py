@@ -104,6 +104,7 @@ class Writes:
         """What became of it, as a counter is called."""
         files = self._threads.files
         if files.exists(key):
+            files.note_use(key)
             return "known"
         self._pages.read(page, buffer)
         if self._pages.given_away[page] != given_away:
