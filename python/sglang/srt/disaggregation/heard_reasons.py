@@ -58,7 +58,7 @@ def hear_reasons(requests: Sequence[DecodeRequest], polls: Sequence[int], group:
 def hear_reasons_of_senders(
     senders: Sequence[Any], polls: Sequence[int], groups: Mapping[str, dist.ProcessGroup]
 ) -> None:
-    """Have those of ``senders``, on prefill, that have failed elsewhere only fail here for what the other rank knows.
+    """Have those of ``senders``, on prefill, that have failed elsewhere only end here for what the other rank knows.
 
     polls: what all ranks have polled of each. groups: by what their ranks are called; what the ranks of one have told
     each other they tell those of the next. All of them come here in the same step, with the same requests. Senders that
@@ -77,7 +77,7 @@ def hear_reasons_of_senders(
     for sender, reason in zip(failed, heard, strict=True):
         if cause_of(reason) != ELSEWHERE and hasattr(sender, "failure_reason"):
             # It changes nothing where it has failed by itself.
-            sender.fail(reason)
+            sender.hear(reason)
 
 
 def _reason_of(sender: Any) -> str:
