@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.host_tier import storage_threads, storage_tree
+from sglang.srt.mem_cache.host_tier import storage_reads, storage_threads, storage_tree
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from storage_world import PAGE, ByHand, StorageWorld
@@ -197,6 +197,29 @@ def test_who_has_asked_before_all_threads_hang_goes_on(world, monkeypatch, name,
     opened.set()
 
 
+def test_who_hashes_long_prompts_does_not_hang(world, monkeypatch):
+    """Or nobody else would ask a storage that answers."""
+    monkeypatch.setattr(storage_threads, "HANGS_S", 0.05)
+    one = world(host=512, size=512)
+    opened, hashing = threading.Event(), []
+
+    def long(*args: Any) -> Any:
+        hashing.append(args)
+        return opened.wait(30) and page_names(*args)
+
+    monkeypatch.setattr(storage_reads, "page_names", long)
+    for i in range(storage_threads.LOOKERS):
+        one.arrive(tokens(100 * i, 24))
+    one.until(lambda: len(hashing) == storage_threads.LOOKERS)
+    time.sleep(0.1)
+    assert one.threads.answers
+    one.step()
+    assert len(one.storage.fetches.open) == storage_threads.LOOKERS
+    opened.set()
+    one.until(lambda: not one.storage.busy)
+    assert not one.storage.state()["late"]
+
+
 def test_a_look_up_does_not_wait_for_reads(world, monkeypatch):
     """All readers are in long reads: what the storage does not have is known at once, and so is what has been read."""
     monkeypatch.setattr(storage_threads, "HANGS_S", 20.0)
@@ -275,6 +298,29 @@ def test_two_that_clear_one_folder_at_once(tmp_path, monkeypatch):
         patch.setattr(Path, "mkdir", taken)
         assert files.clear()
     assert not files.folder.exists() and files.set("0", page) and other.exists("0")
+
+
+def test_a_clear_after_which_no_folder_can_be_made_is_one(world, monkeypatch):
+    """All is gone: what is in host memory is written again, with what comes behind it."""
+    one, prompt = world(), tokens(1, 24)
+    one.serve(prompt, max_new=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", failing(Path.mkdir, errno.ENOSPC, lambda path: path == one.files._parts))
+        assert one.storage.clear().result(20)
+    assert not one.stored()
+    one.serve(prompt + tokens(300, 8), max_new=1)
+    assert len(one.stored()) == 8
+
+
+def test_a_rank_for_which_another_one_writes_clears_nothing(world):
+    """It would do that later than the one that writes, which takes what it has written since for stored."""
+    one, two = world(), world(writes=False, threads=ByHand)
+    one.serve(tokens(1, 24), max_new=1)
+    clears = [rank.storage.clear() for rank in (one, two)]
+    assert clears[0].result(20) and not one.stored()
+    one.serve(tokens(100, 24), max_new=1)
+    two.threads.run(9)
+    assert clears[1].result(0) and len(one.stored()) == 6
 
 
 # ---- what killed workers leave ----

@@ -103,6 +103,29 @@ def test_a_prompt_that_many_ask_for_is_read_once(world):
     end(two, asking)
 
 
+@pytest.mark.parametrize("rest", [0, 24])
+def test_all_who_waited_for_a_read_go_on_in_one_step(world, monkeypatch, rest):
+    """A step may be that of a decode batch: of those that have something to read, few are looked at in one."""
+    one, two = world(), world(threads=ByHand)
+    prompt = tokens(1, 48)
+    one.serve(prompt)
+    # With a rest, the read that is waited for goes on.
+    asking = arrive(two, prompt, *[prompt[: 48 - rest]] * 40)
+    two.threads.run(99)
+    monkeypatch.setattr(storage_fetches, "read_pages", page_by_page)
+    for _ in range(8):
+        two.step()
+    first, *others = two.storage.fetches.open
+    assert all(fetch.leader is first for fetch in others)
+    while not first.ended and (not rest or first.come * PAGE < 48 - rest):
+        two.threads.run(1)
+    two.step()
+    assert len(two.storage.fetches.open) == bool(rest)
+    assert [decode_req.entry.host_watch.length for decode_req in asking[1:]] == [48 - rest] * 40
+    two.until(lambda: two.threads.run(9) or not two.storage.busy)
+    end(two, asking)
+
+
 def test_of_prompts_that_begin_alike_each_reads_its_own_rest(world):
     one, two = world(), world()
     shared = tokens(1, 24)

@@ -48,7 +48,7 @@ class HostStorage:
         self.fetches = Fetches(host, threads, limits)
         self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
         host.writes, host.pages = self.writes, threads.pages
-        self.stopped = False
+        self.stopped, self._writes = False, writes
         threads.write(lambda buffer: threads.files.remove_left())
 
     # ---- requests ----
@@ -110,9 +110,13 @@ class HostStorage:
         """Remove what this rank's workers have stored, in a thread. Returns whether that was done, when it is known.
 
         In the thread that writes: what was to be written before is not there then, and what is written from now on is.
+        So a rank for which another one writes leaves it to that: later, it would remove what has been written since.
         """
         self.writes.forget()
         done: Future[bool] = Future()
+        if not self._writes:
+            done.set_result(True)
+            return done
         self.threads.write(lambda buffer: self._clear(done))
         return done
 

@@ -180,11 +180,13 @@ class Fetches:
         end = fetch.start + pages * self._page
         if pages:
             self.brought[fetch.rid] = fetch.start, end
-        for one in self.open:
-            if one.leader is fetch and one.until > end and not late:
-                # The storage lacks it, for whom waits too: they need not find that out one after another.
-                one.agreed = end
+        waiting = [one for one in self.open if one.leader is fetch]
         self._close(fetch, pages)
+        for one in waiting:
+            # In this step: of those that go on to read, few are looked at in one. If its time was not up, what did not
+            # come is not there, for whom waits too: they need not find that out one after another.
+            if (one.until > end and not late) or one.has_all(end, self._least):
+                self._close(one, 0)
 
     def _take_part(self, fetch: Fetch, late: bool, pages: int) -> None:
         """Have what ``fetch`` waits for in host memory if it has come, or if that waits no longer, as far as it has.
@@ -192,9 +194,13 @@ class Fetches:
         pages: that have come for its leader, which reads on.
         """
         leader = fetch.leader
-        if leader is not None and (late or leader.start + pages * self._page >= fetch.until):
+        assert leader is not None
+        end = leader.start + pages * self._page
+        if late or end >= fetch.until:
             self._enter(leader, pages)
             fetch.leader = None
+            if fetch.has_all(end, self._least):
+                self._close(fetch, 0)
 
     def _begin_some(self, found: Sequence[Fetch], low: Sequence[int], high: Sequence[int]) -> None:
         """Begin to read what was found, as far as there is room, or let requests go on.

@@ -196,8 +196,9 @@ class PageFiles(HiCacheFile):
             # At once for who reads, however many there are.
             os.rename(self.folder, gone)
         self._unreadable.clear()
-        with contextlib.suppress(FileNotFoundError):
-            # Another worker, or a DP rank with the same folder, clears it too. Who writes next makes it.
+        with contextlib.suppress(OSError):
+            # All is gone, whatever this says: another worker, or a DP rank with the same folder, may clear it too. Who
+            # writes next makes it.
             self._make()
         _remove_folder(gone)
         return True

@@ -86,6 +86,10 @@ class Fetch:
         """Whether another one still reads what it waits for."""
         return self.leader is not None and not self.leader.closed
 
+    def has_all(self, end: int, least: int) -> bool:
+        """Whether what it waits for from another has come, up to ``end``, and what lies behind is not worth a fetch."""
+        return end >= self.until and (self.agreed or 0) - self.until < least
+
     def name_at(self, tokens: int, page_size: int) -> bytes:
         """What the page is called that begins behind so many tokens of its prompt, of those that were found."""
         return self.names[(tokens - self.held) // page_size]

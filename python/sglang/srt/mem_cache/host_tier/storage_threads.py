@@ -81,7 +81,7 @@ class Crew:
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Callable[..., None] | None] = queue.SimpleQueue()
-        # When each thread began with the call that it is in; 0 if it is in none.
+        # When each thread began with the call of the storage that it is in; 0 if it is in none.
         self.since: list[float] = []
 
     @property
@@ -103,7 +103,7 @@ class Crew:
             since[i] = time.monotonic()
 
         while (run := self.queue.get()) is not None:
-            beat()
+            # What it does before the first call, as to hash a long prompt, is no hang of the storage.
             try:
                 run(*needs, beat)
             except Exception as e:
