@@ -48,7 +48,7 @@ class HostStorage:
         self.fetches = Fetches(host, threads, limits)
         self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
         host.writes, host.pages = self.writes, threads.pages
-        self.stopped, self._writes = False, writes
+        self.stopped = False
         threads.write(lambda buffer: threads.files.remove_left())
 
     # ---- requests ----
@@ -114,7 +114,7 @@ class HostStorage:
         """
         self.writes.forget()
         done: Future[bool] = Future()
-        if not self._writes:
+        if not self.writes.enabled:
             done.set_result(True)
             return done
         self.threads.write(lambda buffer: self._clear(done))

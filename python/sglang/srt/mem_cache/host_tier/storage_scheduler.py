@@ -66,13 +66,13 @@ class HostStorageScheduler(Base):
         """Answer who waits for what has been done, or for too long."""
         waiting = []
         for recv_req, done, until in self.storage_clears:
-            late = time.monotonic() > until
-            if not done.done() and not late:
-                waiting.append((recv_req, done, until))
-                continue
-            if not done.done():
+            ended = done.done()
+            if not ended:
+                if time.monotonic() <= until:
+                    waiting.append((recv_req, done, until))
+                    continue
                 logger.warning("The storage of KV is not cleared after %g s: that is done when it answers.", CLEAR_S)
-            success = done.done() and done.result()
+            success = ended and done.result()
             self.send_to_tokenizer.send_output(ClearHiCacheReqOutput(success=success), recv_req)
         self.storage_clears = tuple(waiting)
 

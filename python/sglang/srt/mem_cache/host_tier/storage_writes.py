@@ -37,10 +37,10 @@ class Write:
 class Writes:
     """The writes of one rank. Tokens that wait are bounded; what comes beyond that is dropped."""
 
-    def __init__(self, threads: StorageThreads, most_tokens: int, writes: bool):
-        """writes: False where another rank writes for this one."""
+    def __init__(self, threads: StorageThreads, most_tokens: int, enabled: bool):
+        """enabled: False where another rank writes for this one."""
         self._threads, self._pages = threads, threads.pages
-        self._most, self._writes = most_tokens, writes
+        self._most, self.enabled = most_tokens, enabled
         # Tokens that wait, written by two threads: what was handed over, and what has been seen to.
         self._handed = self._seen = 0
         # Tokens that were not even handed over.
@@ -63,7 +63,7 @@ class Writes:
         pages = self._pages.numbers(slots)
         write = Write(names, pages, self._pages.given_away[pages])
         tokens = len(slots)
-        if not self._writes:
+        if not self.enabled:
             return write
         if self.waiting + tokens > self._most or self._threads.writing.pausing:
             write.lost = True
