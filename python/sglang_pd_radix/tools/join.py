@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .cluster.local_http import http
+from .cluster.local_http import freeze, http
 from .operate.reading import TIMEOUT_S, addresses, base_url, gateway_workers
 from .progress import Display
 
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         steps.now(f"waiting until {url} is ready")
         wait_ready(url, deadline)
         worker = describe(url)
+        freeze(url)
         steps.done(f"{url} is ready, a {worker['worker_type']} worker")
         steps.now(f"asking {args.gateway} to take it in")
         # It may be started together with its workers.

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def asked_over(connection):
     return reply.status
 
 
+def frozen_in(log, wait_s=20):
+    """The processes of a worker whose collections leave out what they have loaded; each is told by the one before."""
+    until = time.monotonic() + wait_s
+    while len(found := re.findall(r"Freezing GC in (\w+)", log.read_text())) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    return sorted(found)
+
+
 def processes_of(log_dir):
     """Live processes whose output goes to ``log_dir``: the servers and everything they started."""
     found = []
@@ -81,6 +90,8 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
             assert info["disaggregation_mode"] == disaggregation_mode and info["page_size"] == 16
         assert info["disaggregation_decode_enable_radix_cache"] is True
         assert info["port"] == int(roles["decode"]["url"].rpartition(":")[2])
+        for role in ("prefill", "decode"):
+            assert frozen_in(Path(roles[role]["log"])) == ["Detokenizer", "Scheduler", "Tokenizer"]
         assert Path(roles["decode"]["log"]).exists() and os.getpgid(roles["decode"]["pid"]) == roles["decode"]["pid"]
 
         idle = http.client.HTTPConnection("127.0.0.1", info["port"], timeout=30)

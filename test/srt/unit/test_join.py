@@ -42,9 +42,13 @@ def test_a_gateway_is_told_what_it_has_to_know(found, mode, more):
     gateway, worker = found
     # A decode worker has the engine's default of the option, which is nobody's port.
     says(worker, mode, disaggregation_bootstrap_port=9000)
+    posted: list[str] = []
+    worker.on_post = lambda path, body: posted.append(path) or 200
     assert joined(gateway, worker) == 0
     told = {"url": f"http://{worker.address}", "worker_type": mode, **more}
     assert gateway.asked == [("/workers", told)]
+    # Before anybody waits for it, its collections are to leave out what it has loaded.
+    assert posted == ["/freeze_gc"]
     # What it uses already it is not told again.
     assert joined(gateway, worker) == 0
     assert len(gateway.asked) == 1

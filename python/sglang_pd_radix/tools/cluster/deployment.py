@@ -15,7 +15,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .. import process_group
-from .local_http import http
+from .local_http import freeze, http
 from .plan import lay_out
 from .process import Family, Process, Progress, check_alive, first_dead
 from .spec import Spec
@@ -145,6 +145,7 @@ class Cluster:
             for worker in self.processes:
                 if worker.role not in ("router", "pegaflow"):
                     http(worker.url + "/flush_cache", {}, timeout=10)
+                    freeze(worker.url)
             startup.report(None, "serving")
         except BaseException:
             self.stop()
@@ -197,6 +198,8 @@ class Cluster:
         startup = self._startup([process])
         self._family.start(process)
         startup.wait_ready([process])
+        if process.role not in ("router", "pegaflow"):
+            freeze(process.url)
 
     def dead(self) -> Process | None:
         """The first process that has ended, if any has."""
