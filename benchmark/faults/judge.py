@@ -6,7 +6,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_pd_radix.tools.workers import pool_problems
+from sglang_pd_radix.tools.workers import pool_problems, rank_name
 
 from .books import Books
 from .traffic import Told
@@ -36,6 +36,7 @@ def left_behind(name: str, pool: Mapping[str, Any]) -> list[str]:
     Then no book mentions a room either; without the flag the engine's own may.
     """
     found = pool_problems(name, pool, keeps_tree=name.startswith("decode"))
+    name = rank_name(name, pool)
     return found + [f"{name}: {count} rooms are left in {book}" for book, count in pool["rooms"].items() if count]
 
 

@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .forced import score
 from .progress import Display
 from .rounding import Answer
-from .workers import LOCAL_COUNTERS, empty_caches, pool_problems, pools_of, server_info, summed_counters
+from .workers import LOCAL_COUNTERS, by_rank, empty_caches, pools_of, problems_of, server_info, summed_counters
 
 # A tree for speculation has one token less than the KV that it holds, and the last step's drafts may not be in it.
 LOOSE_WITHOUT_DRAFTS, DRAFT_TOKENS = 1, 4
@@ -114,11 +114,10 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: Display) -> Run:
         except ChatError as error:
             cluster.check()  # a worker that died says more than the request it took along
             raise PdRadixError(f"flag {name}: {error}. Logs are in {cluster.log_dir}") from None
-        run.pools = pools_of(cluster)
-        if name != "off" and not any(worker.startswith("decode") for worker in run.pools):
-            run.problems.append("decode tells nothing of its KV pool")
-        for worker, pool in run.pools.items():
-            run.problems += pool_problems(worker, pool, keeps_tree=name != "off" and worker.startswith("decode"))
+        pools = pools_of(cluster)
+        run.pools = by_rank(pools)
+        for worker, found in pools.items():
+            run.problems += problems_of(worker, found, keeps_tree=name != "off" and worker.startswith("decode"))
         if not run.exact:
             show.now(f"flag {name}: what prefill says of the same answers, since {run.dtype} rounds")
             _score(cluster, workload, run)

@@ -254,6 +254,7 @@ STATUSES = (
 
 #: Of `GET /get_server_info`, under `internal_states[i].kv_pool`.
 POOL_FIELDS = {
+    "dp_rank": "which DP rank it is of; only where there are several: they are in the order in which they answered",
     "size": "tokens of the KV pool; with sliding windows those of the full pool, as the next three",
     "available": "free tokens",
     "evictable": "tokens in the tree that no request holds",

@@ -46,11 +46,22 @@ POOL_FIGURES = (
 TREE_FIGURES = ("locks_taken", "locks_released", "audit")
 
 
+def in_order(pools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pools of one worker by DP rank; they are told in the order in which the ranks answered."""
+    return sorted(pools, key=lambda pool: pool.get("dp_rank", 0))
+
+
+def rank_name(name: str, pool: Mapping[str, Any]) -> str:
+    """What the rank of a pool is called whose worker is called ``name``."""
+    return f"{name} rank {pool['dp_rank']}" if "dp_rank" in pool else name
+
+
 def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[str]:
     """What one rank of an idle prefill or decode worker holds and should not, from its ``kv_pool`` figures (tokens).
 
     keeps_tree: it is a decode worker with the flag, which counts its locks and audits its tree.
     """
+    name = rank_name(name, pool)
     missing = [key for key in (*POOL_FIGURES, *(TREE_FIGURES if keeps_tree else ())) if key not in pool]
     # It has no audit while it is busy.
     if not pool.get("idle", True):
@@ -105,7 +116,7 @@ def server_info(url: str) -> dict[str, Any]:
 
 
 def idle_pools(url: str) -> list[dict[str, Any]]:
-    """The KV pools of the worker at ``url``, one per rank, once all are idle or after 10 seconds.
+    """The KV pools of the worker at ``url``, one per DP rank, in their order, once all are idle or after 10 seconds.
 
     Empty where the tree is one of the engine's over several kinds of KV (a prefill worker of a hybrid model): its ranks
     tell of none.
@@ -114,7 +125,7 @@ def idle_pools(url: str) -> list[dict[str, Any]]:
     while True:
         pools = [state["kv_pool"] for state in server_info(url)["internal_states"] if "kv_pool" in state]
         if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
-            return pools
+            return in_order(pools)
         time.sleep(0.1)
 
 
@@ -125,16 +136,14 @@ def problems_of(name: str, pools: Sequence[dict[str, Any]], keeps_tree: bool) ->
     return [problem for pool in pools for problem in pool_problems(name, pool, keeps_tree)]
 
 
-def pools_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """The KV pool of every worker that tells of one (``decode-0``; one per DP rank), once all are idle."""
-    pools = {}
-    for worker in cluster.processes:
-        if worker.role == "router":
-            continue
-        found = idle_pools(worker.url)
-        for rank, pool in enumerate(found):
-            pools[worker.name if len(found) == 1 else f"{worker.name} rank {rank}"] = pool
-    return pools
+def pools_of(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
+    """The KV pools of every worker (``decode-0``), as `idle_pools`."""
+    return {worker.name: idle_pools(worker.url) for worker in cluster.processes if worker.role != "router"}
+
+
+def by_rank(pools: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The pool of every rank, from those of every worker, by what the rank is called."""
+    return {rank_name(worker, pool): pool for worker, found in pools.items() for pool in found}
 
 
 def empty_caches(cluster: Cluster, urls: Sequence[str], timeout_s: float = 10) -> None:

@@ -136,7 +136,10 @@ class Deployment:
         info |= self.faults.get("info", {})
         info["disable_overlap_schedule"] = not self.overlapped
         untold = self.faults.get("untold") == ("prefill" if prefill else "decode")
-        return json.dumps({**info, "internal_states": [{} if untold else {"kv_pool": pool}]})
+        # Of decode, what each DP rank says beside.
+        ranks = [{}] if prefill else self.faults.get("ranks", [{}])
+        states = [{} if untold else {"kv_pool": pool | rank} for rank in ranks]
+        return json.dumps({**info, "internal_states": states})
 
     def chat(self, body: dict[str, Any]) -> str:
         prompt = self.words.apply_chat_template(body["messages"])

@@ -618,3 +618,11 @@ def test_a_side_has_options_and_environment_of_its_own(tmp_path):
     assert ["--y" in planned[f"decode-{i}"].command for i in range(4)] == [False, False, True, False]
     assert [planned[f"decode-{i}"].env.get("B") for i in range(4)] == [None, None, "2=3", None]
     assert planned["decode-2"].url in planned["router-today"].command
+
+
+def test_what_decode_has_learned_of_its_steps_is_of_a_dp_rank(tmp_path, monkeypatch):
+    made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path)
+    pools = [{"dp_rank": 1, "itl": {"step_ms": 3.0}}, {"size": 500}, {"itl": {}}]
+    monkeypatch.setattr(deploy.Deployment, "decode_urls", lambda made, variant: [f"http://{variant.name}"])
+    monkeypatch.setattr(deploy, "idle_pools", {"http://on": pools}.__getitem__)
+    assert made.step_times(made.variants[1]) == [{"dp_rank": 1, "step_ms": 3.0}, {}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
+from sglang.srt.disaggregation.decode_resume import Resumption
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
@@ -20,6 +22,7 @@ from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 from test_followers import queue
 from test_traps import PAGE, serve, serve_to_end, tokens
 
@@ -286,6 +289,31 @@ def test_a_pool_too_small_for_one_request_is_refused_at_the_start():
         world_of(pool=rule.most - PAGE)
 
 
+def test_an_overlapped_step_beyond_the_last_token_has_its_window():
+    """It is launched before the result that ends the answer is known, and a transfer beside it gives nothing back.
+
+    Without its page the engine ends the request, whose last token is on its way.
+    """
+    # The first has two whole pages with the step of its last token, and is given a third for the one after. The second
+    # is asked for when the first has come and not begun; its own last token is in the last page of its prompt.
+    loop = Loop(size=256, page_size=PAGE, windows=(8, 20), reserved=0)
+    made = [loop.arrive([1, 2, 1, 2], max_new=5)]
+    loop.handshake(made[0])
+
+    def between() -> None:
+        if len(made) == 1 and made[0] in loop.asked:
+            made.append(loop.arrive([1, 2] * 19, max_new=1))
+            loop.handshake(made[1])
+            loop.complete(made[0])
+        if loop.told and made[1] in loop.asked:
+            raise LoopEnds
+        assert loop.iterations < 60, "the second waits for ever"
+
+    loop.run(between)
+    assert made[0].req.to_finish is None and len(made[0].req.output_ids) == 5
+    loop.check_answers()
+
+
 # ---- what a step of admission costs ----
 
 
@@ -294,7 +322,8 @@ def kept_by_asking_all(world: World, admitted: list[Req]) -> int:
     rule, reserved, live = world.tree.windows.rule, world.queue.num_reserved_decode_tokens, world.queue.live()
 
     def need(req: Req, num_tokens: int) -> WindowNeed:
-        return rule.need(num_tokens, req.sampling_params.max_new_tokens - len(req.output_ids), reserved)
+        at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        return rule.need(num_tokens, max(0, at_length - num_tokens), reserved)
 
     running = {id(req) for req in live.running}
     needs = {id(req): need(req, req.kv_allocated_len) for req in (*live.running, *admitted, *live.coming)}
@@ -317,8 +346,15 @@ def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
         assert budget.windows.tokens(budget.windows_retractable) == kept_by_asking_all(world, admitted)
         return covers(budget, plan, promised)
 
+    is_blocked = Resumption._is_blocked
+
+    def asked(resumption: Resumption, req: Req, free: Memory, *more: Any) -> bool:
+        assert free == world.queue.accounts.free(world.queue.live().running)
+        return is_blocked(resumption, req, free, *more)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Budget, "covers", checked)
+        patched.setattr(Resumption, "_is_blocked", asked)
         for n, (what, prefix, own) in enumerate(steps):
             if what <= 2:
                 prompts = [tokens(prefix + 1, 8 * prefix) + tokens(20 + 2 * n + i, 1 + 5 * own) for i in range(2)]
@@ -346,6 +382,25 @@ def test_a_step_looks_at_each_request_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Windows, "need", lambda rule, *figures: looks.append(figures) or need(rule, *figures))
     world.step()
     assert len(world.transfer.queue) == 20 and len(looks) == 12 + 20
+
+
+def test_a_resume_looks_at_each_that_runs_once(monkeypatch: pytest.MonkeyPatch):
+    """However many come back in a step. One of them fails, and what it had of the pool is there for the next."""
+    world = world_of(page_size=1, size=2048, pool=512, max_reqs=48, reserved=0)
+    reqs = [serve(world, tokens(1 + n, 16), max_new=40).req for n in range(20)]
+    for _ in range(WINDOW - 1):
+        world.decode()
+    for req in reqs[12:]:
+        world.retract(req)
+    reqs[14].restore_kv_cache = None
+    # So little is free that what lies behind windows is needed.
+    taken = world.tree.windows.pool.alloc(world.tree.windows.available_size() - 3 * WINDOW)
+    behind, looks = WindowSlots.behind, []
+    monkeypatch.setattr(WindowSlots, "behind", lambda slots, req: looks.append(req) or behind(slots, req))
+    world.step()
+    assert [req for req in reqs if req in world.running] == [*reqs[:14], *reqs[15:]] and len(looks) == 12
+    world.tree.windows.pool.free(taken)
+    world.check()
 
 
 # ---- failures ----
@@ -481,6 +536,7 @@ def test_pools_of_both_kinds_are_reported(monkeypatch):
     scheduler = object.__new__(Scheduler)
     scheduler.tree_cache, scheduler.token_to_kv_pool_allocator = world.tree, world.allocator
     scheduler.req_to_token_pool, scheduler.max_total_num_tokens = world.pool, 256
+    scheduler.server_args = SimpleNamespace(dp_size=1)
     # It has no queues whose requests could be counted.
     scheduler.disaggregation_mode = DisaggregationMode.NULL
     monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: True)

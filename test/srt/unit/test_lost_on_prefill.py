@@ -7,6 +7,7 @@ import pytest
 import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
@@ -112,6 +113,58 @@ def test_every_rank_hears_what_one_of_them_knows(loop: PrefillLoop, monkeypatch:
     assert len(heard) == loop.ranks.size - 1
     # In one step, over two groups.
     assert loop.exchanges == 2 * loop.ranks.size
+
+
+def test_ranks_tell_each_other_a_reason_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """Also where other pipeline stages have not finished with the request, and it is polled in turn after turn."""
+    reqs = loop.arrive(20, ROOM)
+    loop.wire.wire.held = True
+    loop.run(6)
+    heard: list[str] = []
+    for scheduler, req in zip(loop.schedulers, reqs, strict=True):
+        poll, agreed = scheduler.process_disagg_prefill_inflight_queue, iter([[]] * 5)
+        turn = lambda poll=poll, agreed=agreed: poll(next(agreed, None))  # noqa: E731
+        monkeypatch.setattr(scheduler, "process_disagg_prefill_inflight_queue", turn)
+        hear = req.disagg_kv_sender.hear
+        listen = lambda reason, hear=hear: heard.append(reason) or hear(reason)  # noqa: E731
+        monkeypatch.setattr(req.disagg_kv_sender, "hear", listen)
+    reqs[-1].disagg_kv_sender.fail("NIXL reports an error of the transfer")
+    for transfer in loop.wire.wire.transfers:
+        transfer.finish()
+    loop.run(10)
+    for scheduler in loop.schedulers:
+        assert_told(scheduler, "NIXL reports an error")
+        scheduler.assert_nothing_held()
+    # Over two groups.
+    assert loop.exchanges == 2 * loop.ranks.size and len(heard) == loop.ranks.size
+
+
+def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """Also while something is still being written to it: the watch looks again, and counted and told it once more."""
+    loop.arrive(100, ROOM)
+    loop.wire.wire.held = True
+    manager = loop.wire.prefill[0].manager
+    gone: set = set()
+    lost: list[int] = []
+    monkeypatch.setattr(peer_liveness, "gone", lambda endpoints: gone & {*endpoints})
+    monkeypatch.setattr(manager.decode_watch, "_on_gone", lambda: lost.append(len(gone)))
+    manager.decode_watch._check()
+    askers = manager._askers(ROOM)
+
+    def before(scheduler: PrefillScheduler) -> None:
+        if scheduler.tp_rank == 0 and len(scheduler.steps) >= 2:
+            gone.update(askers)
+            manager.decode_watch._check()
+
+    loop.before = before
+    loop.run(10)
+    assert len(lost) == len(askers) > 0
+    for transfer in loop.wire.wire.transfers:
+        transfer.finish()
+    loop.run(4)
+    for scheduler in loop.schedulers:
+        assert_told(scheduler, "is gone: it refuses connections")
+        scheduler.assert_nothing_held()
 
 
 @pytest.mark.parametrize("late", [False, True])

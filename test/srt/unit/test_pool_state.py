@@ -6,10 +6,12 @@ import os
 import threading
 import time
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from decode_world import World
 from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.observability import thread_time
@@ -116,3 +118,13 @@ def test_pools_of_several_kinds_are_left_alone(scheduler):
     scheduler.step, scheduler.tree_cache = (lambda: None), object.__new__(OtherCache)
     scheduler.process_decode_queue()
     assert scheduler.kv_used_peak == 0
+
+
+@pytest.mark.parametrize(("dp_size", "dp_rank", "told"), [(1, None, None), (2, 0, 0), (2, 1, 1)])
+def test_a_dp_rank_says_which_it_is(scheduler, monkeypatch, dp_size, dp_rank, told):
+    scheduler.server_args, scheduler.dp_rank = SimpleNamespace(dp_size=dp_size), dp_rank
+    scheduler.disaggregation_mode = DisaggregationMode.NULL
+    scheduler.req_to_token_pool = scheduler.world.pool
+    monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: True)
+    monkeypatch.setattr(Scheduler, "kv_manager", lambda self: None)
+    assert scheduler.kv_pool_state().get("dp_rank") == told

@@ -14,9 +14,10 @@ import test_nixl_wire as nixl_wire
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_watch
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, nothing_listens, refusing
-from sglang.srt.disaggregation.common.prefill_peers import Capabilities
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from wire_ends import until
@@ -114,6 +115,33 @@ def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int]
     monkeypatch.setattr(peer_liveness, "_addresses", lambda host: [(socket.AF_INET, "127.0.0.1")])
     assert refusing([silent, *others]) == set()
     assert sum(waited) <= 2 * peer_liveness.ANSWER_S
+
+
+def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch) -> None:
+    """As when requests name many prefills that do not answer, each of which is asked by a thread. Later it is asked."""
+    asked: list[str] = []
+    monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: asked.append(addr))
+    peers = PrefillPeers(lambda: None, lambda: False, lambda: False, lambda addr: True)
+    liveness, answers, connections = PeerLiveness(), RankAnswers(), Connections()
+    there = "127.0.0.1", free_ports(1)[0]
+
+    def ask() -> tuple[dict[str, int], bool]:
+        peers.query("127.0.0.1:1")
+        told = answers.query("127.0.0.1:1", [5], lambda addr, rooms: {str(room): 3 for room in rooms})
+        return told, liveness.are_gone([there], 0.0)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        assert ask() == ({}, False) and not asked
+        attempt = connections.start("127.0.0.1:1", 0, lambda: None)
+        # Those that wait for it fail, and no others.
+        assert attempt.over and attempt.reason == "can't start new thread"
+    known: dict[str, int] = {}
+    until(lambda: known.update(ask()[0]) or (known and ask()[1] and asked), "all have been asked")
+    assert known == {"5": 3}
 
 
 def test_an_answer_is_waited_for_by_a_thread_alone_and_asked_once_for_all(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -321,6 +322,52 @@ def test_a_rank_for_which_another_one_writes_clears_nothing(world):
     one.serve(tokens(100, 24), max_new=1)
     two.threads.run(9)
     assert clears[1].result(0) and len(one.stored()) == 6
+
+
+def test_what_another_removes_by_a_clear_is_written_again(world):
+    """Of two that are told to clear the storage they share, one does so later, when the other has written again."""
+    one, two = world(threads=ByHand), world(threads=ByHand)
+    prompt, turns = tokens(1, 24), [tokens(300, 8), tokens(400, 8)]
+    clears = [each.storage.clear() for each in (one, two)]
+    one.threads.run(9)
+    served(one, one.arrive(prompt, max_new=1))
+    assert len(one.stored()) == 6
+    two.threads.run(9)
+    assert all(clear.result(0) for clear in clears) and not one.stored()
+    # A request asks after it when it comes; by its end that has been found out.
+    served(one, one.arrive(prompt + turns[0], max_new=1))
+    assert len(one.stored()) == 8
+    # Once.
+    served(one, one.arrive(prompt + turns[0] + turns[1], max_new=1))
+    assert one.storage.state()["known"] == 0
+
+
+def test_a_folder_knows_that_somebody_else_has_cleared_it(tmp_path):
+    files, other = PageFiles(str(tmp_path / "rank"), 16), PageFiles(str(tmp_path / "rank"), 16)
+    assert not files.was_cleared() and not other.was_cleared()
+    for _ in range(2):
+        # It removes what the other has written, and knows of its own.
+        assert files.clear() and not files.was_cleared()
+        assert other.was_cleared() and not other.was_cleared()
+    shutil.rmtree(files.folder)
+    assert files.was_cleared() and files.set("0", torch.zeros(16, dtype=torch.uint8))
+    assert other.was_cleared() and not other.was_cleared()
+
+
+def test_a_page_under_way_while_another_clears_the_folder_is_written(tmp_path, monkeypatch):
+    """It was an error, after which nothing was written for 5 s."""
+    files, other = PageFiles(str(tmp_path / "rank"), 16), PageFiles(str(tmp_path / "rank"), 16)
+    replace, cleared = os.replace, []
+
+    def meanwhile(part: Path, path: str) -> None:
+        if not cleared:
+            cleared.append(part)
+            other.clear()
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    page = torch.zeros(16, dtype=torch.uint8)
+    assert files.set("0", page) and cleared and other.exists("0")
 
 
 # ---- what killed workers leave ----

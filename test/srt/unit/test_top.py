@@ -134,6 +134,25 @@ def test_what_is_read_of_workers():
     assert "10 running, 2 not yet" in summary(look) and "127.0.0.1:9" in summary(look)
 
 
+def test_dp_ranks_are_those_that_they_say_they_are():
+    """They are told in the order in which they answered. One of an older version does not say it."""
+    held = {"0": 1, "1": 2, "2": 3}
+    metrics = "".join(counted(held[rank], 10, f',dp_rank="{rank}"') for rank in held)
+    with workers(2) as (worker, older):
+        told = [{"requests": {"running": rank}, "oldest": [oldest(f"r{rank}", 1.0)]} for rank in range(3)]
+        worker.says("decode", *(POOL | told[rank] | {"dp_rank": rank} for rank in (1, 2, 0)), metrics=metrics)
+        older.says("decode", *(POOL | {"requests": {"running": n}} for n in (7, 8)))
+        look = Reader([f"http://{worker.address}", f"http://{older.address}"]).look()
+    assert [rank.name for rank in look.ranks] == [
+        *(f"{worker.address}/{n}" for n in range(3)),
+        *(f"{older.address}/{n}" for n in range(2)),
+    ]
+    assert [rank.requests["running"] for rank in look.ranks] == [0, 1, 2, 7, 8]
+    assert [rank.held_part for rank in look.ranks[:3]] == [0.1, 0.2, 0.3]
+    of_rank = {each["rid"]: each["worker"][-2:] for each in look.oldest}
+    assert of_rank == {"r0": "/0", "r1": "/1", "r2": "/2"}
+
+
 def test_a_worker_without_this_package_is_named():
     with workers(1) as (worker,):
         worker.says("decode", {})

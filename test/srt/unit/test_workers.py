@@ -66,6 +66,14 @@ def test_a_tree_of_the_engine_s_over_several_kinds_of_kv_tells_of_no_pool() -> N
     run = hold(True, untold="prefill")
     assert list(run.pools) == ["decode-0"] and not run.problems
     # One with the flag always tells, and without that nothing would be judged.
-    assert hold(True, untold="decode").problems == ["decode tells nothing of its KV pool"]
+    assert hold(True, untold="decode").problems == ["decode-0 tells nothing of its KV pool"]
     assert not hold(False, untold="decode").problems
     assert workers.problems_of("decode-0", [], True) and not workers.problems_of("decode-0", [], False)
+
+
+def test_dp_ranks_are_called_by_their_numbers() -> None:
+    """Not by the order in which they answered."""
+    run = hold(True, ranks=[{"dp_rank": 2}, {"dp_rank": 1, "audit": ["a fault"]}, {"dp_rank": 0}])
+    assert list(run.pools) == ["prefill-0", *(f"decode-0 rank {rank}" for rank in range(3))]
+    assert [pool.get("dp_rank") for pool in run.pools.values()] == [None, 0, 1, 2]
+    assert run.problems == ["decode-0 rank 1: a fault"]

@@ -420,9 +420,15 @@ class Accounts:
         return kept
 
     def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
-        """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens."""
+        """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens, up to that of its last token.
+
+        Nobody reads that one, but an overlapped step has its slot before the result that ends the answer is known.
+        """
         windows = self._tree.windows
-        return NO_WINDOW if windows is None else windows.rule.need(num_tokens, _tokens_left(req), self.reserved)
+        if windows is None:
+            return NO_WINDOW
+        at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        return windows.rule.need(num_tokens, max(0, at_length - num_tokens), self.reserved)
 
 
 def _tokens_left(req: Req) -> int:

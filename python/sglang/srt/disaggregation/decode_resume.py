@@ -70,9 +70,11 @@ class Resumption:
             return resumed, failed
         self._held = None
         kept = self._accounts.kept_for_resume(live)
+        # A look at each that runs: from here on a resume takes its window of it, and one that fails gives its own back.
+        windows = self._accounts.free(live.running).windows
         load = None if self._gate is None else self._gate.load(live)
         for req in retracted:
-            free = self._accounts.free(live.running)
+            free = Memory(self._accounts.free(()).kv, windows)
             if self._rows.available_size() <= 0 or self._is_blocked(req, free, kept, version):
                 break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
@@ -97,6 +99,7 @@ class Resumption:
                 self._fail(req, error or RuntimeError("another TP rank could not"), tell)
                 continue
             kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
+            windows -= plan.window.now
             resumed.append(req)
         if self._gate is not None:
             self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)

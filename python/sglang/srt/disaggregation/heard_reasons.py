@@ -61,12 +61,19 @@ def hear_reasons_of_senders(
     """Have those of ``senders``, on prefill, that have failed elsewhere only end here for what the other rank knows.
 
     polls: what all ranks have polled of each. groups: by what their ranks are called; what the ranks of one have told
-    each other they tell those of the next. All of them come here in the same step, with the same requests. Senders that
-    do not say why they failed, as those of warm-ups, are left as they are.
+    each other they tell those of the next. All of them come here in the same step, with the same requests. With
+    pipeline stages they do so again, until all stages know that it has failed: they have told each other by then.
+    Senders that do not say why they failed, as those of warm-ups, are left as they are.
     """
     if KVPoll.Failed not in polls:
         return
-    failed = [sender for sender, poll in zip(senders, polls, strict=True) if poll == KVPoll.Failed]
+    failed = [
+        sender
+        for sender, poll in zip(senders, polls, strict=True)
+        if poll == KVPoll.Failed and not getattr(sender, "reason_told", False)
+    ]
+    if not failed:
+        return
     heard = [_reason_of(sender) for sender in failed]
     for name, group in groups.items():
         told = told_by_all(heard, group)
@@ -75,6 +82,7 @@ def hear_reasons_of_senders(
             if known is not None and cause_of(heard[place]) == ELSEWHERE:
                 heard[place] = f"{reasons[known]} (on {name} rank {known})"
     for sender, reason in zip(failed, heard, strict=True):
+        sender.reason_told = True
         if cause_of(reason) != ELSEWHERE and hasattr(sender, "failure_reason"):
             # It changes nothing where it has failed by itself.
             sender.hear(reason)

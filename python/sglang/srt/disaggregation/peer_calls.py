@@ -5,11 +5,14 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["PeerCalls", "TooManyCalls"]
 
@@ -19,7 +22,7 @@ AT_ONCE, MOST_WAITING, MOST_THREADS, MOST_WAITING_IN_ALL = 4, 1024, 256, 65536
 
 
 class TooManyCalls(Exception):
-    """A peer, or too many of them, do not answer, and calls that wait are many."""
+    """A peer, or too many of them, do not answer, and calls that wait are many; or there is no thread to make them."""
 
 
 class PeerCalls:
@@ -43,10 +46,24 @@ class PeerCalls:
                 raise TooManyCalls("too many calls wait for an answer")
             self._waiting.setdefault(peer, deque()).append((future, call))
             if self._under_way.get(peer, 0) < AT_ONCE and self._threads < MOST_THREADS:
-                self._threads += 1
-                first = peer, *self._take(peer)
-                threading.Thread(target=self._work, args=first, name=self._name, daemon=True).start()
+                self._hire(peer)
+            if not self._threads:
+                # Nobody would make it. Nor does anything else wait.
+                self._waiting.clear()
+                raise TooManyCalls("no thread can be started")
         return future
+
+    def _hire(self, peer: Hashable) -> None:
+        """Start a thread with the first call that waits for ``peer``; that waits on where the system has none left."""
+        first = self._take(peer)
+        try:
+            threading.Thread(target=self._work, args=(peer, *first), name=self._name, daemon=True).start()
+        except RuntimeError as e:
+            logger.error("%s: %s", self._name, e)
+            self._let_go(peer)
+            self._waiting.setdefault(peer, deque()).appendleft(first)
+        else:
+            self._threads += 1
 
     def _all_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -60,6 +77,12 @@ class PeerCalls:
         else:
             del self._waiting[peer]
         return one
+
+    def _let_go(self, peer: Hashable) -> None:
+        """One call to ``peer`` is not under way any more."""
+        self._under_way[peer] -= 1
+        if not self._under_way[peer]:
+            del self._under_way[peer]
 
     def _work(self, peer: Hashable, future: Future, call: Callable[[], Any]) -> None:
         one: tuple[Hashable, Future, Callable[[], Any]] | None = peer, future, call
@@ -75,9 +98,7 @@ class PeerCalls:
     def _next(self, done: Hashable) -> tuple[Hashable, Future, Callable[[], Any]] | None:
         """What to do after a call to ``done``; None ends the thread that asks."""
         with self._lock:
-            self._under_way[done] -= 1
-            if not self._under_way[done]:
-                del self._under_way[done]
+            self._let_go(done)
             peer = min(self._waiting, key=lambda one: self._under_way.get(one, 0), default=None)
             if peer is None or self._under_way.get(peer, 0) >= AT_ONCE:
                 self._threads -= 1

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.host_tier.storage_scheduler import HostStorageScheduler
 from sglang.srt.mem_cache.pegaflow.scheduler import PegaFlowScheduler
+from sglang.srt.observability.kv_transfer_metrics import dp_rank_of
 
 __all__ = ["Scheduler"]
 
@@ -93,6 +94,7 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         record: dict[str, Any] = {
             "used_peak": self.kv_used_peak,
             "longest_queue_step_s": round(self.longest_queue_step, 3),
+            **({} if (dp_rank := dp_rank_of(self)) is None else {"dp_rank": dp_rank}),
         }
         local, gate = self._local_prefills(), self.itl_gate()
         if local is not None:

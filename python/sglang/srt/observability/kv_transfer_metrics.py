@@ -14,7 +14,12 @@ from sglang.srt.observability.failure_causes import CAUSES, cause_of
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["KvTransferCounters", "count_transfer"]
+__all__ = ["KvTransferCounters", "count_transfer", "dp_rank_of"]
+
+
+def dp_rank_of(scheduler: Any) -> int | None:
+    """Which of several DP ranks a scheduler is of; None where there is one."""
+    return (scheduler.dp_rank or 0) if scheduler.server_args.dp_size > 1 else None
 
 
 class KvTransferCounters:
@@ -32,9 +37,8 @@ class KvTransferCounters:
         args = scheduler.server_args
         if not args.enable_metrics:
             return cls.get(args)
-        dp_rank = (scheduler.dp_rank or 0) if args.dp_size > 1 else None
         answers = not (scheduler.pp_rank or scheduler.attn_tp_rank or scheduler.attn_cp_rank)
-        return cls.get(args, dp_rank, answers)
+        return cls.get(args, dp_rank_of(scheduler), answers)
 
     @classmethod
     def get(cls, server_args: ServerArgs, dp_rank: int | None = None, answers: bool = True) -> KvTransferCounters:

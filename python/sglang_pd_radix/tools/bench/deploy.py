@@ -198,13 +198,19 @@ class Deployment:
 
         Of several workers the sum, as if they had had it at the same moment. NaN if they tell of no pool.
         """
-        pools = [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
+        pools = self._decode_pools(variant)
         return float(sum(pool["used_peak"] for pool in pools)) if pools else math.nan
 
     def step_times(self, variant: Variant) -> list[dict[str, Any]]:
-        """What decode ranks of this variant that hold an ITL have learned of their steps: ``itl`` in ``kv_pool``."""
-        pools = [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
-        return [pool["itl"] for pool in pools if "itl" in pool]
+        """What decode ranks of this variant that hold an ITL have learned of their steps: ``itl`` in ``kv_pool``.
+
+        Of several DP ranks of a worker each says which it is.
+        """
+        pools = [pool for pool in self._decode_pools(variant) if "itl" in pool]
+        return [{key: pool[key] for key in ("dp_rank",) if key in pool} | pool["itl"] for pool in pools]
+
+    def _decode_pools(self, variant: Variant) -> list[dict[str, Any]]:
+        return [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
 
     def counters(self, variant: Variant) -> dict[str, float]:
         """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""

@@ -199,9 +199,10 @@ def _ranks(
     states = info["internal_states"]
     mode = info.get("disaggregation_mode") or "?"
     role = "engine" if mode == "null" else mode
+    # They come in the order in which they answered; one of an older version does not say which it is.
+    pools = [state.get("kv_pool", {}) for state in states]
     ranks, oldest = [], []
-    for number, state in enumerate(states):
-        pool = state.get("kv_pool", {})
+    for number, _, pool in sorted((pool.get("dp_rank", n), n, pool) for n, pool in enumerate(pools)):
         rank = Rank(
             worker,
             role,

@@ -158,6 +158,8 @@ class DeltaSender(Base):
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
     # has become of it here meanwhile: they must run the same batches.
     agreed: bool = False
+    # Whether the ranks have told each other why it has failed.
+    reason_told: bool = False
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""

@@ -13,9 +13,17 @@ from collections.abc import Callable, Iterable, Mapping
 logger = logging.getLogger(__name__)
 
 
-def in_background(work: Callable[[], None], name: str) -> None:
-    """Start ``work`` in a thread of its own."""
-    threading.Thread(target=work, daemon=True, name=name).start()
+def in_background(work: Callable[[], None], name: str) -> str | None:
+    """Start ``work`` in a thread of its own. Returns why that cannot be done, if so.
+
+    Requests name peers, and one of many may have as many threads as the system lets it: a scheduler goes on.
+    """
+    try:
+        threading.Thread(target=work, daemon=True, name=name).start()
+    except RuntimeError as e:
+        logger.error("A peer cannot be asked now: %s", e)
+        return str(e)
+    return None
 
 
 class RankAnswers:
@@ -45,7 +53,8 @@ class RankAnswers:
                     self._asking.discard(addr)
 
             self._asking.add(addr)
-            in_background(put, "ask-dp-ranks")
+            if in_background(put, "ask-dp-ranks") is not None:
+                self._asking.discard(addr)
         known = [(room, told.pop(room)) for room in list(told)]
         return {room: rank for room, rank in known if room in wanted}
 
@@ -71,7 +80,9 @@ class Connection:
                 self.reason = f"{type(e).__name__}: {e}"
             self.over = True
 
-        in_background(run, "ask-prefill-ranks")
+        wrong = in_background(run, "ask-prefill-ranks")
+        if wrong is not None:
+            self.reason, self.over = wrong, True
 
 
 class Connections:

@@ -124,10 +124,19 @@ class PeerLiveness:
             with self._lock:
                 self._asked.update(ask)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, daemon=True, name="look-at-peers")
-                    self._thread.start()
+                    self._start()
                 self._lock.notify()
         return found
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, daemon=True, name="look-at-peers")
+        try:
+            thread.start()
+        except RuntimeError as e:
+            # The next question tries again.
+            logger.error("Peers cannot be looked at now: %s", e)
+            return
+        self._thread = thread
 
     def _run(self) -> None:
         while True:

@@ -172,11 +172,12 @@ class DecodeWatch:
             self._rooms.lose_decode(lost, f"decode {host}:{port} is gone: it refuses connections")
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
-        """The live requests by the decode ranks in which they wait or that have asked for them."""
+        """The live requests that go on, by the decode ranks in which they wait or that have asked for them."""
         found: dict[Endpoint, list[int]] = {}
         with self._rooms.lock:
-            for room in self._rooms.live:
-                if room not in self._rooms.refused:
+            for room, sender in self._rooms.live.items():
+                # One that has failed stays here while something is still being written for it.
+                if room not in self._rooms.refused and not sender.has_failed():
                     for rank in {*self._asked(room), *self._rooms.waiting.get(room, ())}:
                         found.setdefault(rank, []).append(room)
         return found

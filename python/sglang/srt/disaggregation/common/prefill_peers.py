@@ -147,7 +147,8 @@ class PrefillPeers:
         if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
             self._asked_at[addr] = now
             self._asking.add(addr)
-            in_background(lambda: self._query(addr), "ask-prefill")
+            if in_background(lambda: self._query(addr), "ask-prefill") is not None:
+                self._asking.discard(addr)
 
     def _query(self, addr: str) -> None:
         """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""

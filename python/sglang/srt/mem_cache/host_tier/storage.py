@@ -49,14 +49,20 @@ class HostStorage:
         self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
         host.writes, host.pages = self.writes, threads.pages
         self.stopped = False
+        # Whether a look is under way if somebody else has cleared it.
+        self._looking = False
         threads.write(lambda buffer: threads.files.remove_left())
 
     # ---- requests ----
 
     def fetch(self, rid: str, watch: Watch | None, host_watch: Watch | None, num_tokens: int) -> None:
-        """See `Fetches.ask`."""
-        if not self.stopped:
-            self.fetches.ask(rid, watch, host_watch, num_tokens)
+        """See `Fetches.ask`. Before what it generates is written, it is known what others have removed by a clear."""
+        if self.stopped:
+            return
+        self.fetches.ask(rid, watch, host_watch, num_tokens)
+        if self.writes.enabled and not self._looking:
+            self._looking = True
+            self.threads.write(lambda buffer: self._look_if_cleared())
 
     def is_done(self, rid: str) -> bool:
         """Whether ``rid`` waits for nothing."""
@@ -130,6 +136,15 @@ class HostStorage:
             # Not before: what others find until then is not there any more.
             self._host.cleared += 1
             done.set_result(True)
+
+    def _look_if_cleared(self) -> None:
+        """What was written before another worker, or DP rank, cleared the same folder is gone, and is written again.
+
+        Of several that clear it one after another, each removes what those before have written since.
+        """
+        self._looking = False
+        if self.threads.files.was_cleared():
+            self._host.cleared += 1
 
     def stop(self) -> None:
         """Use it no more, ever: the weights are about to change."""

@@ -77,21 +77,40 @@ class PageFiles(HiCacheFile):
         )
         self.folder, self.page_bytes = root / folder, page_bytes
         self.file_path = str(self.folder)
-        self._parts = self.folder / "parts"
+        self._parts, self._id_file = self.folder / "parts", self.folder / "id"
         # Files that could not be read, or were not what had been written.
         self.corrupt = 0
         # Names of those that could not be read since one was; and of those that are no pages, and could not be removed.
         self._in_a_row: set[str] = set()
         self._unreadable: set[str] = set()
         self._make()
+        # What the folder was called when this was last looked at.
+        self._known = self._id()
 
     def _make(self) -> None:
         try:
             self._parts.mkdir(parents=True, exist_ok=True)
+            if not self._id_file.exists():
+                # Of two that make it at once, the last one gives its name.
+                part = self._parts / uuid.uuid4().hex
+                part.write_text(uuid.uuid4().hex)
+                os.replace(part, self._id_file)
         except OSError:
             # Of a directory that may only be read, a worker reads what others have put there.
             if not self.folder.is_dir():
                 raise
+
+    def _id(self) -> str | None:
+        """What the folder is called, another name whenever it is made anew; None if it has none."""
+        try:
+            return self._id_file.read_text()
+        except OSError:
+            return None
+
+    def was_cleared(self) -> bool:
+        """Whether somebody else has cleared the folder since this was last asked, or may have."""
+        known, self._known = self._known, self._id()
+        return self._known != known
 
     def remove_left(self) -> None:
         """Remove what others have left half written, or half removed."""
@@ -165,29 +184,31 @@ class PageFiles(HiCacheFile):
             self._unreadable.add(key)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Write a page. Where the folder has gone it is made anew."""
-        # Processes in several containers may have one number.
-        part = self._parts / uuid.uuid4().hex
+        """Write a page. Where the folder has gone, also since the write began, it is made anew."""
         page = memoryview(value.numpy())
         try:
-            try:
-                file = open(part, "wb", buffering=0)
-            except FileNotFoundError:
-                self._parts.mkdir(parents=True, exist_ok=True)
-                file = open(part, "wb", buffering=0)
-            with file:
+            self._write(key, page)
+        except FileNotFoundError:
+            self._make()
+            self._write(key, page)
+        self._unreadable.discard(key)
+        return True
+
+    def _write(self, key: str, page: memoryview) -> None:
+        # Processes in several containers may have one number.
+        part = self._parts / uuid.uuid4().hex
+        try:
+            with open(part, "wb", buffering=0) as file:
                 for data in (_HEADER.pack(_MARK, zlib.crc32(page), self.page_bytes), page):
                     left = memoryview(data)
                     while left:
                         # On a disk that is about to be full, a part is written first.
                         left = left[file.write(left) :]
             os.replace(part, self._path(key))
-            self._unreadable.discard(key)
         except BaseException:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
-        return True
 
     def clear(self) -> bool:
         """Remove all pages of this rank, also those of other workers with the same model."""
@@ -200,6 +221,7 @@ class PageFiles(HiCacheFile):
             # All is gone, whatever this says: another worker, or a DP rank with the same folder, may clear it too. Who
             # writes next makes it.
             self._make()
+        self._known = self._id()
         _remove_folder(gone)
         return True
 

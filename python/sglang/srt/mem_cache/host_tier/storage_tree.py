@@ -33,7 +33,7 @@ class StoredHostTree(HostTree):
     pages: Any = None
     # As of when what is being inserted is in the storage; None if it does not come from there.
     fetched_in: int | None = None
-    # What was written before it was cleared is not there. Advanced by the thread that clears it, and nobody else.
+    # What was written before it was cleared is not there. Advanced by the thread that writes, and nobody else.
     cleared = 0
 
     def insert_fetched(
