@@ -130,7 +130,7 @@ def test_a_result_does_not_hide_that_a_command_crashed(tmp_path):
 
 def test_an_optional_step_that_overruns_leaves_the_rest_as_it_is(tmp_path):
     late = Step("more", python("import time; time.sleep(600)"), optional=True)
-    outcome = run([part("two", leaves(), late)], tmp_path, 2)["two"]
+    outcome = run([part("two", leaves(), late)], tmp_path, 4)["two"]
     assert outcome.verdict == PASSED and outcome.finished and "more was stopped after" in outcome.lines[-1]
     asked = iter([False] * 8)
     outcome = run([part("both", leaves(), late)], tmp_path, 60, asked_to_end=lambda: next(asked, True))["both"]
@@ -147,10 +147,10 @@ def test_what_the_disk_refuses_costs_one_part(tmp_path):
 
 def test_what_failed_before_it_was_stopped_has_failed(tmp_path):
     wrong = leaves('{"verdict": "FAILED"}') + "\nimport time; time.sleep(600)"
-    outcome = run([part("both", wrong)], tmp_path, 2)["both"]
+    outcome = run([part("both", wrong)], tmp_path, 4)["both"]
     assert outcome.verdict == FAILED and "stopped" in outcome.why and not outcome.finished
     well = leaves() + "\nimport time; time.sleep(600)"
-    outcome = run([part("half", well)], tmp_path, 2)["half"]
+    outcome = run([part("half", well)], tmp_path, 4)["half"]
     assert outcome.verdict == UNJUDGED and outcome.lines == ["half"], "what there is of it is told"
 
 
@@ -191,7 +191,7 @@ def test_with_few_minutes_the_first_are_done(tmp_path):
 def test_an_optional_step_is_begun_only_if_there_is_time(tmp_path):
     wait = "import time; time.sleep({})"
     more = [Step("again", python(wait.format(0)), optional=True)]
-    outcome = run([part("two", leaves(before=wait.format(1.2)), *more)], tmp_path, 2)["two"]
+    outcome = run([part("two", leaves(before=wait.format(3)), *more)], tmp_path, 5)["two"]
     assert outcome.verdict == PASSED and len(outcome.commands) == 1, "as long as the first there is not"
     outcome = run([part("both", leaves(before=wait.format(0.2)), *more)], tmp_path, 20)["both"]
     assert len(outcome.commands) == 2
