@@ -70,6 +70,11 @@ class Wire:
     def abort(self) -> None:
         self.state = KVPoll.Failed
 
+    cancel = abort
+
+    def writers_done(self) -> bool:
+        return True
+
     def failure_exception(self) -> None:
         raise RuntimeError("the job is done")
 

@@ -7,6 +7,7 @@ simulated clock (``sim/times.py`` has their constants and where these come from)
     python benchmark/simulate.py --workload trace4 --trace FILE --json trace4.json
     python benchmark/simulate.py --workload "" --add trace4.json --plot DIR      # tables and charts of earlier runs
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
+    python benchmark/simulate.py --workload g --set g.rate=16 --slo ttft=2400,itl=12   # and who keeps a promise, in ms
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
 order of arrival, ``new`` the defaults. ``share`` is not to be had: as ``new``, but followers share the pages of their
@@ -45,10 +46,14 @@ import torch  # noqa: E402
 from sim.constants import CONSTANTS, scaled_step  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
 from sim.exchange import checked, exchange  # noqa: E402
+from sim.figures import kept  # noqa: E402
 from sim.gates import closed, draws, report, sensitivity  # noqa: E402
 from sim.kinds import KINDS, fields_of  # noqa: E402
 from sim.plot import charts  # noqa: E402
 from sim.published import OFF, ON  # noqa: E402
+
+from sglang_pd_radix.errors import PdRadixError  # noqa: E402
+from sglang_pd_radix.tools.bench.goodput import Slo  # noqa: E402
 
 ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
 # What each mode asks of the decode server.
@@ -62,8 +67,11 @@ MODES: dict[str, dict[str, Any]] = {
 DEFAULT_MODES = ("off", "today", "new", "share")
 
 
-def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """Run one workload in one mode; returns the figures. Raises ValueError naming a setting that there is not."""
+def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None = None) -> dict[str, Any]:
+    """Run one workload in one mode; returns the figures, with ``slo`` also the parts of requests that keep it.
+
+    Raises ValueError naming a setting that there is not.
+    """
     sizes, options, constants = KINDS[key](), dict(MODES[mode]), {}
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -82,7 +90,10 @@ def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any
             raise ValueError(f"--set times.{field}: there is no such constant")
         setattr(workload.times, field, type(getattr(workload.times, field))(value))
     began = time.process_time()
-    figures = Deployment(workload, mode == "off", options, share=mode == "share").run()
+    deployment = Deployment(workload, mode == "off", options, share=mode == "share")
+    figures = deployment.run()
+    if slo is not None:
+        figures["kept"] = kept(deployment.records, slo.ttft_s, slo.itl_s)
     return {"workload": key, "mode": mode, **figures, "cpu_seconds": time.process_time() - began}
 
 
@@ -108,6 +119,7 @@ def line(figures: dict[str, Any]) -> str:
         f"({swing}, peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
         f"held {f['mean_held']:.0f} (peak {f['peak_held']})  retracted {f['retracted']}  "
         f"prefill busy {f['prefill_busy']:.2f}  [{f['cpu_seconds']:.1f} s CPU]"
+        + "".join(f"  {name} {part:.0%}" for name, part in f.get("kept", {}).items())
     )
 
 
@@ -141,6 +153,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def _slo(text: str) -> Slo:
+    try:
+        return Slo.parse(text)
+    except PdRadixError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -159,6 +178,7 @@ def main() -> int:
     parser.add_argument("--scaled", action="store_true", help="its decode step as it was measured on another GPU")
     parser.add_argument("--sensitivity", action="store_true", help="by how much constants may be moved; nothing else")
     parser.add_argument("--exchange", action="store_true", help="what requests/s cost in ITL; of published, or a")
+    parser.add_argument("--slo", type=_slo, metavar="ttft=MS,itl=MS", help="say which parts of requests keep this")
     parser.add_argument("--draws", type=int, default=0, metavar="N", help="with --check: N seeds of the workload too")
     args = parser.parse_args()
     if args.trace:
@@ -189,7 +209,7 @@ def main() -> int:
     for key in sorted(keys, key=lambda key: key != "published"):
         for mode in modes:
             try:
-                results.append(simulate(key, mode, args.settings))
+                results.append(simulate(key, mode, args.settings, args.slo))
             except ValueError as error:
                 parser.error(str(error))
             _told(line(results[-1]))

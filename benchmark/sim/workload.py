@@ -77,7 +77,10 @@ class Workload:
 
 @dataclass
 class Churn:
-    """Rounds of new prefixes against a pool that is full of the last round's."""
+    """Rounds of new prefixes against a pool that is full of the last round's.
+
+    rate: requests per second, which come by chance and wait for nobody; 0: clients ask when they have their answers.
+    """
 
     prefixes: int = 12
     shared: int = 1000
@@ -90,9 +93,10 @@ class Churn:
     reserve: int = 64
     page: int = 16
     seed: int = 0
+    rate: float = 0.0
 
     def make(self) -> Workload:
-        pick = random.Random(f"churn/{self.seed}")
+        pick, comes = random.Random(f"churn/{self.seed}"), random.Random(f"churn/comes/{self.seed}")
         keys = itertools.count(1)
         rounds = []
         for turn in range(self.rounds + 1):
@@ -111,8 +115,12 @@ class Churn:
                     for g in groups
                 ]
             )
+            at = 0.0
+            for request in rounds[-1] if self.rate else ():
+                request.arrival = at = at + comes.expovariate(self.rate)
         title = f"churn: {self.rounds} rounds of {self.prefixes} new prefixes, pool full of old ones"
-        return Workload(title, rounds, self.concurrency, self.pool, self.reserve, 1, self.page, times.this_machine())
+        clients = None if self.rate else self.concurrency
+        return Workload(title, rounds, clients, self.pool, self.reserve, 1, self.page, times.this_machine())
 
 
 @dataclass

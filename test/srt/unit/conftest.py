@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# Not set at all, it leaves out of `SchedulerReqTimeStats` what is tested here.
+os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
 
 import pytest
 import zmq

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from decode_world import World
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.decode_budget import live_reqs
+from sglang.srt.disaggregation.decode_rows import KeptRows
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -143,3 +150,82 @@ def test_a_blocked_queue_does_not_add_up_who_runs_in_every_step():
     world.step()
     assert head.kv_receiver.asked
     world.check()
+
+
+@pytest.mark.parametrize(("variable", "ours"), [("", False), ("100", True)])
+def test_where_nothing_is_remembered_messages_are_the_engines(variable, ours):
+    """What is pickled for each message of each request goes through no function of ours then."""
+    code = "import sglang.srt.observability.req_time_stats as m; print('__getstate__' in vars(m.SchedulerReqTimeStats))"
+    env = os.environ | {request_life.VARIABLE: variable}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert said.stdout.split() == [str(ours)], said.stderr
+
+
+@given(st.permutations(range(8)), st.integers(0, 8), st.sets(st.integers(0, 8)))
+def test_rows_that_a_step_reads_go_last(order, free, rows):
+    pool = SimpleNamespace(free_slots=order[:free])
+    wanted = sorted(pool.free_slots, key=rows.__contains__)
+    assert KeptRows.give_last(pool, rows) == len(rows.intersection(wanted))
+    assert pool.free_slots == wanted
+
+
+def test_rows_that_are_last_already_are_not_sorted():
+    """They have just been freed, as a rule; of the others there may be hundreds."""
+    asked = []
+
+    class Rows(set):
+        def __contains__(self, row):
+            asked.append(row)
+            return super().__contains__(row)
+
+    pool = SimpleNamespace(free_slots=[*range(500)])
+    assert KeptRows.give_last(pool, Rows({498, 499})) == 2
+    assert pool.free_slots == [*range(500)] and asked == [499, 498, 497]
+
+
+def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():
+    """Its watch ends before its KV enters the tree; those that wait are moved on."""
+    world, prompt = World(size=128), tokens(4, 24)
+    first, waits = world.arrive(prompt), world.arrive([*prompt, 9, 9, 9, 9])
+    for decode_req in (first, waits):
+        world.handshake(decode_req)
+    world.step()
+    compared, descend = [], world.tree.watches._descend
+    world.tree.watches._descend = lambda watch, node: compared.append(watch) or descend(watch, node)
+    watch = waits.entry.watch
+    world.complete(first)
+    world.step()
+    assert compared == [watch] and waits.kv_receiver.prefix_len == 24
+    world.check()
+
+
+class Reason:
+    pass
+
+
+@given(st.data())
+def test_live_requests_are_those_of_all_places_but_each_that_decodes_once(data):
+    """Who decodes may still stand in the batch that was prebuilt, or among those that are computed here."""
+    reqs = [SimpleNamespace(finished_reason=Reason() if data.draw(st.booleans()) else None) for _ in range(9)]
+    some = st.lists(st.sampled_from(reqs), unique_by=id, max_size=4)
+    running, prebuilt, local = data.draw(some), data.draw(some), data.draw(some)
+    apart = [req for req in reqs if not any(req is one for one in running)]
+    places = [data.draw(st.lists(st.sampled_from(apart), max_size=3)) if apart else [] for _ in range(3)]
+    transfers = SimpleNamespace(
+        queue=[SimpleNamespace(req=req) for req in places[0]],
+        arrived=places[1],
+        local=SimpleNamespace(reqs=lambda: local) if data.draw(st.booleans()) else None,
+        quarantine=[],
+    )
+    mode = SimpleNamespace(is_prebuilt=lambda: is_prebuilt)
+    is_prebuilt = data.draw(st.booleans())
+    scheduler = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=running),
+        last_batch=SimpleNamespace(reqs=prebuilt, forward_mode=mode),
+        waiting_queue=places[2],
+    )
+    found = live_reqs(scheduler, transfers, ())
+    more = [*(prebuilt if is_prebuilt else ()), *(local if transfers.local else ())]
+    expected = [*places[0], *places[1], *places[2], *[req for req in more if not any(req is one for one in running)]]
+    assert [id(req) for req in found.coming] == [id(req) for req in expected if req.finished_reason is None]
+    assert [id(req) for req in found.running] == [id(req) for req in running if req.finished_reason is None]

@@ -18,6 +18,7 @@ class Asked:
 
     def __init__(self, prompt: int, answer: int, most: int):
         self.prompt, self.answer, self.output_ids = prompt, answer, []
+        self.origin_input_ids = range(prompt)
         self.sampling_params = SimpleNamespace(max_new_tokens=most)
         self.cache_protected_len, self.joins_at, self.rid = 0, 0, f"r{id(self)}"
 

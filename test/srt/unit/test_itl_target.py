@@ -256,8 +256,8 @@ def test_how_much_a_request_grows():
     gate = made(10, estimate(answer=100))
     growths = [gate._growth(req(10, done, most=500)) for done in (0, 40, 99, 300)]
     assert growths == [100, 60, 25, 25]
-    assert gate._growth(req(10, 0, most=30)) == 30 and gate._growth(req(10, 30, most=30)) == 0
-    assert made(10)._growth(req(10, 0, most=5000)) == UNKNOWN_ANSWER
+    assert [gate._growth(req(10, done, most=30)) for done in (0, 30, 31)] == [30, 0, 0]
+    assert [made(10)._growth(req(10, done, most=5000)) for done in (0, 400)] == [UNKNOWN_ANSWER] * 2
 
 
 def test_shared_prefixes_count_once_where_they_are_read_once():

@@ -15,6 +15,8 @@ from sim.scale import Many, Trace
 from sim.workload import Churn, Crowd, Request, Shared
 from simulate import MODES, simulate
 
+from sglang_pd_radix.tools.bench.goodput import Slo
+
 SMALL = ["requests=48", "prefixes=4", "shared=96", "own=16", "answer=8", "reserve=8", "concurrency=16"]
 
 
@@ -40,6 +42,20 @@ def test_all_requests_are_served_and_all_memory_comes_back(key, mode):
     assert not worker.landing
     if mode != "off":
         assert worker.tree.audit([]) == []
+
+
+def test_requests_come_at_a_rate_and_each_keeps_a_promise_or_misses_it():
+    rated = [*small("g", 640), "g.rounds=1", "g.rate=200"]
+    assert [request.arrival for request in Churn(rounds=1, requests=3).make().rounds[1]] == [None] * 3
+    arrivals = [[r.arrival for r in Churn(rounds=1, rate=rate, requests=99).make().rounds[1]] for rate in (1.0, 10.0)]
+    assert arrivals[0] == sorted(arrivals[0]) and arrivals[1] == pytest.approx([at / 10 for at in arrivals[0]])
+    assert 70 < arrivals[0][-1] < 130
+    within = simulate("g", "new", rated, Slo(60.0, 1.0))["kept"]
+    assert within == {"both": pytest.approx(1), "ttft missed": 0, "itl missed": 0, "both missed": 0}
+    late, slow = (simulate("g", "new", rated, slo)["kept"] for slo in (Slo(0.001, 1.0), Slo(60.0, 0.001)))
+    assert late["ttft missed"] == pytest.approx(1) and slow["itl missed"] == pytest.approx(1)
+    assert simulate("g", "new", rated, Slo(0.001, 0.001))["kept"]["both missed"] == pytest.approx(1)
+    assert "kept" not in simulate("g", "new", rated)
 
 
 def test_the_same_again():

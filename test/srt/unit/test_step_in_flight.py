@@ -52,7 +52,8 @@ class Play:
     """A script, played on a `Loop`, which is then drained. ``leave_out``: actions that are not for this worker."""
 
     def __init__(self, loop: Loop, script: list[list[tuple]], leave_out: tuple[str, ...] = ()):
-        self.loop, self.script, self.leave_out = loop, script, leave_out
+        # A copy, which is used up: the same script may be played again.
+        self.loop, self.script, self.leave_out = loop, list(script), leave_out
         self.live: list[DecodeRequest] = []
         self.asked_for: list[Any] = []
 

@@ -318,6 +318,16 @@ scripts = st.lists(st.lists(losses, max_size=3), min_size=15, max_size=40)
 # One that chance need not find: a prefill is lost before it was asked, and one that was asked.
 LONG = {"prompt": [1, 2] * 6, "max_new": 4, "stop": None, "grammar": False, "logprobs": False}
 OTHER = LONG | {"prompt": [2] * 12}
+SHORT = {"prompt": [1] * 4, "max_new": 1, "stop": None, "grammar": False, "logprobs": False}
+HELD_UP = SHORT | {"grammar": True, "logprobs": True}
+# Whom the second waits for is gone in the step in which its own prefill is.
+LOST_WITH_ITS_LEADER = [
+    *[[]] * 11,
+    [("arrive", HELD_UP)],
+    [("arrive", SHORT | {"prompt": [1, 2, 1, 1], "stop": 1, "logprobs": True}), ("arrive", SHORT | {"stop": 1})],
+    [("arrive", HELD_UP), ("arrive", HELD_UP), ("arrive", SHORT | {"grammar": True})],
+    [("fail", 0), ("lose", 0)],
+]
 LOST_TWICE = [[("arrive", LONG), ("lose", 0)], *[[]] * 8, [("arrive", OTHER)], [], [], [("lose", 0)]]
 
 
@@ -354,6 +364,7 @@ def test_every_life_with_prefills_that_are_lost(page_size, overlap):
 
     @given(script=scripts, size=st.sampled_from([32, 40, 64]))
     @example(script=LOST_TWICE, size=64)
+    @example(script=LOST_WITH_ITS_LEADER, size=32)
     @settings(max_examples=30, deadline=None)
     def play(script, size):
         nonlocal computed

@@ -506,10 +506,11 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 closed = decode_req.kv_receiver is None or is_warmup(decode_req.req)
                 self._set_aside(decode_req, released, closed)
             else:
+                # First: what it waits for no longer need not be looked for in the tree again.
+                self.policy.committed(decode_req.entry)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache)
                 note_known(decode_req.req.last_node)
-                self.policy.committed(decode_req.entry)
                 decode_req.advance(Phase.COMMITTED)
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)

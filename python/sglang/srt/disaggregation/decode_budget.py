@@ -325,15 +325,17 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
     prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
     # Between admission and decoding: in transfer, committed in this step, committed before, in the prebuilt batch; or
     # computed here.
-    moving = [dr.req for dr in transfer_queue.queue]
+    coming = [dr.req for dr in transfer_queue.queue]
+    coming += transfer_queue.arrived
+    coming += scheduler.waiting_queue
     local = transfer_queue.local.reqs() if transfer_queue.local is not None else ()
-    coming = [*moving, *transfer_queue.arrived, *scheduler.waiting_queue, *prebuilt, *local]
-    if coming:
+    if prebuilt or local:
+        # Of these only, some may run already.
         running = set(map(id, batch))
-        coming = [req for req in coming if id(req) not in running and req.finished_reason is None]
+        coming += [req for req in (*prebuilt, *local) if id(req) not in running]
     return LiveReqs(
         running=[req for req in batch if req.finished_reason is None],
-        coming=coming,
+        coming=[req for req in coming if req.finished_reason is None],
         quarantined=[dr.req for dr in transfer_queue.quarantine],
         retracted=retracted,
     )

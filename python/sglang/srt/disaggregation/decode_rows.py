@@ -28,9 +28,16 @@ class KeptRows(Base):
 
     def give_last(self, rows: set[int]) -> int:
         """Hand the free ones of ``rows`` out after all others; returns how many these are."""
-        # They are taken from the front.
-        self.free_slots.sort(key=rows.__contains__)
-        return len(rows.intersection(self.free_slots))
+        # They are taken from the front, and what has just been freed is at the end: as a rule these are there already.
+        last = 0
+        for row in reversed(self.free_slots):
+            if row not in rows:
+                break
+            last += 1
+        if last < len(rows):
+            self.free_slots.sort(key=rows.__contains__)
+            last = len(rows.intersection(self.free_slots))
+        return last
 
 
 class KeptStates(KeptRows):

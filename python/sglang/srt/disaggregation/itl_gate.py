@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
@@ -65,6 +66,23 @@ class Steps(NamedTuple):
         return int((parts.fixed + parts.per_request * self.requests + parts.per_token * self.tokens).max())
 
 
+class _Sums(NamedTuple):
+    """Numbers in the order of their times: the times, and the sums of the first 0, 1, ... of them; int64."""
+
+    times: Array
+    sums: Array
+
+    @classmethod
+    def by(cls, times: Array, numbers: Array) -> _Sums:
+        order = np.argsort(times, kind="stable")
+        return cls(times[order], np.concatenate([[0], np.cumsum(numbers[order])]))
+
+    def until(self, times: Array, side: Literal["left", "right"]) -> tuple[Array, Array]:
+        """How many there are up to each of ``times``, and their sum. side: "right" for with those at that time."""
+        count = np.searchsorted(self.times, times, side)
+        return count, self.sums[count]
+
+
 class Load:
     """What the requests of the next steps read. shared: tokens that all of them read once, beside those of each."""
 
@@ -86,21 +104,20 @@ class Load:
 
     def steps(self) -> tuple[Steps, Steps]:
         """The steps in which a request begins, and those in which one ends: between two of these all only grow."""
-        tokens, starts, growth = np.array(self.reqs, dtype=np.int64).T
+        figures = np.fromiter(chain.from_iterable(self.reqs), np.int64, 3 * len(self.reqs))
+        tokens, starts, growth = figures.reshape(-1, 3).T
         ends = starts + growth
-        return self._at(np.unique(starts), tokens, starts, ends), self._at(np.unique(ends), tokens, starts, ends)
-
-    def _at(self, times: Array, tokens: Array, starts: Array, ends: Array) -> Steps:
-        """The steps at ``times``, with all that have begun and not ended before."""
-        by_start, by_end = np.argsort(starts, kind="stable"), np.argsort(ends, kind="stable")
-        begun = np.searchsorted(starts[by_start], times, side="right")
-        gone = np.searchsorted(ends[by_end], times, side="left")
         # What each would have had at time 0.
         base = tokens - starts
-        sum_begun = np.concatenate([[0], np.cumsum(base[by_start])])[begun]
-        sum_gone = np.concatenate([[0], np.cumsum(base[by_end])])[gone]
-        count = begun - gone
-        return Steps(count, self.shared + sum_begun - sum_gone + count * times)
+        begun, gone = _Sums.by(starts, base), _Sums.by(ends, base)
+        return self._at(begun.times, begun, gone), self._at(gone.times, begun, gone)
+
+    def _at(self, times: Array, begun: _Sums, gone: _Sums) -> Steps:
+        """The steps at ``times``, with all that have begun and not ended before; as often as a time is named."""
+        requests, tokens = begun.until(times, "right")
+        fewer, less = gone.until(times, "left")
+        count = requests - fewer
+        return Steps(count, self.shared + tokens - less + count * times)
 
 
 class ItlGate:
@@ -173,8 +190,9 @@ class ItlGate:
 
     def _note_joined(self, reqs: Sequence[Req]) -> None:
         """``reqs`` decode."""
-        for req in reqs if self._admitted else ():
-            step = self._admitted.pop(req.rid, None)
+        admitted = self._admitted
+        for rid in [req.rid for req in reqs if req.rid in admitted] if admitted else ():
+            step = admitted.pop(rid, None)
             if step is not None:
                 self._delays.append(self._steps - step)
 
@@ -190,7 +208,8 @@ class ItlGate:
             return tokens
         if reqs != self._reqs:
             self._reqs = list(reqs)
-            self._read_once = sum(req.cache_protected_len for req in reqs) - tokens_above(r.last_node for r in reqs)
+            held = sum([req.cache_protected_len for req in reqs])
+            self._read_once = held - tokens_above([req.last_node for req in reqs])
         return max(1, tokens - self._read_once)
 
     # ---- what ranks agree on ----
@@ -214,18 +233,31 @@ class ItlGate:
 
     def load(self, live: LiveReqs) -> Load:
         """What steps over the live requests read. Cost: some figures of each."""
-        shares = self._shares
-        load = Load(self._tree.protected_size_ if shares else 0)
-        for req in live.running:
-            load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req))
+        load = Load(self._tree.protected_size_ if self._shares else 0)
+        load.reqs = self._figures(live.running)
         delay, step, admitted = self._delay(), self._steps, self._admitted
         # Without those that have failed on their way.
         self._admitted = {req.rid: admitted.get(req.rid) for req in live.coming}
-        for req in live.coming:
+        for req, (tokens, _, growth) in zip(live.coming, self._figures(live.coming), strict=True):
             since = self._admitted[req.rid]
-            start = 0 if since is None else max(0, delay - step + since)
-            load.add(req.seqlen - (req.cache_protected_len if shares else 0), self._growth(req), start)
+            load.add(tokens, growth, 0 if since is None else max(0, delay - step + since))
         return load
+
+    def _figures(self, reqs: Sequence[Req]) -> list[tuple[int, int, int]]:
+        """Those of `Load.reqs` of each of ``reqs``, as if all ran.
+
+        Of all that do, in each step in which somebody could be admitted: it makes no call for each of them.
+        """
+        shares, answer = self._shares, 0 if self.estimate is None else self.estimate.answer
+        least = answer // LEAST_PART if answer else UNKNOWN_ANSWER
+        figures = []
+        for req in reqs:
+            done = len(req.output_ids)
+            tokens = len(req.origin_input_ids) + done - (req.cache_protected_len if shares else 0)
+            left, expected = req.sampling_params.max_new_tokens - done, answer - done
+            expected = expected if expected > least else least
+            figures.append((tokens, 0, 0 if left < 0 else left if left < expected else expected))
+        return figures
 
     def _delay(self) -> int:
         """Steps from an admission until the request decodes; for the shorter ones of them."""
@@ -264,10 +296,7 @@ class ItlGate:
 
     def _growth(self, req: Req) -> int:
         """Tokens that a request is expected still to generate."""
-        done = len(req.output_ids)
-        left = max(0, req.sampling_params.max_new_tokens - done)
-        answer = 0 if self.estimate is None else self.estimate.answer
-        return min(left, max(answer - done, answer // LEAST_PART) if answer else UNKNOWN_ANSWER)
+        return self._figures([req])[0][2]
 
     def most_computed(self, most: int, running: Sequence[Req], elsewhere: int = 0) -> int:
         """Tokens of prompts that one step may compute, at most ``most``, while ``running`` wait for it.

@@ -144,8 +144,8 @@ class StepTimes:
         self._update()
         if self._fit is None:
             return None
-        fixed, per_request, per_token = (round(PS * part) for part in self._fit * self._drift(self._fit))
-        return Parts(fixed, per_request, per_token)
+        fixed, per_request, per_token = (self._fit * self._drift(self._fit)).tolist()
+        return Parts(round(PS * fixed), round(PS * per_request), round(PS * per_token))
 
     def _update(self) -> None:
         """Take in the samples that have come, if these are many or those before them few."""
@@ -186,9 +186,12 @@ class StepTimes:
 
     def _drift(self, fit: np.ndarray) -> float:
         """By what the last steps have taken longer than the parts say."""
-        ratios = [
-            seconds / (fit[0] + fit[1] * requests + fit[2] * tokens) for requests, tokens, seconds in self._recent
-        ]
+        # As Python has them: with one number at a time numpy takes several times as long.
+        fixed, per_request, per_token = fit.tolist()
+        ratios = []
+        for requests, tokens, seconds in self._recent:
+            explained = fixed + per_request * requests + per_token * tokens
+            ratios.append(seconds / explained if explained else MOST_DRIFT)
         return min(MOST_DRIFT, max(1 / MOST_DRIFT, median(ratios)))
 
 

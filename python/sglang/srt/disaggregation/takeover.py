@@ -120,8 +120,10 @@ class Takeovers(NoTakeovers):
             self._let_go(decode_req, late)
             decode_req.kv_receiver, decode_req.error = NoPrefill(decode_req.req.bootstrap_room, delta), None
             # In the next step all ranks find that its handshake is done: what they have agreed on for this one does
-            # not count with that.
+            # not count with that. Whom it waits for is found anew then.
             decode_req.advance(Phase.HANDSHAKE)
+            if decode_req.entry is not None:
+                decode_req.entry.leader, decode_req.entry.coming = None, 0
             polls[place] = int(KVPoll.Bootstrapping)
         self.look_for_no_prefill()
         return polls

@@ -45,8 +45,9 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         """
         if req.decode_prefix_len is None:
             return super()._get_cached_tokens_details(req)
-        if req.cached_tokens_details is not None:
-            return req.cached_tokens_details
+        details = req.cached_tokens_details
+        if details is not None:
+            return details
         details = super()._get_cached_tokens_details(req)
         if req.transfer_prefix_len is None:
             return details

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-__all__ = ["NOTHING", "PrefixPeek", "PrefixReader", "climb", "tokens_above"]
+__all__ = ["NOTHING", "PrefixPeek", "PrefixReader", "tokens_above"]
 
 
 class PrefixPeek(NamedTuple):
@@ -34,20 +34,20 @@ class PrefixPeek(NamedTuple):
 NOTHING = PrefixPeek(0, 0, [], 0)
 
 
-def climb(node: TreeNode, seen: set[TreeNode]) -> int:
-    """Tokens of ``node`` and what is above it, but for what has been seen, which this adds to."""
+def tokens_above(nodes: Iterable[TreeNode | None], seen: set[TreeNode] | None = None) -> int:
+    """Tokens of the tree that locks on ``nodes`` hold, each once. Cost: the nodes above these, each once.
+
+    seen: nodes that do not count, to which this adds those that have been counted. Asked of all that run in each step
+    in which one comes or goes, so it makes no call for each of them.
+    """
+    seen = set() if seen is None else seen
     tokens = 0
-    while node.parent is not None and node not in seen:
-        seen.add(node)
-        tokens += len(node.key)
-        node = node.parent
+    for node in nodes:
+        while node is not None and node.parent is not None and node not in seen:
+            seen.add(node)
+            tokens += len(node.key.token_ids)
+            node = node.parent
     return tokens
-
-
-def tokens_above(nodes: Iterable[TreeNode | None]) -> int:
-    """Tokens of the tree that locks on ``nodes`` hold, each once. Cost: the nodes above these, each once."""
-    seen: set[TreeNode] = set()
-    return sum([climb(node, seen) for node in nodes if node is not None])
 
 
 class PrefixReader:

@@ -5,6 +5,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); fo
 
 from __future__ import annotations
 
+import os
 import time
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -22,15 +23,18 @@ class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
     # When each stage was reached, as the scheduler has told it; in other processes.
     life: dict[str, float] | None = None
 
-    def __getstate__(self) -> dict:
-        """Adds all stamps, where a worker remembers them: the engine sends five, and its detokenizer drops these."""
-        state = super().__getstate__()
-        if not request_life.remembers():
-            return state
-        life = self.life
-        if life is None:
-            life = request_life.stamps(self, request_life.SCHEDULER_STAGES, engine.global_diff_realtime_monotonic)
-        return {**state, "life": life}
+    # Each message of each request is pickled: where nothing is remembered, that is the engine's alone.
+    if os.environ.get(request_life.VARIABLE):
+
+        def __getstate__(self) -> dict:
+            """Adds all stamps where a worker remembers them: the engine sends five, and its detokenizer none."""
+            state = super().__getstate__()
+            if not request_life.remembers():
+                return state
+            life = self.life
+            if life is None:
+                life = request_life.stamps(self, request_life.SCHEDULER_STAGES, engine.global_diff_realtime_monotonic)
+            return {**state, "life": life}
 
     def note_admitted(self, held: int, host: int, local: bool, followed_s: float) -> None:
         """Tell the span of the handshake that a decode worker has admitted the request; it ends when KV is asked for.

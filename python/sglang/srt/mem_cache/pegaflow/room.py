@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.mem_cache.prefix_reader import climb
+from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import LiveReqs
@@ -58,9 +58,9 @@ class Room:
         self.left = size - tree.unreturned_tokens
         for req in (*live.moving, *live.ended):
             self.left -= pages(req.kv_allocated_len, page) * page - req.cache_protected_len
-            self.left -= climb(req.last_node, self.fixed)
+            self.left -= tokens_above((req.last_node,), self.fixed)
         for node in tree.nodes_in_use():
-            self.left -= climb(node, self.fixed)
+            self.left -= tokens_above((node,), self.fixed)
         # What those that move still take, and those that run take from their beginning.
         self.rest = max((self._length(req) - self._allocated(req) for req in live.moving), default=0)
         self.lengths = [(self._length(req), req) for req in live.running]
