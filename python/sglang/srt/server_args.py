@@ -149,6 +149,14 @@ class ServerArgs(engine.ServerArgs):
         if self.disaggregation_mode != "null" and not envs.SGLANG_TIMEOUT_KEEP_ALIVE.is_set():
             envs.SGLANG_TIMEOUT_KEEP_ALIVE.set(KEEP_ALIVE_S)
 
+    def _resolve_storage_layout_compatibility(self) -> None:
+        """Leaves the layout of host memory below decode's tree: its storages take a page of any.
+
+        Upstream: none is known; the engine's Mooncake storage takes pages in one piece.
+        """
+        if not self.disaggregation_decode_enable_radix_cache:
+            super()._resolve_storage_layout_compatibility()
+
     def _handle_load_balance_method(self) -> None:
         """Adds the check of the method that is not the engine's."""
         super()._handle_load_balance_method()
@@ -266,7 +274,8 @@ class ServerArgs(engine.ServerArgs):
             if self.hicache_storage_backend is not None:
                 from sglang.srt.mem_cache.host_tier.storage_options import read_options
 
-                read_options(self.hicache_storage_backend_extra_config, self.hicache_storage_prefetch_policy)
+                extra, policy = self.hicache_storage_backend_extra_config, self.hicache_storage_prefetch_policy
+                read_options(self.hicache_storage_backend, extra, policy)
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

@@ -144,6 +144,30 @@ ENGINE_VARIABLES = (
         "prefill",
         "with context parallelism, all ranks send; such a prefill is asked for whole prompts. Best left alone",
     ),
+    Variable(
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+        "None",
+        "decode",
+        "the directory of `--hicache-storage-backend file` ([deploy](deploy.md#a-storage-below-host-memory)); without "
+        "it, `/tmp/hicache`",
+    ),
+    Variable(
+        "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
+        "None",
+        "decode",
+        "that of `--hicache-storage-backend nixl`; without it, `/tmp/hicache_storage`",
+    ),
+    Variable("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "auto", "decode", "its plugin: POSIX, which auto is too"),
+    Variable(
+        "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
+        "None",
+        "decode",
+        "a JSON file that says of the Mooncake store what `MOONCAKE_*` would, where the extra config names no master",
+    ),
+    Variable("MOONCAKE_MASTER", "None", "decode", "HOST:PORT of the master of `--hicache-storage-backend mooncake`"),
+    Variable("MOONCAKE_LOCAL_HOSTNAME", "localhost", "decode", "where that store's other clients reach this worker"),
+    Variable("MOONCAKE_GLOBAL_SEGMENT_SIZE", "4gb", "decode", "memory that a worker gives to that store"),
+    Variable("MOONCAKE_PROTOCOL", "tcp", "decode", "over what that store transfers; only tcp has been run"),
     Variable("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX", "prefill, decode", "NIXL's backend; only UCX has been run"),
     Variable(
         "SGLANG_DISAGG_STAGING_BUFFER",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import mooncake_master
 import pytest
 from pd import ask, base_prompt, conversations, hit_lengths
 
@@ -80,6 +81,17 @@ class Clusters:
         if self.cluster is not None:
             self.cluster.stop()
         self.cluster = self.key = None
+
+
+@pytest.fixture(scope="session")
+def master(tmp_path_factory):
+    """A mooncake_master, of a storage; skips where Mooncake is not installed."""
+    why = mooncake_master.missing()
+    if why:
+        pytest.skip(why)
+    started = mooncake_master.Master(tmp_path_factory.mktemp("mooncake") / "master.log").start()
+    yield started
+    started.stop()
 
 
 @pytest.fixture

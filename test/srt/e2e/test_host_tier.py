@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 SMALL = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16", FLAG]
 HOST = ["--enable-hierarchical-cache", "--hicache-ratio", "16"]
 LOADED = "sglang:decode_host_loaded_tokens_total"
-STORED = ["--hicache-storage-backend", "file"]
-STORED += ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}']
+LIMITS = ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}']
+STORED = ["--hicache-storage-backend", "file", *LIMITS]
 DIRECTORY = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -147,9 +147,31 @@ KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
-def kind(request):
+# Each kind over files, and the other storages once each.
+CELLS = [*((name, "file") for name in KINDS), ("one rank", "nixl"), ("one rank", "mooncake")]
+
+
+@pytest.fixture(params=CELLS, ids=lambda cell: ", ".join(cell))
+def cell(request):
     return request.param
+
+
+@pytest.fixture
+def kind(cell):
+    return cell[0]
+
+
+@pytest.fixture
+def stored(request, cell, tmp_path):
+    """Options and environment of decode workers that share a storage."""
+    environment = {DIRECTORY: str(tmp_path)}
+    if cell[1] == "nixl":
+        environment = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(tmp_path)}
+    elif cell[1] == "mooncake":
+        address = request.getfixturevalue("master").address
+        environment = {"MOONCAKE_MASTER": address, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
+        environment["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = str(256 * 1024**2)
+    return ["--hicache-storage-backend", cell[1], *LIMITS], environment
 
 
 @pytest.fixture
@@ -163,7 +185,7 @@ def answers(request, clusters, kind):
     return model, conversations(ask(cluster.router_url))
 
 
-def test_two_workers_share_a_storage(clusters, answers, backend, kind, tmp_path):
+def test_two_workers_share_a_storage(clusters, answers, backend, kind, stored):
     """A conversation goes on at the other one, as if it had been there all the time."""
     model, expected = answers
     ranks, more, common = KINDS[kind]
@@ -171,8 +193,8 @@ def test_two_workers_share_a_storage(clusters, answers, backend, kind, tmp_path)
         model,
         decode=2,
         prefill_args=[ranks],
-        decode_args=[FLAG, *HOST, *ranks, *more, *STORED],
-        decode_env={DIRECTORY: str(tmp_path)},
+        decode_args=[FLAG, *HOST, *ranks, *more, *stored[0]],
+        decode_env=stored[1],
         backend=backend,
         common_args=["--page-size", "16", "--chunked-prefill-size", "64", "--max-total-tokens", "4096", *common],
     )

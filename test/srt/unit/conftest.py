@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 # Not set at all, it leaves out of `SchedulerReqTimeStats` what is tested here.
 os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
 
+import mooncake_master
 import pytest
+import storage_kinds
 import zmq
 from hypothesis import HealthCheck, settings
+from mooncake_master import Master
 from sglang.srt import server_args
 
 if TYPE_CHECKING:
@@ -62,3 +65,25 @@ def pair() -> Iterator[Pair]:
         pair = Pair(Path(folder))
         yield pair
         pair.stop()
+
+
+# ---- storages below host memory ----
+
+
+@pytest.fixture(scope="session")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """Skips where Mooncake is not installed."""
+    why = mooncake_master.missing()
+    if why:
+        pytest.skip(why)
+    started = Master(tmp_path_factory.mktemp("mooncake") / "master.log").start()
+    yield started
+    # Before the master goes, or each looks for it for a while.
+    storage_kinds.close_clients()
+    started.stop()
+
+
+@pytest.fixture(params=storage_kinds.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each storage backend, as `storage_kinds` has it."""
+    return request.getfixturevalue("master").kind if request.param == "mooncake" else request.param

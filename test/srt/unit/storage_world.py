@@ -1,8 +1,9 @@
-"""A decode worker with a storage below its host memory: the engine's file backend, in a folder of a test's."""
+"""A decode worker with a storage below its host memory, of any kind, in a folder of a test's."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,34 @@ from decode_world import HostSizes, World
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.mem_cache.host_tier.storage import HostStorage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
-from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_reads import Fetch, read_pages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
+from storage_kinds import Inside, opened
 
 PAGE = 4
 # As long as a test may take on a busy host.
 PATIENT = Limits(threshold=1, base_s=20.0)
+
+
+def names_of(prompt: list[int]) -> list[str]:
+    """What the pages of a prompt are called."""
+    return [name.hex() for name in page_names(prompt, PAGE, first_hash(None))]
+
+
+def making(folder: Path, kind: str) -> Iterator[Any]:
+    """A function that makes decode workers with one storage, for a fixture, which ends them."""
+    made = []
+
+    def make(**options: Any) -> StorageWorld:
+        made.append(StorageWorld(options.pop("folder", folder), kind=kind, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 class ByHand(StorageThreads):
@@ -48,7 +68,7 @@ def page_by_page(fetch: Fetch, threads: ByHand, names: Any, pages: Any, *needs: 
 
 
 class StorageWorld(World):
-    """One decode rank. folder: absolute, or below the engine's directory."""
+    """One decode rank. kind: of its storage, as `storage_kinds` has it."""
 
     host_class = StoredHostTree
 
@@ -62,11 +82,13 @@ class StorageWorld(World):
         writes: bool = True,
         page_size: int = PAGE,
         threads: type[StorageThreads] = StorageThreads,
+        kind: str = "file",
         **options: Any,
     ):
         super().__init__(size=size, page_size=page_size, host=HostSizes(host, 1, late), **options)
         pages = HostPages([pool for _, pool in self.tier.memory.pools], self.page_size)
-        self.files = PageFiles(str(folder), pages.page_bytes)
+        self.files: Any = opened(kind, folder, pages.page_bytes)
+        self.inside = Inside(kind, self.files)
         self.threads = threads(self.files, pages, str(folder))
         self.storage = HostStorage(self.tier.host, self.threads, limits, writes)
         self.tier.storage = self.storage
@@ -142,6 +164,7 @@ class StorageWorld(World):
         self.tier.memory.pools[0][1].kv_buffer.fill_(-1)
 
     def stored(self) -> list[Path]:
+        """Of a storage in files."""
         return sorted(self.files.folder.glob("*.bin"))
 
     def close(self) -> None:

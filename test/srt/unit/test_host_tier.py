@@ -780,15 +780,16 @@ def options(**given: Any) -> Any:
     [
         (
             cache_support.DECODE,
-            {"hicache_storage_backend": "mooncake"},
-            r"--hicache-storage-backend mooncake \(file is",
+            {"hicache_storage_backend": "hf3fs"},
+            r"--hicache-storage-backend hf3fs \(file, nixl, mooncake are",
         ),
         (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],
 )
 def test_what_is_not_verified_with_it_is_refused(kind, given, says):
     cache_support.check(kind, options())
-    cache_support.check(kind, options(hicache_storage_backend="file"))
+    for name in cache_support.STORAGES:
+        cache_support.check(kind, options(hicache_storage_backend=name))
     with pytest.raises(ValueError, match=says):
         cache_support.check(kind, options(**given))
 

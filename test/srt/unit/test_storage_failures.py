@@ -14,27 +14,21 @@ import pytest
 import torch
 from sglang.srt.mem_cache.host_tier import storage_reads, storage_threads, storage_tree
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
-from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
-from storage_world import PAGE, ByHand, StorageWorld
+from sglang.srt.mem_cache.host_tier.storage_keys import page_names
+from storage_world import PAGE, ByHand, StorageWorld, making, names_of
 from test_traps import tokens
 
 
 @pytest.fixture
 def world(tmp_path):
-    """Makes decode workers with one storage."""
-    made = []
-
-    def make(**options: Any) -> StorageWorld:
-        made.append(StorageWorld(options.pop("folder", tmp_path), **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    """Makes decode workers with one storage, in files."""
+    yield from making(tmp_path, "file")
 
 
-def names_of(prompt: list[int]) -> list[str]:
-    return [name.hex() for name in page_names(prompt, PAGE, first_hash(None))]
+@pytest.fixture
+def any_world(tmp_path, kind):
+    """Makes decode workers with one storage, of each kind."""
+    yield from making(tmp_path, kind)
 
 
 def failing(call: Any, number: int, fails: Any) -> Any:
@@ -52,9 +46,9 @@ def failing(call: Any, number: int, fails: Any) -> Any:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_page_that_could_not_be_written_is_written_later(world, which):
+def test_a_page_that_could_not_be_written_is_written_later(any_world, which):
     """Also if it was the last, or the only one, of what is written at once."""
-    one = world()
+    one = any_world()
     prompt = tokens(1, 8)
     bad = [names_of(prompt)[which]]
     one.files.set = failing(one.files.set, errno.EIO, lambda key: key in bad and bad.pop())
@@ -68,13 +62,13 @@ def test_a_page_that_could_not_be_written_is_written_later(world, which):
 
 
 @pytest.mark.parametrize("gone", [slice(0, 3), slice(2, 4)])
-def test_what_somebody_has_removed_since_is_written_again_with_what_comes_behind(world, monkeypatch, gone):
+def test_what_somebody_has_removed_since_is_written_again_with_what_comes_behind(any_world, monkeypatch, gone):
     """By age: nobody could use what is written behind it, for as long as it stays in host memory here."""
-    one, two = world(), world(writes=False)
+    one, two = any_world(), any_world(writes=False)
     prompt = tokens(1, 24)
     one.serve(prompt)
     for name in names_of(prompt)[gone]:
-        (one.files.folder / f"{name}.bin").unlink()
+        one.inside.lose(name)
     # It has been looked for a moment ago.
     one.serve(prompt + tokens(9, 8))
     assert one.storage.state()["known"] == 0 and two.serve(prompt) < 24
@@ -244,9 +238,9 @@ def test_a_look_up_does_not_wait_for_reads(world, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["before", "meanwhile"])
-def test_what_was_read_before_a_clear_is_written_again(world, asked):
+def test_what_was_read_before_a_clear_is_written_again(any_world, asked):
     """Also where the fetch began when the clear had been asked for and not been done. asked: when the fetch was."""
-    one, two = world(), world(threads=ByHand)
+    one, two = any_world(), any_world(threads=ByHand)
     prompt = tokens(1, 24)
     one.serve(prompt, max_new=1)
     clearing = two.storage.clear() if asked == "meanwhile" else None
@@ -259,11 +253,11 @@ def test_what_was_read_before_a_clear_is_written_again(world, asked):
     two.threads.run(9, writes=False)
     assert two.storage.fetches.loading_tokens == 24
     clearing = clearing or two.storage.clear()
-    assert not clearing.done() and one.stored()
+    assert not clearing.done() and one.inside.names()
     two.threads.run(9)
-    assert clearing.result(0) and not two.stored()
+    assert clearing.result(0) and not two.inside.names()
     served(two, decode_req)
-    assert two.storage.state()["fetched"] == 24 and not two.stored()
+    assert two.storage.state()["fetched"] == 24 and not two.inside.names()
     # With what comes behind it.
     served(two, two.arrive(prompt + tokens(9, 8), max_new=1))
     two.forget()
@@ -313,15 +307,15 @@ def test_a_clear_after_which_no_folder_can_be_made_is_one(world, monkeypatch):
     assert len(one.stored()) == 8
 
 
-def test_a_rank_for_which_another_one_writes_clears_nothing(world):
+def test_a_rank_for_which_another_one_writes_clears_nothing(any_world):
     """It would do that later than the one that writes, which takes what it has written since for stored."""
-    one, two = world(), world(writes=False, threads=ByHand)
+    one, two = any_world(), any_world(writes=False, threads=ByHand)
     one.serve(tokens(1, 24), max_new=1)
     clears = [rank.storage.clear() for rank in (one, two)]
-    assert clears[0].result(20) and not one.stored()
+    assert clears[0].result(20) and not one.inside.names()
     one.serve(tokens(100, 24), max_new=1)
     two.threads.run(9)
-    assert clears[1].result(0) and len(one.stored()) == 6
+    assert clears[1].result(0) and len(one.inside.names()) == 6
 
 
 def test_what_another_removes_by_a_clear_is_written_again(world):

@@ -42,6 +42,7 @@ class StorageLife(HostLife):
             page_size=self.page_size,
             states=self.states,
             threads=ByHand,
+            kind=self.kind,
         )
         step = self.world.step
 
@@ -84,10 +85,10 @@ class StorageLife(HostLife):
         host = self.world.tier.host
         host.evict_shortfall(host.evictable_size())
 
-    @precondition(lambda self: list(self.world.stored()))
+    @precondition(lambda self: self.world.inside.names())
     @rule(i=st.integers(0, 99))
     def a_page_goes(self, i):
-        self.pick(self.world.stored(), i).unlink()
+        self.world.inside.lose(self.pick(self.world.inside.names(), i))
 
     @rule()
     def clear(self):
@@ -115,12 +116,16 @@ class StorageLife(HostLife):
         assert self.world.storage.state()["fetched"] > before
 
 
-@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, 16)])
-def test_invariants_hold_in_every_life_with_a_storage(page_size, states, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "page_size", "states", "lives"),
+    [("file", 1, None, 30), ("file", 4, 16, 30), ("nixl", 4, None, 10), ("mooncake", 4, None, 10)],
+)
+def test_invariants_hold_in_every_life_with_a_storage(name, page_size, states, lives, monkeypatch, request):
     monkeypatch.setattr(storage_fetches, "read_pages", page_by_page)
-    machine = type("StorageLife", (StorageLife,), {"page_size": page_size, "states": states})
+    kind = request.getfixturevalue("master").kind if name == "mooncake" else name
+    machine = type("StorageLife", (StorageLife,), {"page_size": page_size, "states": states, "kind": kind})
     LIVES.clear()
-    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=lives, stateful_step_count=40, deadline=None))
     written, fetched = (sum(column) for column in zip(*LIVES, strict=True))
     assert written and fetched
 

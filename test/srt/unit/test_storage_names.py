@@ -33,6 +33,7 @@ def options(path: Any, **given: Any) -> Any:
         "speculative_draft_model_revision": None,
         "speculative_draft_model_quantization": None,
         "speculative_draft_load_format": None,
+        "hicache_storage_backend": "file",
         "hicache_storage_backend_extra_config": None,
         "hicache_storage_prefetch_policy": "best_effort",
     }
@@ -166,14 +167,14 @@ def test_ranks_and_shapes_have_folders_of_their_own():
 
 
 def test_the_engines_limits(tmp_path):
-    assert read_options(None, "best_effort") == (Limits(256, 1.0, 0.25), None)
+    assert read_options("file", None, "best_effort") == (Limits(256, 1.0, 0.25), None, None)
     given = (
         '{"prefetch_threshold": 64, "prefetch_timeout_base": 0.5, "prefetch_timeout_per_ki_token": 2, "weights": "w"}'
     )
-    assert read_options(given, "timeout") == (Limits(64, 0.5, 2), "w")
+    assert read_options("file", given, "timeout") == (Limits(64, 0.5, 2), "w", None)
     for name, text in (("a.json", '{"weights": "w"}'), ("a.toml", 'weights = "w"'), ("a.yaml", "weights: w")):
         (tmp_path / name).write_text(text)
-        assert read_options(f"@{tmp_path / name}", "timeout").weights == "w"
+        assert read_options("file", f"@{tmp_path / name}", "timeout").weights == "w"
 
 
 @pytest.mark.parametrize(
@@ -192,12 +193,12 @@ def test_the_engines_limits(tmp_path):
 )
 def test_what_decode_does_not_know_is_refused(given, says):
     with pytest.raises(ValueError, match=f"--hicache-storage-backend-extra-config.*({says})"):
-        read_options(given, "timeout")
+        read_options("file", given, "timeout")
 
 
 def test_nobody_waits_for_a_storage_that_hangs():
     with pytest.raises(ValueError, match="wait_complete would have requests wait"):
-        read_options(None, "wait_complete")
+        read_options("file", None, "wait_complete")
 
 
 # ---- workers ----
@@ -232,10 +233,20 @@ def worker(tmp_path, monkeypatch, model):
     ("given", "hit"),
     [({}, 24), ({"dtype": "float16"}, 0), ({"tp_rank": 1, "tp_size": 2}, 0), ({"page_size": 32}, 0)],
 )
-def test_who_reads_what_another_worker_has_written(worker, given, hit):
-    one, two = worker(), worker(**given)
+def test_who_reads_what_another_worker_has_written(worker, monkeypatch, tmp_path, kind, given, hit):
+    name, *master = kind.split()
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path / "kv"))
+    monkeypatch.setenv("MOONCAKE_MASTER", master[0] if master else "")
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", str(1 << 25))
+    one, two = worker(hicache_storage_backend=name), worker(hicache_storage_backend=name, **given)
     one.serve(tokens(1, 24))
     assert two.serve(tokens(1, 24)) == hit
+    assert one.files.place == two.files.place if hit else one.files.place != two.files.place
+    if master:
+        # Each of them is a client, which begins to write at once.
+        assert {type(files).__name__ for files in (one.files, two.files)} == {"PagesInMooncake"}
+        for files in one.files, two.files:
+            files._store.close()
 
 
 def test_a_directory_that_cannot_be_made(worker, model, tmp_path, monkeypatch):

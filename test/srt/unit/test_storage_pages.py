@@ -1,4 +1,4 @@
-"""KV of every kind of pool on its way from one worker's device to another's: host memory, a file, host memory."""
+"""KV of every kind of pool on its way from one worker's device to another's: host memory, a storage, host memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool
-from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from storage_kinds import opened
 
 PAGE, SIZE = 4, 32
 OPTIONS: Any = SimpleNamespace(hicache_ratio=3, hicache_size=0, hicache_mem_layout="layer_first")
@@ -25,24 +25,24 @@ def mla(dtype: torch.dtype) -> Any:
     return MLATokenToKVPool(SIZE, PAGE, dtype, 6, 2, 3, "cpu", False)
 
 
-KINDS = {"mha": lambda dtype: [mha(dtype)], "mla": lambda dtype: [mla(dtype)]}
-KINDS["mha with a draft"] = lambda dtype: [mha(dtype), mha(dtype, layers=1)]
-KINDS["mla with a draft"] = lambda dtype: [mla(dtype), mha(dtype, layers=1, heads=1)]
+POOLS = {"mha": lambda dtype: [mha(dtype)], "mla": lambda dtype: [mla(dtype)]}
+POOLS["mha with a draft"] = lambda dtype: [mha(dtype), mha(dtype, layers=1)]
+POOLS["mla with a draft"] = lambda dtype: [mla(dtype), mha(dtype, layers=1, heads=1)]
 
 
 class Worker:
     """The pools of one worker, with any bytes in them."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, seed: int, folder: Any):
+    def __init__(self, pools: str, dtype: torch.dtype, seed: int, folder: Any, kind: str):
         torch.manual_seed(seed)
-        self.pools = KINDS[kind](dtype)
+        self.pools = POOLS[pools](dtype)
         hosted = [host_pool(self.pools[0], OPTIONS, PAGE)]
         hosted += [host_pool(pool, OPTIONS, PAGE, hosted[0].size) for pool in self.pools[1:]]
         self.memory = HostMemory(list(zip(self.pools, hosted, strict=True)), "direct", lambda: None)
         for buffer in [*self.buffers(), *(pool.kv_buffer for pool in hosted)]:
             as_bytes(buffer)[:] = torch.randint(0, 256, as_bytes(buffer).shape, dtype=torch.uint8)
         self.pages = HostPages(hosted, PAGE)
-        self.files = PageFiles(str(folder), self.pages.page_bytes)
+        self.files = opened(kind, folder, self.pages.page_bytes)
 
     def buffers(self) -> list[torch.Tensor]:
         names = ("k_buffer", "v_buffer", "kv_buffer")
@@ -61,14 +61,14 @@ def slots_of(*pages: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_kv_comes_to_another_worker_as_it_was(kind, dtype, tmp_path):
-    one, two = (Worker(kind, dtype, seed, tmp_path) for seed in (1, 2))
+@pytest.mark.parametrize("pools", POOLS)
+def test_kv_comes_to_another_worker_as_it_was(kind, pools, dtype, tmp_path):
+    one, two = (Worker(pools, dtype, seed, tmp_path, kind) for seed in (1, 2))
     assert one.pages.made_of() == two.pages.made_of() and one.pages.page_bytes == two.pages.page_bytes
     # As many bytes as numbers of that type, of all pools.
     numbers = sum(buffer[0].numel() for buffer in one.buffers())
     assert one.pages.page_bytes == PAGE * numbers * dtype.itemsize
-    assert one.pages.shared == (kind == "mla")
+    assert one.pages.shared == (pools == "mla")
     there, here = (3, 7, 5), (6, 2, 4)
     expected, untouched = one.bytes_of(slots_of(*there)), two.bytes_of(slots_of(1, 3, 5, 7))
     one.memory.save(slots_of(1, 2, 9), slots_of(*there)).wait()

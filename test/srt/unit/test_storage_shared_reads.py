@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
@@ -245,6 +245,8 @@ A, B, C = tokens(1, 48), tokens(100, 24), tokens(200, 12)
 PROMPTS = [A, A, A[:24] + B, A[:22] + C, A[:12], B, B + C]
 WHICH = st.integers(0, 20)
 EVENTS = ("arrive", "arrive", "read", "read", "step", "step", "is late", "leaves", "evict", "give up")
+# One waits for the beginning of what another reads on.
+FOLLOWED = [("arrive", 0), ("arrive", 4), ("read", 2), ("step", 0), ("step", 0), *[("read", 0)] * 3, ("step", 0)]
 SCRIPTS = st.lists(st.tuples(st.sampled_from(EVENTS), WHICH), min_size=10, max_size=60)
 
 
@@ -262,6 +264,7 @@ def test_invariants_hold_whatever_comes_while_prompts_are_read(world, tmp_path, 
     monkeypatch.setattr(Fetches, "_enter", entering)
 
     @given(script=SCRIPTS)
+    @example(script=FOLLOWED)
     @settings(max_examples=60, deadline=None)
     def play(script: list[tuple[str, int]]) -> None:
         limits = PATIENT._replace(base_s=1e9)

@@ -1,6 +1,7 @@
 """A storage below host memory (L3): what has been there comes back into host memory before a request is admitted.
 
-storage_keys.py     what pages are called; storage_files.py: the engine's file backend
+storage_keys.py     what pages are called; storage_backend.py: what a storage does with one
+storage_backends.py the backends: storage_files.py, storage_nixl.py, storage_mooncake.py
 storage_pages.py    bytes of pages in host memory; storage_threads.py: threads
 storage_writes.py   what is written; storage_tree.py: the tree over host memory, which knows what its pages are called
 storage_fetches.py  what requests wait for; storage_reads.py: what threads do for one of them
@@ -17,8 +18,8 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
-from sglang.srt.mem_cache.host_tier.storage_files import PageFiles, directory
 from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, rank_folder
 from sglang.srt.mem_cache.host_tier.storage_options import read_options
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
@@ -163,17 +164,14 @@ def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_siz
     tier = tree.tier
     assert tier is not None and isinstance(tier.host, StoredHostTree)
     host = tier.host
-    options = read_options(args.hicache_storage_backend_extra_config, args.hicache_storage_prefetch_policy)
+    name = args.hicache_storage_backend
+    options = read_options(name, args.hicache_storage_backend_extra_config, args.hicache_storage_prefetch_policy)
     pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
     rank = None if pages.shared else tp_rank
     folder = rank_folder(model_folder(args, options.weights), pages.made_of(), rank, tp_size)
-    try:
-        files = PageFiles(folder, pages.page_bytes)
-    except OSError as e:
-        raise ValueError(
-            f"--hicache-storage-backend file cannot use {directory()}: {e}. Make it, or name another directory with "
-            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR."
-        ) from e
-    logger.info("Decode stores what is in host memory in %s, %d bytes a page.", files.folder, pages.page_bytes)
-    threads = StorageThreads(files, pages, str(files.folder))
+    files = BACKENDS[name].open(folder, pages.page_bytes, options.own, tp_size)
+    logger.info(
+        "Decode stores what is in host memory in %s (%s), %d bytes a page.", files.place, name, pages.page_bytes
+    )
+    threads = StorageThreads(files, pages, files.place)
     tier.storage = HostStorage(host, threads, options.limits, writes=not pages.shared or tp_rank == 0)

@@ -1,9 +1,10 @@
-"""The engine's file backend, with files that are whole or not there.
+"""Storage backend ``file``: a directory, in which files are whole or not there.
 
-The engine writes a file in place: a worker that is killed leaves a part of one under its name for ever, and who reads
-while another writes gets a part. Here a file is written beside and renamed, and says how long its page is and the
-checksum of it. Checked are length and checksum (CRC-32) of each page that is read: that finds files cut short and bits
-that have changed, not somebody who means harm. Whoever may write to the directory decides what the model reads.
+The engine's backend of that name writes a file in place: a worker that is killed leaves a part of one under its name
+for ever, and who reads while another writes gets a part. Here a file is written beside and renamed, and says how long
+its page is and the checksum of it. Checked are length and checksum (CRC-32) of each page that is read: that finds files
+cut short and bits that have changed, not somebody who means harm. Whoever may write to the directory decides what the
+model reads.
 
 Upstream: none is known.
 """
@@ -12,27 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
+import io
 import os
 import shutil
-import struct
 import threading
 import time
 import uuid
-import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from sglang.srt.mem_cache.host_tier.storage_backend import HEADER, PageStorage, is_whole, seal
 
-__all__ = ["PageFiles", "directory"]
+__all__ = ["OPTIONS", "PageFiles", "made_in", "open_storage", "read"]
 
-logger = logging.getLogger(__name__)
-
-# Mark, length and checksum of the page that follows.
-_HEADER = struct.Struct("<4sIQ")
-_MARK = b"PDR1"
+# What `--hicache-storage-backend-extra-config` may have for it.
+OPTIONS: tuple[str, ...] = ()
+DIRECTORY = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 # What a worker that was killed has left half written or half removed is removed when it is as old.
 LEFT_S = 3600.0
 # In the name of a folder that is being removed.
@@ -43,44 +41,37 @@ _OF_A_FILE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ESTALE, 
 MOST_IN_A_ROW, MOST_UNREADABLE = 3, 4096
 
 
-def directory() -> Path:
-    """The engine's directory for files."""
+def read(given: Mapping[str, Any]) -> None:
+    """There are no options of its own."""
+
+
+def open_storage(folder: str, page_bytes: int, options: None, tp_size: int) -> PageFiles:
+    """Pages in ``folder``. Raises ValueError."""
     # The engine's default, which its class does not say apart.
-    from sglang.srt.environ import envs
-
-    return Path(envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or "/tmp/hicache")
+    return made_in("file", DIRECTORY, "/tmp/hicache", lambda root: PageFiles(root / folder, page_bytes))
 
 
-class PageFiles(HiCacheFile):
-    """Pages of one rank, each in a file. Any number of processes may read and write the same folder.
+def made_in(backend: str, variable: str, default: str, make: Callable[[Path], PageFiles]) -> PageFiles:
+    """What ``make`` makes in the directory that ``variable`` names. Raises ValueError if that cannot be used."""
+    root = Path(os.environ.get(variable) or default)
+    try:
+        return make(root)
+    except OSError as e:
+        raise ValueError(
+            f"--hicache-storage-backend {backend} cannot use {root}: {e}. Make it, or name another directory with "
+            f"{variable}."
+        ) from e
 
-    Pages are uint8 tensors of ``page_bytes``. What a method raises is an OSError; a file that is not there, cannot be
-    read, or is not what was written, is none.
-    """
 
-    def __init__(self, folder: str, page_bytes: int):
-        """folder: below the engine's directory. Raises OSError if it can neither be found nor made."""
-        root = directory()
-        # Not by the engine, which fails where two workers begin at once.
-        root.mkdir(parents=True, exist_ok=True)
-        super().__init__(
-            HiCacheStorageConfig(
-                tp_rank=0,
-                tp_size=1,
-                pp_rank=0,
-                pp_size=1,
-                is_mla_model=True,
-                enable_storage_metrics=False,
-                is_page_first_layout=False,
-                model_name=None,
-            )
-        )
-        self.folder, self.page_bytes = root / folder, page_bytes
-        self.file_path = str(self.folder)
+class PageFiles(PageStorage):
+    """Pages of one rank, each in a file. Any number of processes may read and write the same folder."""
+
+    def __init__(self, folder: Path | str, page_bytes: int):
+        """Raises OSError if the folder can neither be found nor made."""
+        super().__init__(str(folder), page_bytes)
+        self.folder = Path(folder)
         self._parts, self._id_file = self.folder / "parts", self.folder / "id"
-        # Files that could not be read, or were not what had been written.
-        self.corrupt = 0
-        # Names of those that could not be read since one was; and of those that are no pages, and could not be removed.
+        # Names of files that could not be read since one was; and of those that are no pages, and could not be removed.
         self._in_a_row: set[str] = set()
         self._unreadable: set[str] = set()
         self._make()
@@ -122,12 +113,12 @@ class PageFiles(HiCacheFile):
             _remove_folder(gone)
 
     def _path(self, key: str) -> str:
-        return f"{self.file_path}/{key}.bin"
+        return f"{self.folder}/{key}.bin"
 
     def exists(self, key: str) -> bool:
         """Whether there is a file as long as it has to be, and not one that could not be read."""
         try:
-            return key not in self._unreadable and os.stat(self._path(key)).st_size == _HEADER.size + self.page_bytes
+            return key not in self._unreadable and os.stat(self._path(key)).st_size == HEADER.size + self.page_bytes
         except FileNotFoundError:
             return False
 
@@ -136,16 +127,13 @@ class PageFiles(HiCacheFile):
         with contextlib.suppress(OSError):
             os.utime(self._path(key))
 
-    def get(self, key: str, target_location: torch.Tensor, target_sizes: Any = None) -> torch.Tensor | None:
-        """Read a page into ``target_location``; None if there is none. A file that is no page is removed."""
+    def get(self, key: str, page: torch.Tensor) -> torch.Tensor | None:
+        """Read a page into ``page``; None if there is none. A file that is no page is removed."""
         if key in self._unreadable:
             return None
-        page = memoryview(target_location.numpy())
-        header = bytearray(_HEADER.size)
         try:
             with open(self._path(key), "rb", buffering=0) as file:
-                read = file.readinto(header) + file.readinto(page)
-                longer = file.read(1)
+                header = self._read(file, page)
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -154,12 +142,24 @@ class PageFiles(HiCacheFile):
             self._remove(key, str(e.strerror))
             return None
         self._in_a_row.clear()
-        mark, checksum, length = _HEADER.unpack(header)
-        whole = read == _HEADER.size + self.page_bytes and not longer and length == self.page_bytes
-        if whole and mark == _MARK and checksum == zlib.crc32(page):
-            return target_location
+        if header is not None and is_whole(header, memoryview(page.numpy())):
+            return page
         self._remove(key, "changed or cut short")
         return None
+
+    def _read(self, file: io.FileIO, page: torch.Tensor) -> bytes | None:
+        """Read what is in a file into ``page``; returns what stands in front of it, None if it has another length."""
+        view, header = memoryview(page.numpy()), bytearray(HEADER.size)
+        read = file.readinto(header) + file.readinto(view)
+        return bytes(header) if read == HEADER.size + self.page_bytes and not file.read(1) else None
+
+    def _write(self, file: io.FileIO, header: bytes, page: torch.Tensor) -> None:
+        """Write a page into an empty file."""
+        for data in (header, memoryview(page.numpy())):
+            left = memoryview(data)
+            while left:
+                # On a disk that is about to be full, a part is written first.
+                left = left[file.write(left) :]
 
     def _fails(self, key: str) -> bool:
         """Whether, with ``key``, so many files in a row cannot be read that it is not theirs."""
@@ -169,11 +169,7 @@ class PageFiles(HiCacheFile):
 
     def _remove(self, key: str, why: str) -> None:
         """Remove a file that is no page, or it would never be written again."""
-        self.corrupt += 1
-        if self.corrupt == 1:
-            logger.warning(
-                "%s is not what was written (%s): such files are removed, and counted from now on.", key, why
-            )
+        self._count_corrupt(key, why)
         try:
             os.unlink(self._path(key))
         except FileNotFoundError:
@@ -183,27 +179,22 @@ class PageFiles(HiCacheFile):
                 self._unreadable.clear()
             self._unreadable.add(key)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(self, key: str, value: torch.Tensor) -> bool:
         """Write a page. Where the folder has gone, also since the write began, it is made anew."""
-        page = memoryview(value.numpy())
         try:
-            self._write(key, page)
+            self._put(key, value)
         except FileNotFoundError:
             self._make()
-            self._write(key, page)
+            self._put(key, value)
         self._unreadable.discard(key)
         return True
 
-    def _write(self, key: str, page: memoryview) -> None:
+    def _put(self, key: str, page: torch.Tensor) -> None:
         # Processes in several containers may have one number.
         part = self._parts / uuid.uuid4().hex
         try:
             with open(part, "wb", buffering=0) as file:
-                for data in (_HEADER.pack(_MARK, zlib.crc32(page), self.page_bytes), page):
-                    left = memoryview(data)
-                    while left:
-                        # On a disk that is about to be full, a part is written first.
-                        left = left[file.write(left) :]
+                self._write(file, seal(memoryview(page.numpy())), page)
             os.replace(part, self._path(key))
         except BaseException:
             with contextlib.suppress(OSError):

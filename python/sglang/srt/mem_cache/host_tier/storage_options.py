@@ -1,4 +1,4 @@
-"""The engine's options of a storage, as a decode worker reads them.
+"""The engine's options of a storage, as a decode worker reads them. Those of one backend are read beside it.
 
 Upstream: none is known.
 """
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 
 __all__ = ["StorageOptions", "read_options"]
@@ -23,16 +24,18 @@ _LIMITS: dict[str, tuple[Any, str]] = {
 
 
 class StorageOptions(NamedTuple):
-    """weights: what the weights are called, None: go by their files."""
+    """weights: what the weights are called, None: go by their files. own: what the backend reads of it."""
 
     limits: Limits
     weights: str | None
+    own: Any = None
 
 
-def read_options(extra: str | None, policy: str) -> StorageOptions:
+def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:
     """Read ``--hicache-storage-backend-extra-config`` and ``--hicache-storage-prefetch-policy``. Raises ValueError.
 
-    extra: JSON, or ``@`` and the path of a JSON, TOML or YAML file, as the engine takes it.
+    name: of the backend, whose library, and the server that it needs, have to be there. extra: JSON, or ``@`` and the
+    path of a JSON, TOML or YAML file, as the engine takes it.
     """
     if policy == "wait_complete":
         raise ValueError(
@@ -42,9 +45,11 @@ def read_options(extra: str | None, policy: str) -> StorageOptions:
     given = _load(extra) if extra else {}
     if not isinstance(given, dict):
         raise ValueError(f"{_OPTION} is {extra!r}: give an object.")
-    unknown = sorted(set(given) - {*_LIMITS, "weights"})
+    backend = BACKENDS[name]
+    known = [*_LIMITS, "weights", *backend.options]
+    unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ValueError(f"{_OPTION} has {', '.join(unknown)}; decode knows {', '.join([*_LIMITS, 'weights'])}.")
+        raise ValueError(f"{_OPTION} has {', '.join(unknown)}; decode knows {', '.join(known)}.")
     limits = {}
     for name, (kind, field) in _LIMITS.items():
         value = given.get(name)
@@ -56,7 +61,7 @@ def read_options(extra: str | None, policy: str) -> StorageOptions:
     weights = given.get("weights")
     if weights is not None and not (isinstance(weights, str) and weights):
         raise ValueError(f"{_OPTION} has weights {weights!r}: give a name.")
-    return StorageOptions(Limits(**limits), weights)
+    return StorageOptions(Limits(**limits), weights, backend.read(given))
 
 
 def _load(extra: str) -> Any:

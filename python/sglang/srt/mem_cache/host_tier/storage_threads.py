@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.mem_cache.host_tier.storage_backend import PageStorage
     from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 
 __all__ = ["Counters", "StorageThreads"]
@@ -114,8 +115,8 @@ class Crew:
 class StorageThreads:
     """Runs what is handed over: look-ups in some threads, reads in others, and writes in one."""
 
-    def __init__(self, files: Any, pages: HostPages, name: str):
-        """files: with the engine's interface of a storage. name: in messages."""
+    def __init__(self, files: PageStorage, pages: HostPages, name: str):
+        """name: in messages."""
         self.files, self.pages, self.counters = files, pages, Counters()
         self.reading, self.writing = Trouble("Reading from", name), Trouble("Writing to", name)
         self._looks, self._reads, self._writes = Crew(), Crew(), Crew()

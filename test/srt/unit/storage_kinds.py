@@ -1,0 +1,89 @@
+"""The storage backends as tests make them and look into them. A kind is a text, which other processes can be told.
+
+``file``, ``nixl``, or what `mooncake_master.Master.kind` says.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from mooncake_master import HOST, keys
+from sglang.srt.mem_cache.host_tier.storage_backend import PageStorage
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+from sglang.srt.mem_cache.host_tier.storage_mooncake import MooncakeOptions, PagesInMooncake
+from sglang.srt.mem_cache.host_tier.storage_nixl import PagesThroughNixl
+
+KINDS = ["file", "nixl", "mooncake"]
+SEGMENT = 64 * 1024**2
+_CLIENTS: dict[tuple[str, int], PagesInMooncake] = {}
+
+
+def opened(kind: str, folder: Path | str, page_bytes: int) -> PageStorage:
+    """A storage of one worker."""
+    name, *master = kind.split()
+    if name == "file":
+        return PageFiles(folder, page_bytes)
+    if name == "nixl":
+        return PagesThroughNixl(folder, page_bytes, {})
+    # To start a client takes a while: of those of one process all have one.
+    one = copy.copy(_client(master[0], page_bytes))
+    one.corrupt, one._prefix = 0, f"{hashlib.sha256(str(folder).encode()).hexdigest()}/"
+    return one
+
+
+def _client(address: str, page_bytes: int) -> PagesInMooncake:
+    if (address, page_bytes) not in _CLIENTS:
+        options = MooncakeOptions(address, HOST, "P2PHANDSHAKE", "tcp", "", SEGMENT)
+        _CLIENTS[address, page_bytes] = PagesInMooncake("unit", page_bytes, options)
+    return _CLIENTS[address, page_bytes]
+
+
+def close_clients() -> None:
+    """Of this process."""
+    while _CLIENTS:
+        _CLIENTS.popitem()[1]._store.close()
+
+
+class Inside:
+    """What is in a storage, by the names of pages."""
+
+    def __init__(self, kind: str, storage: Any):
+        self._storage, self._master = storage, kind.split()[1:]
+
+    def names(self) -> list[str]:
+        if not self._master:
+            return sorted(path.stem for path in self._storage.folder.glob("*.bin"))
+        prefix = re.escape(self._storage._prefix)
+        return sorted(re.sub(prefix, "", key) for key in keys(int(self._master[1])) if re.match(prefix, key))
+
+    def data(self, name: str) -> bytes:
+        """Header and page."""
+        return self._store.get(self._key(name)) if self._master else self._path(name).read_bytes()
+
+    def put(self, name: str, data: bytes) -> None:
+        """In the place of what is there."""
+        if self._master:
+            self.lose(name)
+            assert self._store.put(self._key(name), data) == 0
+        else:
+            self._path(name).write_bytes(data)
+
+    def lose(self, name: str) -> None:
+        if self._master:
+            assert self._store.remove(self._key(name), True) == 0
+        else:
+            self._path(name).unlink()
+
+    @property
+    def _store(self) -> Any:
+        return self._storage._store
+
+    def _key(self, name: str) -> str:
+        return self._storage._prefix + name
+
+    def _path(self, name: str) -> Path:
+        return self._storage.folder / f"{name}.bin"

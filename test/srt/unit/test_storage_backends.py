@@ -1,0 +1,418 @@
+"""The storage backends themselves: their options, what is not there at the start, and how each of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import mooncake_master
+import pytest
+import storage_kinds
+import torch
+from mooncake_master import HOST, Master
+from sglang.srt import server_args
+from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.host_tier import storage_mooncake, storage_nixl, storage_threads
+from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
+from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
+from sglang.srt.mem_cache.host_tier.storage_mooncake import PagesInMooncake
+from sglang.srt.mem_cache.host_tier.storage_nixl import PagesThroughNixl
+from sglang.srt.mem_cache.host_tier.storage_options import read_options
+from storage_kinds import opened
+from storage_world import PATIENT, StorageWorld
+from test_traps import tokens
+
+
+def page_of(size: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- any of them ----
+
+
+def test_what_is_not_refused_can_be_opened():
+    assert tuple(BACKENDS) == cache_support.STORAGES
+
+
+def test_pages_come_back_under_their_names_alone(kind, tmp_path):
+    """Of any length; and what is cleared is one rank's."""
+    ranks = [opened(kind, tmp_path / name, 5001) for name in ("rank", "rank2")]
+    pages = {f"{i:x}": page_of(5001, i) for i in range(3)}
+    for name, page in pages.items():
+        assert not ranks[0].exists(name) and ranks[0].set(name, page) and ranks[0].exists(name)
+    buffer = torch.zeros(5001, dtype=torch.uint8)
+    for name, page in pages.items():
+        assert ranks[0].get(name, buffer) is buffer and torch.equal(buffer, page)
+        assert not ranks[1].exists(name) and ranks[1].get(name, buffer) is None
+    ranks[1].set("0", pages["1"])
+    ranks[0].clear()
+    assert [ranks[0].exists(name) for name in pages] == [False] * 3 and ranks[0].get("0", buffer) is None
+    assert ranks[1].get("0", buffer) is buffer and torch.equal(buffer, pages["1"])
+    assert not ranks[0].corrupt and not ranks[1].corrupt
+
+
+# ---- nixl ----
+
+
+@pytest.mark.parametrize("mode", ["use_aio", "use_uring", "use_posix_aio"])
+def test_nixl_and_files_have_one_format(tmp_path, mode):
+    through, files = PagesThroughNixl(tmp_path, 5001, {mode: "true"}), PageFiles(tmp_path, 5001)
+    buffer = torch.zeros(5001, dtype=torch.uint8)
+    for writes, reads in ((through, files), (files, through)):
+        writes.set("0", page_of(5001))
+        assert reads.get("0", buffer) is buffer and torch.equal(buffer, page_of(5001))
+        (tmp_path / "0.bin").unlink()
+        buffer.zero_()
+
+
+def test_a_nixl_write_that_ends_short_leaves_nothing(tmp_path):
+    """On a disk that is full, here for a limit of the process; Python does not heed its signal."""
+    files, page = PagesThroughNixl(tmp_path, 1 << 16, {}), page_of(1 << 16)
+    files.set("0", page)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
+    try:
+        with pytest.raises(OSError, match="NIXL ends a WRITE with"):
+            files.set("1", page)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.bin", "id", "parts"]
+    assert files.set("1", page) and files.get("1", page) is page
+
+
+def test_a_nixl_read_that_fails_costs_its_page(tmp_path, monkeypatch):
+    files, page = PagesThroughNixl(tmp_path, 1000, {}), page_of(1000)
+    for name in "012":
+        files.set(name, page)
+    move = storage_nixl._Agent.move
+
+    def failing(agent: Any, direction: str, file: int) -> None:
+        # What is open for writing only cannot be read: NIXL's own error.
+        other = os.open(tmp_path / "0.bin", os.O_WRONLY)
+        try:
+            move(agent, direction, other)
+        finally:
+            os.close(other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_nixl._Agent, "move", failing)
+        assert files.get("1", page) is None and files.get("2", page) is None
+        with pytest.raises(OSError, match="NIXL ends a READ with NIXL_ERR"):
+            files.get("0", page)
+    assert files.corrupt == 2 and files.get("0", page) is page and not files.exists("1")
+
+
+@pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        ({}, {}),
+        ({"use_uring": "true"}, {"use_uring": "true"}),
+        ({"use_posix_aio": True, "use_aio": "false"}, {"use_posix_aio": "true"}),
+        ({"plugin": {"posix": {"active": True, "use_uring": "true"}, "gds": {"active": False}}}, {"use_uring": "true"}),
+        ({"plugin": {"POSIX": {"active": "true"}}}, {}),
+    ],
+)
+def test_nixls_options_are_the_engines(given, params):
+    assert read_options("nixl", json.dumps(given), "timeout").own == params
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"plugin": {"gds": {"active": True}}}, "gds as the active plugin: .* only POSIX has been tried .* Give posix"),
+        ({"plugin": {"posix": {}}}, "none as the active plugin"),
+        ({"plugin": "posix"}, "has plugin 'posix': give"),
+        ({"plugin": {"posix": {"active": True}}, "use_uring": True}, "with what is the plugin's inside"),
+        ({"plugin": {"posix": {"active": True, "mount_point": "/"}}}, "mount_point for POSIX; decode knows use_aio"),
+        ({"use_uring": "yes"}, "use_uring 'yes': give true or false"),
+        ({"use_uring": True, "use_aio": True}, "use_aio and use_uring: give one of them"),
+        ({"master_server_address": "a:1"}, "has master_server_address; decode knows"),
+    ],
+)
+def test_of_nixls_options_what_is_wrong_is_refused(given, says):
+    with pytest.raises(ValueError, match=f"--hicache-storage-backend-extra-config.*{says}"):
+        read_options("nixl", json.dumps(given), "timeout")
+
+
+def test_a_plugin_that_has_not_been_tried_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "OBJ")
+    with pytest.raises(ValueError, match="SGLANG_HICACHE_NIXL_BACKEND_PLUGIN is OBJ: .* only POSIX"):
+        read_options("nixl", None, "timeout")
+
+
+def test_a_directory_that_nixl_cannot_use(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path / "file" / "kv"))
+    with pytest.raises(ValueError, match="nixl cannot use .*kv: .*SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"):
+        BACKENDS["nixl"].open("model/rank", 1000, {}, 1)
+
+
+def test_a_plugin_that_does_not_start_is_told_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path))
+    both = {"use_aio": "true", "use_uring": "true"}
+    with pytest.raises(ValueError, match="NIXL's plugin POSIX with use_aio, use_uring does not start"):
+        BACKENDS["nixl"].open("model/rank", 1000, both, 1)
+
+
+@pytest.mark.parametrize(("name", "module"), [("nixl", "nixl"), ("mooncake", "mooncake")])
+def test_a_library_that_is_not_there_is_told_at_the_start(monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:1")
+    with pytest.raises(ValueError, match=f"--hicache-storage-backend {name} needs .* Install .*, or take the backend"):
+        read_options(name, None, "timeout")
+
+
+# ---- mooncake: options ----
+
+
+@pytest.fixture
+def no_variables(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MOONCAKE_", "SGLANG_HICACHE_MOONCAKE"))]:
+        monkeypatch.delenv(name)
+
+
+def test_mooncakes_options_are_the_engines(no_variables, monkeypatch, tmp_path, master):
+    """The first of three places that names a master counts alone."""
+    monkeypatch.setenv("MOONCAKE_MASTER", master.address)
+    monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "here")
+    told = read_options("mooncake", None, "timeout").own
+    assert told == (master.address, "here", "P2PHANDSHAKE", "tcp", "", 4 * 1024**3, "")
+    path = tmp_path / "mooncake.json"
+    others = {"master_server_address": f"localhost:{master.port}", "protocol": "tcp", "local_buffer_size": 1}
+    path.write_text(json.dumps(others))
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(path))
+    told = read_options("mooncake", '{"extra_backend_tag": "mine"}', "timeout").own
+    assert told == (f"localhost:{master.port}", "localhost", "P2PHANDSHAKE", "tcp", "", 4 * 1024**3, "mine")
+    given = json.dumps({"master_server_address": master.address, "global_segment_size": "2GB", "weights": "w"})
+    told = read_options("mooncake", given, "timeout")
+    assert told.own.global_segment_size == 2 * 1024**3 and told.own.local_hostname == "localhost"
+    assert told.weights == "w"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "needs the address of a mooncake_master, and The environment has none. Give it as HOST:PORT"),
+        ({"protocol": "tcp"}, "and --hicache-storage-backend-extra-config has none"),
+        ({"master_server_address": "etcd://a:1"}, "'etcd://a:1' as the address of mooncake_master: give HOST:PORT"),
+        ({"master_server_address": "a:b"}, "give HOST:PORT"),
+        ({"master_server_address": 7}, "has master_server_address 7: give a text"),
+        ({"master_server_address": f"{HOST}:1"}, f"reaches no mooncake_master at {HOST}:1: .* Start one, or name"),
+        ({"master_server_address": f"{HOST}:99999"}, f"reaches no mooncake_master at {HOST}:99999"),
+        ({"master_server_address": f"{HOST}:1", "global_segment_size": "4tb"}, "global_segment_size '4tb': give bytes"),
+        ({"master_server_address": f"{HOST}:1", "global_segment_size": True}, "global_segment_size True: give bytes"),
+        ({"master_server_address": f"{HOST}:1", "standalone_storage": True}, "standalone_storage: .* Leave it out"),
+        ({"client_server_address": "a:1"}, "client_server_address: .* Leave it out, and give master_server_address"),
+        ({"master_server_address": f"{HOST}:1", "device_name": '{"0": "a"}'}, "device_name .*: give one for all"),
+        ({"master_server_address": f"{HOST}:1", "extra_backend_tag": "a.b"}, "extra_backend_tag 'a.b': give ASCII"),
+        ({"check_server": True}, "has check_server; decode knows"),
+    ],
+)
+def test_of_mooncakes_options_what_is_wrong_is_refused(no_variables, given, says):
+    begun = time.monotonic()
+    if "reaches" in says and (why := mooncake_master.missing()):
+        pytest.skip(why)
+    with pytest.raises(ValueError, match=says):
+        read_options("mooncake", json.dumps(given), "timeout")
+    assert time.monotonic() - begun < 10
+
+
+def test_a_mooncake_file_that_cannot_be_read(no_variables, monkeypatch, tmp_path):
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(tmp_path / "nothing.json"))
+    with pytest.raises(ValueError, match="SGLANG_HICACHE_MOONCAKE_CONFIG_PATH '.*nothing.json' cannot be read"):
+        read_options("mooncake", None, "timeout")
+
+
+def test_more_memory_than_there_is_is_told_at_the_start(master):
+    options = storage_mooncake.MooncakeOptions(master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 46)
+    with pytest.raises(ValueError, match=f"mooncake does not start at {master.address}: .* {1 << 45} bytes of this"):
+        BACKENDS["mooncake"].open("model/rank", 1000, options, 2)
+
+
+def test_less_memory_than_the_store_takes_is_told_at_the_start(master):
+    options = storage_mooncake.MooncakeOptions(master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    with pytest.raises(ValueError, match=f"is {1 << 24} bytes for 2 ranks. Give {1 << 24} for each or more, or 0"):
+        BACKENDS["mooncake"].open("model/rank", 1000, options, 2)
+    # Who gives nothing uses what others give.
+    stores = [BACKENDS["mooncake"].open("r", 100, options._replace(global_segment_size=n), 1) for n in (0, 1 << 24)]
+    page = page_of(100)
+    assert stores[0].set("0", page) and stores[1].get("0", page) is page
+    for one in stores:
+        one._store.close()
+
+
+def test_a_tag_keeps_those_with_another_apart(master):
+    options = storage_mooncake.MooncakeOptions(master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    stores = [BACKENDS["mooncake"].open("m/r", 100, options._replace(extra_backend_tag=tag), 1) for tag in ("", "a")]
+    stores[0].set("0", page_of(100))
+    assert [one.exists("0") for one in stores] == [True, False]
+    for one in stores:
+        one.clear()
+        one._store.close()
+
+
+# ---- mooncake: life ----
+
+
+@pytest.mark.parametrize(("code", "fails"), [(-704, False), (-703, False), (-900, True), (-800, True)])
+def test_who_reads_what_is_being_written_finds_nothing(master, monkeypatch, code, fails):
+    """-703, seen of a page that two workers wrote; it is neither an error of the storage nor a page to be removed."""
+    store, page = opened(master.kind, "kv", 100), page_of(100)
+    store.set("0", page)
+    real = store._store
+    asked = SimpleNamespace(get_into=lambda *args: code, register_buffer=real.register_buffer)
+    monkeypatch.setattr(store, "_store", asked)
+    if fails:
+        with pytest.raises(OSError, match=f"Mooncake reads no page: code {code}"):
+            store.get("0", page)
+    else:
+        assert store.get("0", page) is None
+    monkeypatch.setattr(store, "_store", real)
+    assert not store.corrupt and store.get("0", page) is page
+
+
+def test_a_process_keeps_its_own_way_to_end(master):
+    """A library that put its own handlers of signals in their place would end a worker that is to drain first."""
+    script = f"""
+import os, signal, time
+from sglang.srt.mem_cache.host_tier.storage_mooncake import MooncakeOptions, PagesInMooncake
+told = []
+numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+for number in numbers:
+    signal.signal(number, lambda number, frame: told.append(number))
+PagesInMooncake("r", 100, MooncakeOptions({master.address!r}, "{HOST}", "P2PHANDSHAKE", "tcp", "", 1 << 24))
+for number in numbers:
+    os.kill(os.getpid(), number)
+    time.sleep(0.1)
+print("told", *map(int, told), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "told 15 2 1"), done.stderr[-2000:]
+
+
+@pytest.fixture
+def own_master(tmp_path):
+    """A master that a test may end."""
+    why = mooncake_master.missing()
+    if why:
+        pytest.skip(why)
+    started = Master(tmp_path / "master.log").start()
+    yield started
+    started.go_on()
+    storage_kinds.close_clients()
+    started.stop()
+
+
+def test_a_master_that_goes_away_costs_hits_until_it_is_back(own_master, monkeypatch, caplog):
+    monkeypatch.setattr(storage_threads, "PAUSE_S", 0.05)
+    caplog.set_level("INFO")
+    one = StorageWorld("kv", kind=own_master.kind)
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    one.forget()
+    assert one.serve(prompt) == 24
+    own_master.stop()
+    one.forget()
+    for start in (1, 1, 100):
+        assert one.serve(tokens(start, 24)) == 0
+        one.forget()
+        time.sleep(0.06)
+    assert caplog.text.count("Reading from the storage of KV") == 1 and "Mooncake does not say" in caplog.text
+    own_master.start()
+    # The client finds it by itself; what the store had is gone with it.
+    end = time.monotonic() + 60
+    while one.serve(prompt) != 24:
+        assert time.monotonic() < end
+        one.forget()
+        time.sleep(0.2)
+    assert "works again" in caplog.text
+    one.close()
+
+
+def test_a_master_that_hangs_holds_up_no_step(own_master):
+    one, two = StorageWorld("kv", kind=own_master.kind), None
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    two = StorageWorld("kv", kind=own_master.kind, limits=PATIENT._replace(base_s=0.3, per_ki_s=0.0))
+    own_master.hang()
+    begun, worst = time.monotonic(), 0.0
+    decode_req = two.arrive(prompt)
+    two.handshake(decode_req)
+    while decode_req in two.queue.queue:
+        before = time.monotonic()
+        two.step()
+        worst = max(worst, time.monotonic() - before)
+        time.sleep(0.005)
+    # Its time was up; a step that waited for the master would take as long as it hangs.
+    assert 0.3 <= time.monotonic() - begun < 10 and worst < 2
+    assert (decode_req.kv_receiver.prefix_len, two.tier.state()["storage"]["late"]) == (0, 1)
+    own_master.go_on()
+    for world in one, two:
+        world.close()
+
+
+def test_a_store_that_is_full_takes_more_when_something_has_been_evicted(own_master):
+    """What was looked at a moment ago stays for a while."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 26)
+    store, page = PagesInMooncake("rank", 1 << 24, options), page_of(1 << 24)
+    with pytest.raises(OSError, match="no memory is left in the store"):
+        for i in range(8):
+            store.set(f"{i}", page)
+            store.exists(f"{i}")
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert store.set("9", page)
+            break
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+    assert store.get("9", page) is page and not store.corrupt
+    store._store.close()
+
+
+def test_a_page_whose_writer_was_killed_is_not_there(own_master, tmp_path):
+    """Its memory is gone with it: what it has written is not found any more, and nobody reads a part."""
+    script = f"""
+import os, signal, torch
+from sglang.srt.mem_cache.host_tier.storage_mooncake import MooncakeOptions, PagesInMooncake
+one = PagesInMooncake("r", 1000, MooncakeOptions({own_master.address!r}, "{HOST}", "P2PHANDSHAKE", "tcp", "", 1 << 24))
+one.set("0", torch.ones(1000, dtype=torch.uint8))
+print("written", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert "written" in done.stdout and done.returncode == -signal.SIGKILL
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    other, page = PagesInMooncake("r", 1000, options), torch.zeros(1000, dtype=torch.uint8)
+    end = time.monotonic() + 60
+    while other.exists("0"):
+        # Until the master has noticed.
+        assert time.monotonic() < end
+        with pytest.raises(OSError, match="Mooncake reads no page"):
+            other.get("0", page)
+        time.sleep(0.5)
+    assert other.get("0", page) is None and not other.corrupt and not page.any()
+    assert other.set("0", page_of(1000)) and other.get("0", page) is page
+    other._store.close()
+
+
+# ---- server arguments ----
+
+
+@pytest.mark.parametrize(("flag", "layout"), [(True, "layer_first"), (False, "page_first_direct")])
+def test_the_layout_of_host_memory_stays_below_decodes_tree(flag, layout):
+    """The engine's Mooncake storage needs another one, to which it copies in ways that a CPU host lacks."""
+    args = server_args.ServerArgs.__new__(server_args.ServerArgs)
+    args.disaggregation_decode_enable_radix_cache = flag
+    args.hicache_storage_backend, args.hicache_mem_layout, args.hicache_io_backend = "mooncake", "layer_first", "direct"
+    args._resolve_storage_layout_compatibility()
+    assert args.hicache_mem_layout == layout
