@@ -162,7 +162,8 @@ ENGINE_VARIABLES = (
         "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
         "None",
         "decode",
-        "a JSON file that says of the Mooncake store what `MOONCAKE_*` would, where the extra config names no master",
+        "a JSON file that says of the Mooncake store what `MOONCAKE_*` would, where the extra config says nothing of "
+        "it",
     ),
     Variable("MOONCAKE_MASTER", "None", "decode", "HOST:PORT of the master of `--hicache-storage-backend mooncake`"),
     Variable("MOONCAKE_LOCAL_HOSTNAME", "localhost", "decode", "where that store's other clients reach this worker"),

@@ -32,6 +32,7 @@ def opened(kind: str, folder: Path | str, page_bytes: int) -> PageStorage:
     # To start a client takes a while: of those of one process all have one.
     one = copy.copy(_client(master[0], page_bytes))
     one.corrupt, one._prefix = 0, f"{hashlib.sha256(str(folder).encode()).hexdigest()}/"
+    one._put_mark()
     return one
 
 
@@ -57,8 +58,9 @@ class Inside:
     def names(self) -> list[str]:
         if not self._master:
             return sorted(path.stem for path in self._storage.folder.glob("*.bin"))
-        prefix = re.escape(self._storage._prefix)
-        return sorted(re.sub(prefix, "", key) for key in keys(int(self._master[1])) if re.match(prefix, key))
+        # Without the workers' marks.
+        name = re.compile(re.escape(self._storage._prefix) + "([0-9a-f]+)")
+        return sorted(match[1] for key in keys(int(self._master[1])) if (match := name.fullmatch(key)))
 
     def data(self, name: str) -> bytes:
         """Header and page."""

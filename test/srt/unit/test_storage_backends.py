@@ -199,8 +199,20 @@ def test_mooncakes_options_are_the_engines(no_variables, monkeypatch, tmp_path, 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "needs the address of a mooncake_master, and The environment has none. Give it as HOST:PORT"),
-        ({"protocol": "tcp"}, "and --hicache-storage-backend-extra-config has none"),
+        ({}, "and The environment has none. Give it as HOST:PORT in MOONCAKE_MASTER, or as"),
+        (
+            {"protocol": "tcp", "global_segment_size": "4gb"},
+            "extra-config has none. Give it .* in master_server_address there, beside protocol, global_segment_size",
+        ),
+        ({"master_server_address": "a..b:1"}, "reaches no mooncake_master at a..b:1"),
+        ({"master_server_address": f"{HOST}:\u00b2"}, "give HOST:PORT"),
+        ({"master_server_address": f"{HOST}:{'9' * 5000}"}, "reaches no mooncake_master at"),
+        ({"master_server_address": f"{HOST}:1", "global_segment_size": "99999999999gb"}, "99999999999gb': give bytes"),
+        ({"master_server_address": f"{HOST}:1", "global_segment_size": "9" * 5000}, "9': give bytes"),
+        (
+            {"master_server_address": f"{HOST}:1", "extra_backend_tag": 0},
+            "extra-config has extra_backend_tag 0: give a",
+        ),
         ({"master_server_address": "etcd://a:1"}, "'etcd://a:1' as the address of mooncake_master: give HOST:PORT"),
         ({"master_server_address": "a:b"}, "give HOST:PORT"),
         ({"master_server_address": 7}, "has master_server_address 7: give a text"),
@@ -222,6 +234,22 @@ def test_of_mooncakes_options_what_is_wrong_is_refused(no_variables, given, says
     with pytest.raises(ValueError, match=says):
         read_options("mooncake", json.dumps(given), "timeout")
     assert time.monotonic() - begun < 10
+
+
+def test_a_file_without_a_master_is_told_of(no_variables, monkeypatch, tmp_path):
+    (tmp_path / "mooncake.json").write_text('{"protocol": "tcp"}')
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(tmp_path / "mooncake.json"))
+    with pytest.raises(ValueError, match="mooncake.json has none. Give it as HOST:PORT in master_server_address there"):
+        read_options("mooncake", None, "timeout")
+
+
+@pytest.mark.parametrize(("new", "told"), [(None, "10.0.0.7"), ("10.0.0.8", "10.0.0.8")])
+def test_the_older_name_of_this_hosts_address_counts_as_with_the_engine(no_variables, monkeypatch, master, new, told):
+    monkeypatch.setenv("MOONCAKE_MASTER", master.address)
+    monkeypatch.setenv("LOCAL_HOSTNAME", "10.0.0.7")
+    if new:
+        monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", new)
+    assert read_options("mooncake", None, "timeout").own.local_hostname == told
 
 
 def test_a_mooncake_file_that_cannot_be_read(no_variables, monkeypatch, tmp_path):
@@ -335,6 +363,37 @@ def test_a_master_that_goes_away_costs_hits_until_it_is_back(own_master, monkeyp
         time.sleep(0.2)
     assert "works again" in caplog.text
     one.close()
+
+
+def test_what_went_with_a_master_is_written_again(own_master, monkeypatch):
+    """Also the beginning of a conversation, without which nobody could use what is written behind it."""
+    monkeypatch.setattr(storage_threads, "PAUSE_S", 0.05)
+    one = StorageWorld("kv", kind=own_master.kind)
+    prompt = tokens(1, 24)
+    one.serve(prompt)
+    own_master.stop()
+    own_master.start()
+    end = time.monotonic() + 60
+    # The client finds it by itself.
+    while one.files._store.put("ready", b"1"):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    one.serve(prompt + tokens(500, 24))
+    other = StorageWorld("kv", kind=own_master.kind)
+    assert other.serve(prompt + tokens(500, 24)) == 48
+    for world in one, other:
+        world.close()
+
+
+def test_a_worker_knows_that_somebody_else_has_cleared_the_store(master):
+    one, other = opened(master.kind, "marks", 100), opened(master.kind, "marks", 100)
+    assert not one.was_cleared() and not other.was_cleared()
+    for _ in range(2):
+        # It knows of its own.
+        assert one.clear() and not one.was_cleared()
+        assert other.was_cleared() and not other.was_cleared()
+    # Another's rank is nobody else's.
+    assert opened(master.kind, "marks2", 100).clear() and not one.was_cleared()
 
 
 def test_a_master_that_hangs_holds_up_no_step(own_master):

@@ -318,19 +318,19 @@ def test_a_rank_for_which_another_one_writes_clears_nothing(any_world):
     assert clears[1].result(0) and len(one.inside.names()) == 6
 
 
-def test_what_another_removes_by_a_clear_is_written_again(world):
+def test_what_another_removes_by_a_clear_is_written_again(any_world):
     """Of two that are told to clear the storage they share, one does so later, when the other has written again."""
-    one, two = world(threads=ByHand), world(threads=ByHand)
+    one, two = any_world(threads=ByHand), any_world(threads=ByHand)
     prompt, turns = tokens(1, 24), [tokens(300, 8), tokens(400, 8)]
     clears = [each.storage.clear() for each in (one, two)]
     one.threads.run(9)
     served(one, one.arrive(prompt, max_new=1))
-    assert len(one.stored()) == 6
+    assert len(one.inside.names()) == 6
     two.threads.run(9)
-    assert all(clear.result(0) for clear in clears) and not one.stored()
+    assert all(clear.result(0) for clear in clears) and not one.inside.names()
     # A request asks after it when it comes; by its end that has been found out.
     served(one, one.arrive(prompt + turns[0], max_new=1))
-    assert len(one.stored()) == 8
+    assert len(one.inside.names()) == 8
     # Once.
     served(one, one.arrive(prompt + turns[0] + turns[1], max_new=1))
     assert one.storage.state()["known"] == 0

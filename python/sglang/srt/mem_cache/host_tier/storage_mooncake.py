@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import socket
 import threading
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,8 @@ _MISSING, _LONGER, _NO_SPACE = (-704, -703), -600, -200
 _LOCAL_BUFFER = 16 * 1024**2
 # Less than that, and more than nothing, it does not take: bytes.
 LEAST_SEGMENT = 16 * 1024**2
+# What no number of bytes is, for the store either.
+_NO_SIZE = 1 << 63
 CONNECT_S = 3.0
 
 
@@ -60,7 +64,7 @@ OPTIONS = (*MooncakeOptions._fields, *_NOT_HERE)
 
 
 def read(given: Mapping[str, Any]) -> MooncakeOptions:
-    """The options of the extra config, of the engine's file or of its variables: the first that names a master.
+    """The options of the extra config, of the engine's file or of its variables: the first that says anything of them.
 
     Raises ValueError; also where Mooncake is not installed, or nobody listens where the master should be.
     """
@@ -71,14 +75,16 @@ def read(given: Mapping[str, Any]) -> MooncakeOptions:
                 f"{source} has {name}: that has Mooncake allocate the host memory of the engine's hierarchical cache, "
                 "which decode's tier does itself. Leave it out, and give master_server_address (MOONCAKE_MASTER)."
             )
-    tag = given.get("extra_backend_tag") or ""
-    texts = {**found, "extra_backend_tag": tag}
+    tag = given.get("extra_backend_tag")
+    texts = {**found, "extra_backend_tag": "" if tag is None else tag}
     for name in MooncakeOptions._fields:
         if name != "global_segment_size" and not isinstance(texts[name], str):
-            raise ValueError(f"{source} has {name} {texts[name]!r}: give a text.")
+            # The tag is the extra config's alone.
+            place = _OPTION if name == "extra_backend_tag" else source
+            raise ValueError(f"{place} has {name} {texts[name]!r}: give a text.")
     if texts["device_name"].strip().startswith("{"):
         raise ValueError(f"{source} has device_name {texts['device_name']}: give one for all ranks, or leave it out.")
-    if not re.fullmatch(r"[A-Za-z0-9_-]*", tag):
+    if not re.fullmatch(r"[A-Za-z0-9_-]*", texts["extra_backend_tag"]):
         # In a name of a page all else becomes a dash.
         raise ValueError(f"{_OPTION} has extra_backend_tag {tag!r}: give ASCII letters, digits, _ and - alone.")
     size = _size(texts["global_segment_size"], source)
@@ -108,29 +114,35 @@ def _source(given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     path = envs.SGLANG_HICACHE_MOONCAKE_CONFIG_PATH.get()
     if own:
         found, source = {**defaults, **own}, _OPTION
+        where = f"master_server_address there, beside {', '.join(own)}"
     elif path:
         try:
             read_from = json.loads(Path(path).read_text(encoding="utf-8"))
             found = {**defaults, **{name: value for name, value in read_from.items() if name in variables}}
         except Exception as e:
             raise ValueError(f"SGLANG_HICACHE_MOONCAKE_CONFIG_PATH {path!r} cannot be read: {e}.") from e
-        source = path
+        source, where = path, "master_server_address there"
     else:
         found, source = {name: variable.get() for name, variable in variables.items()}, "The environment"
+        where = f"MOONCAKE_MASTER, or as master_server_address in {_OPTION}"
+        if not envs.MOONCAKE_LOCAL_HOSTNAME.is_set():
+            # An older name of it, which the engine still takes.
+            found["local_hostname"] = os.environ.get("LOCAL_HOSTNAME") or found["local_hostname"]
     if not found["master_server_address"] and not found["client_server_address"]:
         raise ValueError(
             f"{_BACKEND} needs the address of a mooncake_master, and {source} has none. Give it as HOST:PORT in "
-            f"MOONCAKE_MASTER, or as master_server_address in {_OPTION}."
+            f"{where}."
         )
     return found, source
 
 
 def _size(value: Any, source: str) -> int:
     """Bytes of ``4gb``, or of a number."""
-    match = re.fullmatch(r"\s*(\d+)\s*(gb)?\s*", str(value).lower())
-    if match is None or isinstance(value, bool):
+    match = re.fullmatch(r"\s*(\d{1,18})\s*(gb)?\s*", str(value).lower())
+    size = int(match[1]) * (1024**3 if match[2] else 1) if match else _NO_SIZE
+    if size >= _NO_SIZE or isinstance(value, bool):
         raise ValueError(f"{source} has global_segment_size {value!r}: give bytes, or gigabytes as 4gb.")
-    return int(match[1]) * (1024**3 if match[2] else 1)
+    return size
 
 
 def _load() -> Any:
@@ -147,11 +159,12 @@ def _load() -> Any:
 def _look_for_master(address: str, source: str) -> None:
     """Raises ValueError where nobody listens. The store's start would stand still for a minute and a half first."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
+    if not host or not re.fullmatch("[0-9]+", port) or "/" in host:
         raise ValueError(f"{source} has {address!r} as the address of mooncake_master: give HOST:PORT.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as e:
+    except (OSError, OverflowError, ValueError) as e:
+        # Of a host's name that cannot be one, a UnicodeError; of a number with very many digits, a ValueError.
         raise ValueError(
             f"{_BACKEND} reaches no mooncake_master at {address}: {e}. Start one, or name another address in "
             f"MOONCAKE_MASTER or as master_server_address in {_OPTION}."
@@ -201,6 +214,23 @@ class PagesInMooncake(PageStorage):
         )
         if code:
             raise OSError(errno.EIO, f"Mooncake's code {code}")
+        self._put_mark()
+
+    def _put_mark(self) -> None:
+        """Put an object of this worker's beside its pages: what removes all pages removes it, too.
+
+        Where the store is full there is none, and all may have been removed.
+        """
+        self._mark = f"{self._prefix}worker-{uuid.uuid4().hex}"
+        self._store.put(self._mark, b"1")
+
+    def was_cleared(self) -> bool:
+        """Whether somebody else has cleared it since this was last asked, or may have: the master may be a new one."""
+        code = self._store.is_exist(self._mark)
+        self._done(code, "does not say what it has")
+        if code == 0:
+            self._put_mark()
+        return code == 0
 
     def _room(self) -> Room:
         """Of this thread, registered."""
@@ -249,4 +279,5 @@ class PagesInMooncake(PageStorage):
     def clear(self) -> bool:
         """Remove all pages of this rank."""
         self._done(self._store.remove_by_regex(f"^{self._prefix}", True), "removes nothing")
+        self._put_mark()
         return True
