@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
-from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
+from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler, Ranks
+from sglang.srt.disaggregation import heard_reasons
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
@@ -137,6 +142,30 @@ def test_ranks_tell_each_other_a_reason_once(loop: PrefillLoop, monkeypatch: pyt
         scheduler.assert_nothing_held()
     # Over two groups.
     assert loop.exchanges == 2 * loop.ranks.size and len(heard) == loop.ranks.size
+
+
+def test_what_a_rank_learns_in_a_later_turn_is_told_too(monkeypatch: pytest.MonkeyPatch):
+    """Rank 1 fails, nobody knows why; while other stages are not done with the request, rank 2 learns it."""
+    ranks = Ranks(3)
+    monkeypatch.setattr(heard_reasons, "told_by_all", lambda own, group: ranks.gather([*own]))
+    reasons: list[str | None] = [None, "no reason was recorded", None]
+    heard: list[list[str]] = [[], [], []]
+
+    def run(rank: int) -> None:
+        ranks.rank.number = rank
+        sender = SimpleNamespace(failure_reason=lambda: reasons[rank], hear=heard[rank].append)
+        for turn in range(4):
+            if turn == 2:
+                reasons[2] = "NIXL reports an error of the transfer"
+            heard_reasons.hear_reasons_of_senders([sender], [KVPoll.Failed], cast(Any, {"TP": None}))
+            ranks.gather(None)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard[0] == ["NIXL reports an error of the transfer (on TP rank 2)"]
 
 
 def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):

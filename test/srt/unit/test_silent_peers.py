@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -142,6 +143,21 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch) ->
     known: dict[str, int] = {}
     until(lambda: known.update(ask()[0]) or (known and ask()[1] and asked), "all have been asked")
     assert known == {"5": 3}
+
+
+def test_a_scheduler_without_a_thread_does_not_fill_its_log(monkeypatch, caplog) -> None:
+    """It asks again in each step, thousands of times a second."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    monkeypatch.setattr(handshakes, "_said_at", -math.inf)
+    liveness, answers = PeerLiveness(), RankAnswers()
+    for _ in range(100):
+        answers.query("127.0.0.1:1", [5], lambda addr, rooms: {})
+        liveness.are_gone([("127.0.0.1", 1)], 0.0)
+    assert [record.getMessage() for record in caplog.records] == ["Peers cannot be asked now: can't start new thread"]
 
 
 def test_an_answer_is_waited_for_by_a_thread_alone_and_asked_once_for_all(monkeypatch) -> None:

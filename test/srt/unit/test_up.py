@@ -68,6 +68,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/flush_cache":
             print("flushed", flush=True)
+        if self.path == "/freeze_gc" and fault == "hangs":
+            time.sleep(60)
         if fault == "refuses":
             return self.answer(400, {"error": "no such model"})
         self.answer(200, {"role": role, "body": body, "args": args, "omp": os.environ.get("OMP_NUM_THREADS"),
@@ -675,6 +677,17 @@ def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "ended while starting" in err
+
+
+def test_signal_while_a_worker_does_not_answer_ends_the_start(fake, tmp_path, monkeypatch):
+    """One that hangs when a request has gone through: `up` ended half a minute later, as if it had served."""
+    monkeypatch.setenv("FAKE_DECODE", "hangs")
+    process = start_up(fake, tmp_path)
+    log = tmp_path / "logs" / "decode-0.log"
+    wait_for(lambda: log.is_file() and "flushed" in log.read_text(), "not that far", 30)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=8)
+    assert process.returncode == 143 and "ended while starting" in err and "ready:" not in out
 
 
 def test_an_interrupt_leaves_no_server_that_nobody_knows(fake, tmp_path, monkeypatch):

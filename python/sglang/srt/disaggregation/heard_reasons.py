@@ -62,7 +62,7 @@ def hear_reasons_of_senders(
 
     polls: what all ranks have polled of each. groups: by what their ranks are called; what the ranks of one have told
     each other they tell those of the next. All of them come here in the same step, with the same requests. With
-    pipeline stages they do so again, until all stages know that it has failed: they have told each other by then.
+    pipeline stages they do so again, until all stages know that it has failed: what one knew they have told by then.
     Senders that do not say why they failed, as those of warm-ups, are left as they are.
     """
     if KVPoll.Failed not in polls:
@@ -82,8 +82,9 @@ def hear_reasons_of_senders(
             if known is not None and cause_of(heard[place]) == ELSEWHERE:
                 heard[place] = f"{reasons[known]} (on {name} rank {known})"
     for sender, reason in zip(failed, heard, strict=True):
-        sender.reason_told = True
-        if cause_of(reason) != ELSEWHERE and hasattr(sender, "failure_reason"):
+        # If one rank knows a reason, all do now; else one of them may learn it before the stages are done.
+        sender.reason_told = cause_of(reason) != ELSEWHERE
+        if sender.reason_told and hasattr(sender, "failure_reason"):
             # It changes nothing where it has failed by itself.
             sender.hear(reason)
 

@@ -141,15 +141,18 @@ class Cluster:
             startup.report(None, "sending a request through")
             for url in self.router_urls.values() or [self.router_url]:
                 startup.wait_served(url)
-            # That request is to leave nothing in a cache.
-            for worker in self.processes:
-                if worker.role not in ("router", "pegaflow"):
-                    http(worker.url + "/flush_cache", {}, timeout=10)
-                    freeze(worker.url)
+            startup.call(self._settle, lambda: "a worker does not answer /flush_cache or /freeze_gc")
             startup.report(None, "serving")
         except BaseException:
             self.stop()
             raise
+
+    def _settle(self) -> None:
+        """The request that went through is to leave nothing in a cache, nor what is loaded to collections."""
+        for worker in self.processes:
+            if worker.role not in ("router", "pegaflow"):
+                http(worker.url + "/flush_cache", {}, timeout=10)
+                freeze(worker.url)
 
     def _startup(self, watched: Sequence[Process]) -> Startup:
         return Startup(watched, self._timeout_s, self.log_dir, self._stopping, self._on_progress, self._on_wait)

@@ -30,4 +30,4 @@ def freeze(url: str) -> None:
     Each of its processes has half a million objects by then. To look through all of them again takes a third of a
     second every minute or two, in which the process does nothing else (docs/deploy.md, "Pauses").
     """
-    http(url + "/freeze_gc", {}, timeout=30)
+    http(url + "/freeze_gc", {}, timeout=10)

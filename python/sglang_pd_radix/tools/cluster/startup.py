@@ -69,16 +69,20 @@ class Startup:
             return f"requests through the router fail with HTTP {status}: {content.decode(errors='replace')[:300]}"
 
         while not answers or answers[-1][0] != 200:
-            thread = threading.Thread(target=ask, daemon=True)
-            thread.start()
-            while thread.is_alive():
-                self._watch(trouble)
-                thread.join(0.1)
-            self._watch(trouble)
+            self.call(ask, trouble)
             if answers[-1][0] in (400, 401, 403, 404, 422):
                 raise PdRadixError(f"{trouble()}. Logs are in {self._log_dir}")
             if answers[-1][0] != 200:
                 time.sleep(0.2)
+
+    def call(self, work: Callable[[], None], doing: Callable[[], str]) -> None:
+        """Have ``work`` done in a thread. The start can end meanwhile, and then says what it was ``doing``."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._watch(doing)
+            thread.join(0.1)
+        self._watch(doing)
 
     def _left(self) -> float:
         return self._began + self._timeout_s - time.monotonic()

@@ -7,10 +7,16 @@ Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 logger = logging.getLogger(__name__)
+
+# A scheduler asks in each step, thousands of times a second: seconds between two lines that say why it cannot.
+SAY_AGAIN_S = 10.0
+_said_at = -math.inf
 
 
 def in_background(work: Callable[[], None], name: str) -> str | None:
@@ -21,7 +27,10 @@ def in_background(work: Callable[[], None], name: str) -> str | None:
     try:
         threading.Thread(target=work, daemon=True, name=name).start()
     except RuntimeError as e:
-        logger.error("A peer cannot be asked now: %s", e)
+        global _said_at
+        if time.monotonic() - _said_at >= SAY_AGAIN_S:
+            _said_at = time.monotonic()
+            logger.error("Peers cannot be asked now: %s", e)
         return str(e)
     return None
 

@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Iterable
 
+from sglang.srt.disaggregation.common.handshakes import in_background
+
 logger = logging.getLogger(__name__)
 
 Endpoint = tuple[str, int]
@@ -108,7 +110,8 @@ class PeerLiveness:
         self._asked: set[Endpoint] = set()
         # When the look began, and whether the peer was gone.
         self._known: dict[Endpoint, tuple[float, bool]] = {}
-        self._thread: threading.Thread | None = None
+        # Whether there is that thread.
+        self._looks = False
 
     def are_gone(self, endpoints: Iterable[Endpoint], since: float) -> bool:
         """Whether all of these were found to be gone after ``since``. What is not known by now is looked for."""
@@ -123,20 +126,11 @@ class PeerLiveness:
         if ask and not found:
             with self._lock:
                 self._asked.update(ask)
-                if self._thread is None:
-                    self._start()
+                if not self._looks:
+                    # If it cannot be, the next question tries again.
+                    self._looks = in_background(self._run, "look-at-peers") is None
                 self._lock.notify()
         return found
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, daemon=True, name="look-at-peers")
-        try:
-            thread.start()
-        except RuntimeError as e:
-            # The next question tries again.
-            logger.error("Peers cannot be looked at now: %s", e)
-            return
-        self._thread = thread
 
     def _run(self) -> None:
         while True:
