@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.pegaflow.room import Live, Room, live_on_scheduler
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 PAGE = 4
 
 
 class Node:
     def __init__(self, parent: Node | None, tokens: int = 0, lock_ref: int = 0) -> None:
-        self.parent, self.key, self.lock_ref = parent, range(tokens), lock_ref
+        self.parent, self.key, self.lock_ref = parent, RadixKey([0] * tokens), lock_ref
 
 
 def request(

@@ -198,7 +198,7 @@ def test_what_another_draw_has_instead_is_a_finding():
 def command(monkeypatch, runs, *options: str) -> int:
     """`simulate.py OPTIONS` with these figures instead of a run's."""
 
-    def simulated(key, mode, settings):
+    def simulated(key, mode, settings, slo=None):
         assert key == "published"
         return {"workload": key, "mode": mode, **runs[mode], "settings": settings}
 
@@ -226,7 +226,7 @@ def test_figures_of_an_earlier_version_are_told_from_gates_that_hold(monkeypatch
 def test_the_measured_step_is_what_scaled_runs_with(monkeypatch):
     asked: list[str] = []
 
-    def simulated(key, mode, settings):
+    def simulated(key, mode, settings, slo=None):
         asked.extend(settings)
         return {"workload": key, "mode": mode, **RUNS[mode]}
 
