@@ -16,7 +16,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.cluster import Process, local_session
-from sglang_pd_radix.tools.workers import in_order
+from sglang_pd_radix.tools.workers import told_pools
 
 # States of TCP sockets in /proc/PID/net/tcp that a process only leaves by closing them.
 _CLOSE_WAIT = "08"
@@ -90,10 +90,9 @@ def pools(url: str) -> list[dict[str, Any]]:
     """``kv_pool`` of each DP rank, in their order. Raises PdRadixError."""
     try:
         with local_session() as session:
-            states = session.get(url + "/get_server_info", timeout=30).json()["internal_states"]
+            return told_pools(session.get(url + "/get_server_info", timeout=30).json())
     except (OSError, ValueError, KeyError) as error:
         raise PdRadixError(f"{url} does not say what it holds: {error}") from None
-    return in_order([state["kv_pool"] for state in states if "kv_pool" in state])
 
 
 def wait_idle(url: str, seconds: float) -> list[dict[str, Any]]:

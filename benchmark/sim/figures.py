@@ -65,13 +65,21 @@ class Record:
         return (self.done - self.first) / (self.request.answer - 1)
 
 
+# By whether a request is late, and whether its tokens are slow.
+PROMISES = {
+    (False, False): "both",
+    (True, False): "ttft missed",
+    (False, True): "itl missed",
+    (True, True): "both missed",
+}
+
+
 def kept(records: Sequence[Record], ttft_s: float, itl_s: float) -> dict[str, float]:
     """The parts of the measured requests that keep both promises, miss one of them, or miss both."""
-    parts = dict.fromkeys(("both", "ttft missed", "itl missed", "both missed"), 0.0)
+    parts = dict.fromkeys(PROMISES.values(), 0.0)
     done = [r for r in records if r.request.measured and r.request.answer > 1]
     for r in done:
-        late, slow = r.ttft > ttft_s, r.itl > itl_s
-        parts[("both missed" if slow else "ttft missed") if late else "itl missed" if slow else "both"] += 1 / len(done)
+        parts[PROMISES[r.ttft > ttft_s, r.itl > itl_s]] += 1 / len(done)
     return parts
 
 

@@ -8,16 +8,16 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sglang_pd_radix.tools.cluster import free_ports
+
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
 
 
 def missing() -> str:
@@ -40,7 +40,7 @@ class Master:
 
     def __init__(self, log: Path):
         self._log, self._process = log, None
-        self.port, self._metrics_port = free_port(), free_port()
+        self.port, self._metrics_port = free_ports(2)
 
     @property
     def address(self) -> str:
@@ -78,6 +78,19 @@ class Master:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Master]:
+    """One that has been started, with its log in ``folder``; skips where Mooncake is not installed."""
+    why = missing()
+    if why:
+        pytest.skip(why)
+    master = Master(folder / "master.log").start()
+    try:
+        yield master
+    finally:
+        master.stop()
 
 
 def keys(metrics_port: int) -> list[str]:

@@ -46,8 +46,9 @@ POOL_FIGURES = (
 TREE_FIGURES = ("locks_taken", "locks_released", "audit")
 
 
-def in_order(pools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The pools of one worker by DP rank; they are told in the order in which the ranks answered."""
+def told_pools(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The KV pools in what a worker says of itself, by DP rank; told in the order in which the ranks answered."""
+    pools = [state["kv_pool"] for state in info["internal_states"] if "kv_pool" in state]
     return sorted(pools, key=lambda pool: pool.get("dp_rank", 0))
 
 
@@ -123,9 +124,9 @@ def idle_pools(url: str) -> list[dict[str, Any]]:
     """
     deadline = time.monotonic() + 10
     while True:
-        pools = [state["kv_pool"] for state in server_info(url)["internal_states"] if "kv_pool" in state]
+        pools = told_pools(server_info(url))
         if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:
-            return in_order(pools)
+            return pools
         time.sleep(0.1)
 
 

@@ -86,12 +86,8 @@ class Clusters:
 @pytest.fixture(scope="session")
 def master(tmp_path_factory):
     """A mooncake_master, of a storage; skips where Mooncake is not installed."""
-    why = mooncake_master.missing()
-    if why:
-        pytest.skip(why)
-    started = mooncake_master.Master(tmp_path_factory.mktemp("mooncake") / "master.log").start()
-    yield started
-    started.stop()
+    with mooncake_master.running(tmp_path_factory.mktemp("mooncake")) as started:
+        yield started
 
 
 @pytest.fixture

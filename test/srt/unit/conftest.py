@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,20 +69,32 @@ def pair() -> Iterator[Pair]:
         pair.stop()
 
 
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the system has no thread left."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    @contextmanager
+    def without() -> Iterator[None]:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            yield
+
+    return without
+
+
 # ---- storages below host memory ----
 
 
 @pytest.fixture(scope="session")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     """Skips where Mooncake is not installed."""
-    why = mooncake_master.missing()
-    if why:
-        pytest.skip(why)
-    started = Master(tmp_path_factory.mktemp("mooncake") / "master.log").start()
-    yield started
-    # Before the master goes, or each looks for it for a while.
-    storage_kinds.close_clients()
-    started.stop()
+    with mooncake_master.running(tmp_path_factory.mktemp("mooncake")) as started:
+        yield started
+        # Before the master goes, or each looks for it for a while.
+        storage_kinds.close_clients()
 
 
 @pytest.fixture(params=storage_kinds.KINDS)

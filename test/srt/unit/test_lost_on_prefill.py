@@ -44,6 +44,16 @@ def assert_told(scheduler: PrefillScheduler, why: str = "decode is gone") -> int
     return steps
 
 
+def assert_ends(loop: PrefillLoop, turns: int, why: str) -> None:
+    """What is being written comes to its end, and with that the request, on all ranks."""
+    for transfer in loop.wire.wire.transfers:
+        transfer.finish()
+    loop.run(turns)
+    for scheduler in loop.schedulers:
+        assert_told(scheduler, why)
+        scheduler.assert_nothing_held()
+
+
 def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop):
     """The engine computes it to its end before it tells the client. A second rank sees it in another step, or never."""
     loop.arrive(100, ROOM)
@@ -134,12 +144,7 @@ def test_ranks_tell_each_other_a_reason_once(loop: PrefillLoop, monkeypatch: pyt
         listen = lambda reason, hear=hear: heard.append(reason) or hear(reason)  # noqa: E731
         monkeypatch.setattr(req.disagg_kv_sender, "hear", listen)
     reqs[-1].disagg_kv_sender.fail("NIXL reports an error of the transfer")
-    for transfer in loop.wire.wire.transfers:
-        transfer.finish()
-    loop.run(10)
-    for scheduler in loop.schedulers:
-        assert_told(scheduler, "NIXL reports an error")
-        scheduler.assert_nothing_held()
+    assert_ends(loop, 10, "NIXL reports an error")
     # Over two groups.
     assert loop.exchanges == 2 * loop.ranks.size and len(heard) == loop.ranks.size
 
@@ -188,12 +193,7 @@ def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pyte
     loop.before = before
     loop.run(10)
     assert len(lost) == len(askers) > 0
-    for transfer in loop.wire.wire.transfers:
-        transfer.finish()
-    loop.run(4)
-    for scheduler in loop.schedulers:
-        assert_told(scheduler, "is gone: it refuses connections")
-        scheduler.assert_nothing_held()
+    assert_ends(loop, 4, "is gone: it refuses connections")
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -252,12 +252,7 @@ def test_pages_of_what_is_lost_are_kept_while_they_are_read(loop: PrefillLoop):
         assert assert_told(scheduler) == 3
         assert scheduler.tree_cache.protected_size() > 0
         assert scheduler.disagg_prefill_inflight_queue[0].disagg_kv_sender.poll() != KVPoll.Failed
-    for transfer in loop.wire.wire.transfers:
-        transfer.finish()
-    loop.run(4)
-    for scheduler in loop.schedulers:
-        assert_told(scheduler)
-        scheduler.assert_nothing_held()
+    assert_ends(loop, 4, "decode is gone")
 
 
 def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):

@@ -157,20 +157,14 @@ def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
         calls.submit("silent", fails).result(20)
 
 
-def no_thread(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def test_calls_wait_where_the_system_has_no_thread_left(monkeypatch):
+def test_calls_wait_where_the_system_has_no_thread_left(no_threads):
     """One that nobody would ever make is told of; it was an error of the scheduler's, and counted as under way."""
     calls, gate = PeerCalls("test"), threading.Event()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", no_thread)
+    with no_threads():
         with pytest.raises(TooManyCalls, match="no thread"):
             calls.submit("a", gate.wait)
     busy = calls.submit("a", lambda: gate.wait(20))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", no_thread)
+    with no_threads():
         waiting = [calls.submit(peer, lambda peer=peer: peer) for peer in "aab"]
     gate.set()
     assert busy.result(20) and [one.result(20) for one in waiting] == ["a", "a", "b"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
+from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_watch
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -118,7 +119,7 @@ def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int]
     assert sum(waited) <= 2 * peer_liveness.ANSWER_S
 
 
-def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch) -> None:
+def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no_threads) -> None:
     """As when requests name many prefills that do not answer, each of which is asked by a thread. Later it is asked."""
     asked: list[str] = []
     monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: asked.append(addr))
@@ -131,11 +132,7 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch) ->
         told = answers.query("127.0.0.1:1", [5], lambda addr, rooms: {str(room): 3 for room in rooms})
         return told, liveness.are_gone([there], 0.0)
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", no_thread)
+    with no_threads():
         assert ask() == ({}, False) and not asked
         attempt = connections.start("127.0.0.1:1", 0, lambda: None)
         # Those that wait for it fail, and no others.
@@ -145,18 +142,14 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch) ->
     assert known == {"5": 3}
 
 
-def test_a_scheduler_without_a_thread_does_not_fill_its_log(monkeypatch, caplog) -> None:
+def test_a_scheduler_without_a_thread_does_not_fill_its_log(monkeypatch, caplog, no_threads) -> None:
     """It asks again in each step, thousands of times a second."""
-
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    monkeypatch.setattr(handshakes, "_said_at", -math.inf)
+    monkeypatch.setattr(peer_calls, "_said_at", -math.inf)
     liveness, answers = PeerLiveness(), RankAnswers()
-    for _ in range(100):
-        answers.query("127.0.0.1:1", [5], lambda addr, rooms: {})
-        liveness.are_gone([("127.0.0.1", 1)], 0.0)
+    with no_threads():
+        for _ in range(100):
+            answers.query("127.0.0.1:1", [5], lambda addr, rooms: {})
+            liveness.are_gone([("127.0.0.1", 1)], 0.0)
     assert [record.getMessage() for record in caplog.records] == ["Peers cannot be asked now: can't start new thread"]
 
 

@@ -16,7 +16,7 @@ import mooncake_master
 import pytest
 import storage_kinds
 import torch
-from mooncake_master import HOST, Master
+from mooncake_master import HOST
 from sglang.srt import server_args
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.host_tier import storage_mooncake, storage_nixl, storage_threads
@@ -329,14 +329,10 @@ os._exit(0)
 @pytest.fixture
 def own_master(tmp_path):
     """A master that a test may end."""
-    why = mooncake_master.missing()
-    if why:
-        pytest.skip(why)
-    started = Master(tmp_path / "master.log").start()
-    yield started
-    started.go_on()
-    storage_kinds.close_clients()
-    started.stop()
+    with mooncake_master.running(tmp_path) as started:
+        yield started
+        started.go_on()
+        storage_kinds.close_clients()
 
 
 def test_a_master_that_goes_away_costs_hits_until_it_is_back(own_master, monkeypatch, caplog):

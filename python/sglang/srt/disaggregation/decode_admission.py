@@ -189,6 +189,10 @@ class QueueEntry:
         """Seconds for which it has waited for transfers of others; 0 if it never did."""
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
 
+    def follow_nobody(self) -> None:
+        """There is no transfer for which it waits, as far as it has been looked at."""
+        self.leader, self.coming = None, 0
+
 
 class PrefixTree(Protocol):
     """What the policy asks of the tree."""
@@ -252,7 +256,7 @@ class AdmissionPolicy:
         """What `find_leader` does with each of ``entries`` while nobody may follow."""
         for entry in entries:
             if entry.leader is not None:
-                entry.leader, entry.coming = None, 0
+                entry.follow_nobody()
 
     def find_leader(self, entry: QueueEntry, now: float) -> bool:
         """Find the transfer under way for which ``entry`` is to wait: `QueueEntry.coming` is what it brings, or 0.
@@ -262,7 +266,7 @@ class AdmissionPolicy:
         """
         found = self._leader(entry)
         if found is None:
-            entry.leader, entry.coming = None, 0
+            entry.follow_nobody()
             return False
         leader, coming = found
         if entry.leader is not leader:

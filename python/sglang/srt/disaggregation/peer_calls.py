@@ -6,7 +6,9 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -14,11 +16,30 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PeerCalls", "TooManyCalls"]
+__all__ = ["PeerCalls", "TooManyCalls", "in_background"]
 
 # Calls to one peer that are made at once and that wait; threads for all peers, and calls to all that wait. Requests
 # name peers, so that there may be any number of those that do not answer.
 AT_ONCE, MOST_WAITING, MOST_THREADS, MOST_WAITING_IN_ALL = 4, 1024, 256, 65536
+# A scheduler asks in each step, thousands of times a second: seconds between two lines that say why it cannot.
+SAY_AGAIN_S = 10.0
+_said_at = -math.inf
+
+
+def in_background(work: Callable[[], None], name: str) -> str | None:
+    """Start ``work`` in a thread of its own. Returns why that cannot be done, if so.
+
+    Requests name peers, and one of many may have as many threads as the system lets it: a scheduler goes on.
+    """
+    try:
+        threading.Thread(target=work, daemon=True, name=name).start()
+    except RuntimeError as e:
+        global _said_at
+        if time.monotonic() - _said_at >= SAY_AGAIN_S:
+            _said_at = time.monotonic()
+            logger.error("Peers cannot be asked now: %s", e)
+        return str(e)
+    return None
 
 
 class TooManyCalls(Exception):
@@ -56,14 +77,11 @@ class PeerCalls:
     def _hire(self, peer: Hashable) -> None:
         """Start a thread with the first call that waits for ``peer``; that waits on where the system has none left."""
         first = self._take(peer)
-        try:
-            threading.Thread(target=self._work, args=(peer, *first), name=self._name, daemon=True).start()
-        except RuntimeError as e:
-            logger.error("%s: %s", self._name, e)
+        if in_background(lambda: self._work(peer, *first), self._name) is None:
+            self._threads += 1
+        else:
             self._let_go(peer)
             self._waiting.setdefault(peer, deque()).appendleft(first)
-        else:
-            self._threads += 1
 
     def _all_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))

@@ -123,7 +123,7 @@ class Takeovers(NoTakeovers):
             # not count with that. Whom it waits for is found anew then.
             decode_req.advance(Phase.HANDSHAKE)
             if decode_req.entry is not None:
-                decode_req.entry.leader, decode_req.entry.coming = None, 0
+                decode_req.entry.follow_nobody()
             polls[place] = int(KVPoll.Bootstrapping)
         self.look_for_no_prefill()
         return polls

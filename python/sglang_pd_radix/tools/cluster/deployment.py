@@ -150,7 +150,7 @@ class Cluster:
     def _settle(self) -> None:
         """The request that went through is to leave nothing in a cache, nor what is loaded to collections."""
         for worker in self.processes:
-            if worker.role not in ("router", "pegaflow"):
+            if worker.is_worker:
                 http(worker.url + "/flush_cache", {}, timeout=10)
                 freeze(worker.url)
 
@@ -201,7 +201,7 @@ class Cluster:
         startup = self._startup([process])
         self._family.start(process)
         startup.wait_ready([process])
-        if process.role not in ("router", "pegaflow"):
+        if process.is_worker:
             freeze(process.url)
 
     def dead(self) -> Process | None:

@@ -38,6 +38,11 @@ class Process:
     phase: str = "waiting"
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is one of the engine's."""
+        return self.role not in ("router", "pegaflow")
+
     def returncode(self) -> int | None:
         """Exit status, negative for a signal, None while it runs (or has not been started)."""
         return self.popen.poll() if self.popen else None

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from sglang.srt.disaggregation.common.handshakes import in_background
+from sglang.srt.disaggregation.peer_calls import in_background
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["HEADER", "PageStorage", "Room", "is_whole", "seal"]
+__all__ = ["EXTRA_CONFIG", "HEADER", "PageStorage", "Room", "is_whole", "seal"]
 
 logger = logging.getLogger(__name__)
 
+# The option with which a storage's own are given.
+EXTRA_CONFIG = "--hicache-storage-backend-extra-config"
 # Mark, checksum and length of the page that follows.
 HEADER = struct.Struct("<4sIQ")
 _MARK = b"PDR1"
@@ -93,6 +95,10 @@ class PageStorage(ABC):
     def clear(self) -> bool:
         """Remove all pages of this rank, also those of other workers with the same model."""
 
+    @abstractmethod
+    def was_cleared(self) -> bool:
+        """Whether somebody else has cleared it since this was last asked, or may have."""
+
     def note_use(self, key: str) -> None:
         """Have a page that is there count as used now. Nothing, where `exists` does that."""
         return None
@@ -100,10 +106,6 @@ class PageStorage(ABC):
     def remove_left(self) -> None:
         """Remove what others have left half written, or half removed. Nothing, where that cannot be."""
         return None
-
-    def was_cleared(self) -> bool:
-        """Whether somebody else has cleared it since this was last asked, or may have. No, where nobody can tell."""
-        return False
 
     def _count_corrupt(self, key: str, why: str) -> None:
         """A page is about to be removed."""

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.host_tier.storage_backend import PageStorage, Room, is_whole, seal
+from sglang.srt.mem_cache.host_tier.storage_backend import EXTRA_CONFIG, PageStorage, Room, is_whole, seal
 
 __all__ = ["OPTIONS", "MooncakeOptions", "PagesInMooncake", "open_storage", "read"]
 
-_OPTION = "--hicache-storage-backend-extra-config"
 _BACKEND = "--hicache-storage-backend mooncake"
 _NOT_HERE = ("standalone_storage", "client_server_address")
 # Mooncake's codes: there is no such object, or somebody is writing it; it is longer than was asked for; the store is
@@ -80,25 +79,22 @@ def read(given: Mapping[str, Any]) -> MooncakeOptions:
     for name in MooncakeOptions._fields:
         if name != "global_segment_size" and not isinstance(texts[name], str):
             # The tag is the extra config's alone.
-            place = _OPTION if name == "extra_backend_tag" else source
+            place = EXTRA_CONFIG if name == "extra_backend_tag" else source
             raise ValueError(f"{place} has {name} {texts[name]!r}: give a text.")
     if texts["device_name"].strip().startswith("{"):
         raise ValueError(f"{source} has device_name {texts['device_name']}: give one for all ranks, or leave it out.")
     if not re.fullmatch(r"[A-Za-z0-9_-]*", texts["extra_backend_tag"]):
         # In a name of a page all else becomes a dash.
-        raise ValueError(f"{_OPTION} has extra_backend_tag {tag!r}: give ASCII letters, digits, _ and - alone.")
-    size = _size(texts["global_segment_size"], source)
-    options = MooncakeOptions(
-        **{name: texts[name] for name in MooncakeOptions._fields if name != "global_segment_size"},
-        global_segment_size=size,
-    )
+        raise ValueError(f"{EXTRA_CONFIG} has extra_backend_tag {tag!r}: give ASCII letters, digits, _ and - alone.")
+    texts["global_segment_size"] = _size(texts["global_segment_size"], source)
+    options = MooncakeOptions(**{name: texts[name] for name in MooncakeOptions._fields})
     _load()
     _look_for_master(options.master_server_address, source)
     return options
 
 
 def _source(given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """What the first source that names a master says, with the engine's defaults; and what it is called."""
+    """What the first source that says anything says, with the engine's defaults; and what it is called."""
     variables = {
         "master_server_address": envs.MOONCAKE_MASTER,
         "local_hostname": envs.MOONCAKE_LOCAL_HOSTNAME,
@@ -113,7 +109,7 @@ def _source(given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     own = {name: value for name, value in given.items() if name in variables and value is not None}
     path = envs.SGLANG_HICACHE_MOONCAKE_CONFIG_PATH.get()
     if own:
-        found, source = {**defaults, **own}, _OPTION
+        found, source = {**defaults, **own}, EXTRA_CONFIG
         where = f"master_server_address there, beside {', '.join(own)}"
     elif path:
         try:
@@ -124,7 +120,7 @@ def _source(given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         source, where = path, "master_server_address there"
     else:
         found, source = {name: variable.get() for name, variable in variables.items()}, "The environment"
-        where = f"MOONCAKE_MASTER, or as master_server_address in {_OPTION}"
+        where = f"MOONCAKE_MASTER, or as master_server_address in {EXTRA_CONFIG}"
         if not envs.MOONCAKE_LOCAL_HOSTNAME.is_set():
             # An older name of it, which the engine still takes.
             found["local_hostname"] = os.environ.get("LOCAL_HOSTNAME") or found["local_hostname"]
@@ -167,7 +163,7 @@ def _look_for_master(address: str, source: str) -> None:
         # Of a host's name that cannot be one, a UnicodeError; of a number with very many digits, a ValueError.
         raise ValueError(
             f"{_BACKEND} reaches no mooncake_master at {address}: {e}. Start one, or name another address in "
-            f"MOONCAKE_MASTER or as master_server_address in {_OPTION}."
+            f"MOONCAKE_MASTER or as master_server_address in {EXTRA_CONFIG}."
         ) from e
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.host_tier.storage_backend import Room
+from sglang.srt.mem_cache.host_tier.storage_backend import EXTRA_CONFIG, Room
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles, made_in
 
 __all__ = ["OPTIONS", "PagesThroughNixl", "open_storage", "read"]
@@ -30,7 +30,6 @@ __all__ = ["OPTIONS", "PagesThroughNixl", "open_storage", "read"]
 PLUGIN = "POSIX"
 _PLUGIN_VARIABLE = "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN"
 DIRECTORY = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"
-_OPTION = "--hicache-storage-backend-extra-config"
 # The plugin's ways to read and write; Linux AIO where none is given.
 _QUEUES = ("use_aio", "use_uring", "use_posix_aio")
 OPTIONS = ("plugin", *_QUEUES)
@@ -52,13 +51,13 @@ def read(given: Mapping[str, Any]) -> dict[str, str]:
     else:
         if own or not isinstance(plugins, dict) or not all(isinstance(one, dict) for one in plugins.values()):
             raise ValueError(
-                f'{_OPTION} has plugin {plugins!r}: give {{"plugin": {{"posix": {{"active": true}}}}}}, with what is '
-                "the plugin's inside."
+                f'{EXTRA_CONFIG} has plugin {plugins!r}: give {{"plugin": {{"posix": {{"active": true}}}}}}, with what '
+                "is the plugin's inside."
             )
         active = [key for key, one in plugins.items() if one.get("active") in _YES]
         name = active[0] if active else "none"
         own = {key: value for key, value in plugins.get(name, {}).items() if key != "active"}
-        said = f"{_OPTION} has {name} as the active plugin"
+        said = f"{EXTRA_CONFIG} has {name} as the active plugin"
     if name.upper() not in ("AUTO", PLUGIN):
         raise ValueError(
             f"{said}: of NIXL's plugins only {PLUGIN} has been tried below decode's host memory. Give posix, or leave "
@@ -72,13 +71,13 @@ def _queue(own: Mapping[str, Any]) -> dict[str, str]:
     """The parameters of the plugin's queue. Raises ValueError."""
     unknown = sorted(set(own) - set(_QUEUES))
     if unknown:
-        raise ValueError(f"{_OPTION} has {', '.join(unknown)} for {PLUGIN}; decode knows {', '.join(_QUEUES)}.")
+        raise ValueError(f"{EXTRA_CONFIG} has {', '.join(unknown)} for {PLUGIN}; decode knows {', '.join(_QUEUES)}.")
     for name, value in own.items():
         if value not in _YES + _NO:
-            raise ValueError(f"{_OPTION} has {name} {value!r}: give true or false.")
+            raise ValueError(f"{EXTRA_CONFIG} has {name} {value!r}: give true or false.")
     used = [name for name in _QUEUES if own.get(name) in _YES]
     if len(used) > 1:
-        raise ValueError(f"{_OPTION} has {' and '.join(used)}: give one of them.")
+        raise ValueError(f"{EXTRA_CONFIG} has {' and '.join(used)}: give one of them.")
     return dict.fromkeys(used, "true")
 
 

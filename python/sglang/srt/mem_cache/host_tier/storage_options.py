@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang.srt.mem_cache.host_tier.storage_backend import EXTRA_CONFIG
 from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 
 __all__ = ["StorageOptions", "read_options"]
 
-_OPTION = "--hicache-storage-backend-extra-config"
 # By the name in the option, of which type, and the field of `Limits`.
 _LIMITS: dict[str, tuple[Any, str]] = {
     "prefetch_threshold": (int, "threshold"),
@@ -44,23 +44,23 @@ def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:
         )
     given = _load(extra) if extra else {}
     if not isinstance(given, dict):
-        raise ValueError(f"{_OPTION} is {extra!r}: give an object.")
+        raise ValueError(f"{EXTRA_CONFIG} is {extra!r}: give an object.")
     backend = BACKENDS[name]
     known = [*_LIMITS, "weights", *backend.options]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ValueError(f"{_OPTION} has {', '.join(unknown)}; decode knows {', '.join(known)}.")
+        raise ValueError(f"{EXTRA_CONFIG} has {', '.join(unknown)}; decode knows {', '.join(known)}.")
     limits = {}
     for name, (kind, field) in _LIMITS.items():
         value = given.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < float("inf"):
-            raise ValueError(f"{_OPTION} has {name} {value!r}: give a number of 0 or more.")
+            raise ValueError(f"{EXTRA_CONFIG} has {name} {value!r}: give a number of 0 or more.")
         limits[field] = value
     weights = given.get("weights")
     if weights is not None and not (isinstance(weights, str) and weights):
-        raise ValueError(f"{_OPTION} has weights {weights!r}: give a name.")
+        raise ValueError(f"{EXTRA_CONFIG} has weights {weights!r}: give a name.")
     return StorageOptions(Limits(**limits), weights, backend.read(given))
 
 
@@ -81,5 +81,5 @@ def _load(extra: str) -> Any:
 
             return yaml.safe_load(text)
     except Exception as e:
-        raise ValueError(f"{_OPTION} {extra!r} cannot be read: {e}.") from e
-    raise ValueError(f"{_OPTION} {extra!r}: give a file that ends in .json, .toml or .yaml.")
+        raise ValueError(f"{EXTRA_CONFIG} {extra!r} cannot be read: {e}.") from e
+    raise ValueError(f"{EXTRA_CONFIG} {extra!r}: give a file that ends in .json, .toml or .yaml.")
