@@ -223,13 +223,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--long-every", type=int, default=3, help="of alternating (default: 3)")
     parser.add_argument("--page", type=int, default=16, help="--page-size (default: 16)")
+    parser.add_argument("--options", default="", help="more options of all workers")
     parser.add_argument("--backend", default="nixl")
     parser.add_argument("--model", help="default: a made one")
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
     common = ["--enable-metrics", "--max-total-tokens", "65536", "--page-size", str(args.page)]
-    common += ["--chunked-prefill-size", "2048"]
+    common += ["--chunked-prefill-size", "2048", *args.options.split()]
     decode_args = [[], [RADIX_FLAG], [RADIX_FLAG, LOCAL_FLAG, args.local]]
     found: dict[str, Any] = {}
     same = True

@@ -139,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill-pool", type=int, default=131072, help="tokens of prefill's (default: 131072)")
     parser.add_argument("--ratio", type=float, default=6.0, help="host memory over decode's pool (default: 6)")
     parser.add_argument("--decode-options", default="", help="more options of both decode workers with the flag")
+    parser.add_argument("--options", default="", help="more options of all workers")
     parser.add_argument("--backend", default="nixl")
     parser.add_argument("--model", help="default: a made one")
     parser.add_argument(
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.sides[0] != SIDES[0] or not set(args.sides) <= set(SIDES):
         parser.error(f"--sides: off first, and of the others some: {', '.join(SIDES)}")
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
-    common = ["--enable-metrics", "--page-size", str(PAGE), "--chunked-prefill-size", "2048"]
+    common = ["--enable-metrics", "--page-size", str(PAGE), "--chunked-prefill-size", "2048", *args.options.split()]
     pool = ["--max-total-tokens", str(args.pool)]
     on = [*pool, RADIX_FLAG, *args.decode_options.split()]
     host = [*on, "--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio)]
