@@ -95,6 +95,10 @@ def test_what_each_host_is_asked():
     assert option_value(commands(own, "exactness")[-1], "--mem-fraction-static") is None
     for setting in (small, two):
         assert option_value(commands(setting, "rounding")[-1], "--dtype") == "bfloat16"
+    # Nor is there a float32 kernel for chunks of linear attention on a GPU.
+    for name in ("mla", "linear"):
+        assert "verify" in commands(two, name)[-1] and option_value(commands(two, name)[-1], "--dtype") == "bfloat16"
+        assert "demo" in commands(small, name)[-1]
     assert option_value(commands(own, "rounding")[-1], "--dtype") is None, "the model's own"
     # The engine would make float16 of a made model.
     assert option_value(commands(two, "shared")[-1], "--dtype") == "bfloat16"

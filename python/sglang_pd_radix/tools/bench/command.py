@@ -434,8 +434,8 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
         show("Which side was measured first", *by_order)
         console.print(Text(said), soft_wrap=True)
     for entry in document["workloads"]:
-        for note in entry["differences"]:
-            console.print(Text(f"({entry['key']}) {parted.told(note)}"), soft_wrap=True)
+        for text in parted.sentences(entry["differences"]):
+            console.print(Text(f"({entry['key']}) {text}"), soft_wrap=True)
     _print_end(document["workloads"], files, console)
 
 

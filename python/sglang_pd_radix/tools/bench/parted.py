@@ -88,8 +88,8 @@ def look(
         for n in of_it:
             parting, note = chosen[n]
             note["asked_again"][name] = _ask(deployment, variant, parting.prompt, ids[2 * n], note)
-    for note in looks:
-        tell(f"({workload.key}) {told(note)}")
+    for text in sentences(looks):
+        tell(f"({workload.key}) {text}")
     return looks
 
 
@@ -142,6 +142,17 @@ def explained(note: dict[str, Any]) -> bool:
     """Whether rounding in float32 explains it: asked alone, the two tokens are as likely on every side."""
     distance = apart(note)
     return distance is not None and distance <= LEAST_LIMIT
+
+
+def sentences(looks: Sequence[dict[str, Any]]) -> list[str]:
+    """One for each that was looked at, and one for all others together: in bfloat16 there are thousands."""
+    rest = looks[MOST_LOOKED_AT:]
+    if len(rest) < 2:
+        return [told(note) for note in looks]
+    variant, number = rest[0]["first"]
+    requests = len({note["request"] for note in rest})
+    more = f"{len(rest)} more answers, to {requests} requests, are others than those of {variant} run {number}"
+    return [*(told(note) for note in looks[:MOST_LOOKED_AT]), f"{more}; {rest[0]['why']}"]
 
 
 def told(note: dict[str, Any]) -> str:

@@ -284,10 +284,10 @@ def order_of_sides(entries: Sequence[Document]) -> tuple[tuple[list[str], list[l
 
 
 def answers(entry: Document) -> list[str]:
-    """What is to be said of a workload's answers: how many are the same, and of each other one where it parts."""
+    """What is to be said of a workload's answers: how many are the same, and where others part."""
     return [
         f"Answers identical in all runs: {identity(entry)}.",
-        *(f"{text[0].upper()}{text[1:]}." for text in map(parted.told, entry.get("differences", ()))),
+        *(f"{text[0].upper()}{text[1:]}." for text in parted.sentences(entry.get("differences", ()))),
     ]
 
 
