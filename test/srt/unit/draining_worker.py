@@ -1,7 +1,8 @@
 """A worker's HTTP server without an engine, for a process of its own.
 
 The server, its app and what ends them are real; the tokenizer manager is what `Drain` asks of one, and a request takes
-as many seconds as its body says. SIGTERM is taken as the engine takes it: by the loop, at the first request.
+as many seconds as its body says, or until there is a file that it names. SIGTERM is taken as the engine takes it: by
+the loop, at the first request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import uvicorn
@@ -59,19 +61,32 @@ class Manager:
 def main(port: int, timeout_s: float) -> None:
     logging.basicConfig(level=logging.INFO, stream=open(2, "w", closefd=False), force=True)
     app = FastAPI()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", loop="uvloop"))
+
+    async def entry(scope, receive, send):
+        # When the server knows of the request, whose body may still be coming; in front of a door too.
+        if scope["type"] == "http":
+            tell("asked", scope["path"])
+        await app(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(entry, port=port, log_level="warning", loop="uvloop"))
     manager = Manager(timeout_s, server, app, port)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     tell("child", child.pid)
 
+    async def ends_of(body: dict) -> None:
+        await asyncio.sleep(body["seconds"])
+        while "file" in body and not Path(body["file"]).exists():
+            await asyncio.sleep(0.02)
+
     async def work(body: dict) -> str:
         manager.start()
         manager.rid_to_state[id(body)] = body
-        ends = asyncio.create_task(asyncio.sleep(body["seconds"]))
+        tell("works on", body["seconds"])
+        ends = asyncio.create_task(ends_of(body))
         aborted = asyncio.create_task(manager.aborted.wait())
         await asyncio.wait({ends, aborted}, return_when=asyncio.FIRST_COMPLETED)
         # Pages in quarantine outlive the request.
-        manager.busy_until = time.monotonic() + body.get("busy", 0)
+        manager.busy_until = max(manager.busy_until, time.monotonic() + body.get("busy", 0))
         del manager.rid_to_state[id(body)]
         return "aborted" if manager.aborted.is_set() else "done"
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from decode_world import HostSizes, World
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.mem_cache.host_tier.storage import HostStorage
@@ -124,6 +126,18 @@ class StorageWorld(World):
             if step:
                 self.step()
                 self.check()
+            time.sleep(0.001)
+
+    def until_on_all(self, come: Any) -> None:
+        """Of a rank: in steps that all ranks take, as many on each, however much slower one of them is."""
+        end = time.monotonic() + 60
+        while True:
+            self.step()
+            lacks = torch.tensor([not come(), time.monotonic() > end], dtype=torch.int32)
+            dist.all_reduce(lacks, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+            if not lacks[0]:
+                return
+            assert not lacks[1], "it has not come about on all ranks"
             time.sleep(0.001)
 
     def admit(self, prompt: list[int], **options: Any) -> DecodeRequest:

@@ -280,17 +280,17 @@ RANK = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
 
 
 def test_a_bootstrap_server_with_a_secret_serves_those_who_have_it(with_secret: Secret, bootstrap: str) -> None:
-    stranger = requests.put(f"{bootstrap}/route", json={**REGISTRATION, "rank_port": 666}, timeout=5)
+    stranger = requests.put(f"{bootstrap}/route", json={**REGISTRATION, "rank_port": 666}, timeout=30)
     assert stranger.status_code == 401 and VARIABLE in stranger.text
     signed = conn.requests
-    assert signed.put(f"{bootstrap}/route", json=REGISTRATION, timeout=5).status_code == 200
-    assert signed.get(f"{bootstrap}/route?{RANK}", timeout=5).json()["rank_port"] == 5
-    assert signed.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=5).json()["version"] == 0
-    assert signed.post(f"{bootstrap}/query_dp_ranks", json={"bootstrap_rooms": [1]}, timeout=5).json() == {}
+    assert signed.put(f"{bootstrap}/route", json=REGISTRATION, timeout=30).status_code == 200
+    assert signed.get(f"{bootstrap}/route?{RANK}", timeout=30).json()["rank_port"] == 5
+    assert signed.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=30).json()["version"] == 0
+    assert signed.post(f"{bootstrap}/query_dp_ranks", json={"bootstrap_rooms": [1]}, timeout=30).json() == {}
     # An answer that is an error of aiohttp's own is signed as well.
-    assert signed.get(f"{bootstrap}/nowhere", timeout=5).status_code == 404
-    assert requests.get(f"{bootstrap}/route?{RANK}", timeout=5).status_code == 401
-    assert requests.get(f"{bootstrap}/health", timeout=5).status_code == 200
+    assert signed.get(f"{bootstrap}/nowhere", timeout=30).status_code == 404
+    assert requests.get(f"{bootstrap}/route?{RANK}", timeout=30).status_code == 401
+    assert requests.get(f"{bootstrap}/health", timeout=30).status_code == 200
 
 
 def test_a_request_to_a_bootstrap_server_is_good_once_and_as_it_is(with_secret: Secret, bootstrap: str) -> None:
@@ -312,7 +312,7 @@ def test_an_answer_without_the_secret_is_not_believed(no_secret, bootstrap, monk
     monkeypatch.setenv(VARIABLE, str(path))
     authentication.secret.cache_clear()
     with pytest.raises(requests.RequestException, match=VARIABLE):
-        conn.requests.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=5)
+        conn.requests.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=30)
 
 
 _fuzz = settings(
@@ -327,7 +327,7 @@ _json = st.recursive(
 
 def test_whatever_is_asked_of_a_bootstrap_server_it_goes_on(bootstrap: str) -> None:
     """Without a secret everybody is heard; what cannot be meant has no effect."""
-    assert requests.put(f"{bootstrap}/route", json=REGISTRATION, timeout=5).status_code == 200
+    assert requests.put(f"{bootstrap}/route", json=REGISTRATION, timeout=30).status_code == 200
     paths = ["/route", f"/route?{RANK}", "/route?prefill_dp_rank=x", "/register_dp_rank", "/query_dp_ranks", "/health"]
 
     @_fuzz
@@ -339,12 +339,12 @@ def test_whatever_is_asked_of_a_bootstrap_server_it_goes_on(bootstrap: str) -> N
         | st.builds(lambda n: b"[" * n, st.integers(1, 5000)),
     )
     def throw(method: str, path: str, body: bytes) -> None:
-        reply = requests.request(method, bootstrap + path, data=body, timeout=5)
+        reply = requests.request(method, bootstrap + path, data=body, timeout=30)
         assert reply.status_code in (200, 400, 404, 405, 500)
 
     throw()
-    assert requests.put(f"{bootstrap}/route", data=b"x" * (4 << 20), timeout=5).status_code in (413, 500)
-    assert requests.get(f"{bootstrap}/route?{RANK}", timeout=5).json()["rank_port"] == 5
+    assert requests.put(f"{bootstrap}/route", data=b"x" * (4 << 20), timeout=30).status_code in (413, 500)
+    assert requests.get(f"{bootstrap}/route?{RANK}", timeout=30).json()["rank_port"] == 5
 
 
 def test_what_it_costs_is_not_felt() -> None:

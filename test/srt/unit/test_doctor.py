@@ -128,17 +128,23 @@ def test_probes_cannot_hang_crash_or_confuse_the_doctor() -> None:
             "raises": "import no_such_module",
             "exits": "import sys; sys.exit(3)",
             "dies": "import os; os._exit(9)",
-            "hangs": "import time; time.sleep(60)",
-            "leaves": "import subprocess; subprocess.Popen(['sleep', '60']); answer = {}",
         },
-        timeout=3,
+        timeout=300,
     )
-    assert time.monotonic() - began < 20
+    # As long as they take to start, and not until the time is up.
+    assert time.monotonic() - began < 100
     assert answers["good"] == {"x": 1}
     assert answers["raises"] == {"error": "ModuleNotFoundError: No module named 'no_such_module'"}
     assert answers["exits"] == {"error": "SystemExit: 3"}
     assert answers["dies"] == {"error": "its process ended without an answer (exit code 9)"}
-    assert answers["hangs"] == {"error": "no answer within 3 s"}
+    # For these the time has to run out: what a probe leaves behind keeps its output open.
+    began = time.monotonic()
+    hanging = {
+        "hangs": "import time; time.sleep(600)",
+        "leaves": "import subprocess; subprocess.Popen(['sleep', '600']); answer = {}",
+    }
+    assert doctor.ask(hanging, timeout=1) == dict.fromkeys(hanging, {"error": "no answer within 1 s"})
+    assert time.monotonic() - began < 100
 
 
 def test_no_probe_outlives_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

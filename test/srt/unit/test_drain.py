@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from threading import Timer
 
 import pytest
 from test_top import POOL, Worker, workers
@@ -51,17 +50,34 @@ def has(worker: Worker, running: int, idle: bool | None = None) -> None:
     worker.says("decode", POOL | {"requests": requests, "idle": not running if idle is None else idle})
 
 
+def has_in_turn(worker: Worker, *answers: object, path: str = "/get_server_info") -> None:
+    """Have it answer each question at ``path`` with the next of these, and then for ever with the last.
+
+    At looks and not after seconds, which on a slow machine are over before the first look.
+    """
+    left = [*answers]
+    worker.answers[path] = lambda: left.pop(0) if len(left) > 1 else left[0]
+
+
+def running(worker: Worker, *counts: int) -> list[object]:
+    """What `has` has it answer for each of these."""
+    answers = []
+    for count in counts:
+        has(worker, count)
+        answers.append(worker.answers["/get_server_info"])
+    return answers
+
+
 def drained(gateway: Worker, worker: Worker, *more: str) -> int:
     return cli.main(["drain", worker.address, "--gateway", gateway.address, *more])
 
 
 def test_what_it_has_is_waited_for(found, capsys):
     gateway, _, worker, _ = found
-    has(worker, 2)
+    has_in_turn(worker, *running(worker, *[2] * 10, 0))
     began = time.monotonic()
-    Timer(0.5, has, (worker, 0)).start()
     assert drained(gateway, worker) == 0
-    assert 0.7 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 10 * drain.LOOK_S + drain.QUIET_S
     assert gateway.let_go == ["/workers/id-1"]
     said = capsys.readouterr().err
     assert "has 2 running" in said and "has ended what it had" in said
@@ -70,15 +86,16 @@ def test_what_it_has_is_waited_for(found, capsys):
 def test_a_worker_that_takes_its_time_to_answer_is_waited_for(found, monkeypatch, capsys):
     """A long chunk, a kernel that is compiled: the gateway has let go by then, and the rest of the time is its own."""
     gateway, _, worker, _ = found
-    monkeypatch.setattr(reading, "TIMEOUT_S", 0.3)
-    has(worker, 3)
-    worker.delay_s = 1.0
+    monkeypatch.setattr(reading, "TIMEOUT_S", 1.0)
+    (answer,), looks = running(worker, 0), []
 
-    def answers_again() -> None:
-        worker.delay_s = 0.0
-        has(worker, 0)
+    def answers() -> object:
+        looks.append(time.monotonic())
+        # Nobody waits for it by then.
+        time.sleep(3 if len(looks) == 1 else 0)
+        return answer
 
-    Timer(1.5, answers_again).start()
+    worker.answers["/get_server_info"] = answers
     assert drained(gateway, worker) == 0
     assert gateway.let_go == ["/workers/id-1"]
     assert f"{worker.address} has not answered yet" in capsys.readouterr().err
@@ -105,11 +122,10 @@ def test_all_ranks_of_its_address_are_let_go_of(found, capsys):
 
 def test_what_comes_late_is_waited_for_too(found):
     gateway, _, worker, _ = found
+    has_in_turn(worker, *running(worker, 0, *[1] * 10, 0))
     began = time.monotonic()
-    Timer(0.1, has, (worker, 1)).start()
-    Timer(0.5, has, (worker, 0)).start()
     assert drained(gateway, worker) == 0
-    assert time.monotonic() - began >= 0.7
+    assert time.monotonic() - began >= 11 * drain.LOOK_S + drain.QUIET_S
 
 
 @pytest.mark.parametrize("running", [1, 0])
@@ -128,23 +144,27 @@ def test_a_worker_that_has_fewer_figures(found, capsys):
     gateway.answers["/workers"]["workers"].append(
         {"id": "more", "url": "http://127.0.0.1:9", "worker_type": "decode", "is_healthy": True, "status": "ready"}
     )
-    earlier.says("decode", {"size": 100, "available": 50, "idle": False})
-    Timer(0.5, earlier.says, ("decode", {"size": 100, "available": 100, "idle": True})).start()
+    told = []
+    for pool in ({"size": 100, "available": 50, "idle": False}, {"size": 100, "available": 100, "idle": True}):
+        earlier.says("decode", pool)
+        told.append(earlier.answers["/get_server_info"])
+    has_in_turn(earlier, *told[:1] * 10, *told)
     began = time.monotonic()
     assert drained(gateway, earlier) == 0
-    assert time.monotonic() - began >= 0.7
+    assert time.monotonic() - began >= 11 * drain.LOOK_S + drain.QUIET_S
     assert "has something that no queue has" in capsys.readouterr().err
     engine.says("decode", {}, {})
     assert drained(gateway, engine, "--timeout", "0.3") == 1
     assert "still has an unknown number of requests" in capsys.readouterr().err
-    engine.answers["/get_load"] = [{"num_reqs": 2, "num_waiting_reqs": 1}, {"num_reqs": 1}]
+    engine_has_some = [{"num_reqs": 2, "num_waiting_reqs": 1}, {"num_reqs": 1}]
     engine_has_none = [{"num_reqs": 0}, {"num_reqs": 0}]
-    Timer(0.5, engine.answers.__setitem__, ("/get_load", engine_has_none)).start()
+    has_in_turn(engine, *[engine_has_some] * 10, engine_has_none, path="/get_load")
     engine_id = gateway.answers["/workers"]["workers"][2]
     engine_id |= {"status": "ready", "is_healthy": True}
     began = time.monotonic()
     assert drained(gateway, engine) == 0
-    assert time.monotonic() - began >= 0.7
+    # A look takes two of these answers.
+    assert time.monotonic() - began >= 5 * drain.LOOK_S + drain.QUIET_S
     assert "has 3 requests" in capsys.readouterr().err
 
 
@@ -152,10 +172,9 @@ def test_then_its_process_ends(found):
     gateway, _, worker, _ = found
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        has(worker, 1)
-        Timer(0.3, has, (worker, 0)).start()
+        has_in_turn(worker, *running(worker, 1, 1, 0))
         assert drained(gateway, worker, "--pid", str(process.pid)) == 0
-        assert process.wait(timeout=10) == -15
+        assert process.wait(timeout=60) == -15
     finally:
         process.kill()
     assert not drain._lives(process.pid) and drain._lives(os.getpid())

@@ -171,7 +171,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             for line in lines:
                 self.wfile.write(line)
                 self.wfile.flush()
-                if token == 9 and over.wait(10):
+                if token == 9 and over.wait(30):
                     break
         self.close_connection = True
 
@@ -212,12 +212,12 @@ def url() -> Iterator[str]:
 )
 def test_what_a_client_is_told(url: str, token: int, how: str, kind: str, said: str):
     # Who leaves in the middle of an answer has got its beginning by then.
-    asked = Manner(how, after_s=1.0 if token == 9 else 0.1, nap_s=0.01 if how == "slow" else 0.0)
-    give_up_s = 0.5 if said == "no word" else 10
+    asked = Manner(how, after_s=2.0 if token == 9 else 0.1, nap_s=0.01 if how == "slow" else 0.0)
+    give_up_s = 0.5 if said == "no word" else 60
     clients = Clients(url, [Ask((token,), 4)], 1, 1, lambda number: asked, give_up_s=give_up_s).start()
-    assert clients.join(20)
+    assert clients.join(60)
     (told,) = clients.told
-    assert told.ended_how == kind and said in told.error and told.took_s < 5
+    assert told.ended_how == kind and said in told.error and told.took_s < 20
     assert told.error or kind != "failed"
     assert not told.error or kind in ("failed", "aborted")
     assert told.ids == ((token,) * 4 if kind == "whole" else None)
@@ -230,21 +230,21 @@ def test_what_a_client_is_told(url: str, token: int, how: str, kind: str, said: 
 def test_clients_take_turns_and_can_be_stopped(url: str):
     asks = [Ask((1,), 2), Ask((1,), 3), Ask((1,), 4)]
     clients = Clients(url, asks, 10, 3).start()
-    assert clients.join(10) and not clients.busy
+    assert clients.join(60) and not clients.busy
     assert sorted(told.number for told in clients.told) == list(range(10))
     assert all(told.ask == told.number % 3 and len(told.ids) == len(asks[told.ask].ids) + 1 + told.ask
                for told in clients.told)  # fmt: skip
     assert clients.rate > 0
     endless = Clients(url, asks, 10**6, 2).start()
     endless.stop()
-    assert endless.join(10)
+    assert endless.join(60)
 
 
 def test_nobody_there(url: str):
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         clients = Clients(f"http://127.0.0.1:{port.getsockname()[1]}", [Ask((1,), 2)], 1, 1).start()
-        assert clients.join(10)
+        assert clients.join(60)
     assert clients.told[0].ended_how == "failed" and clients.told[0].status == 0
 
 

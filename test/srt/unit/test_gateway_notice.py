@@ -15,7 +15,7 @@ PORT = 30001
 @pytest.fixture
 def gateway(monkeypatch):
     """One that knows a decode worker here and some others; ``let_go`` are those that it was told to let go of."""
-    monkeypatch.setattr(gateway_notice, "LEAVE_S", 0.5)
+    monkeypatch.setattr(gateway_notice, "LEAVE_S", 60.0)
     with workers(1) as (gateway,):
         listed = [
             {"id": "here", "url": f"http://127.0.0.1:{PORT}", "worker_type": "decode", "is_healthy": True},
@@ -76,8 +76,9 @@ def test_one_that_nobody_knows(gateway, caplog, role, port, said):
     assert said in caplog.text and not gateway.let_go
 
 
-def test_a_gateway_that_does_not(gateway, caplog):
+def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     """Whatever it does, the others are told."""
+    monkeypatch.setattr(gateway_notice, "LEAVE_S", 0.5)
     silent = "http://127.0.0.1:9"
     gateway.on_delete = lambda path: 202
     gateway_notice.leave_all([silent, gateway.url], "decode", "127.0.0.1", PORT)

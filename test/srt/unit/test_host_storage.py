@@ -125,6 +125,12 @@ def test_a_prompt_longer_than_host_memory_takes_what_goes_in(world):
 BRIEF = PATIENT._replace(base_s=0.2, per_ki_s=0.0)
 
 
+def time_is_up(one: StorageWorld) -> None:
+    """For all that wait: on a slow machine a short time would be up before what a test does in it."""
+    for fetch in one.storage.fetches.open:
+        fetch.deadline = 0.0
+
+
 class Gate:
     """A storage that hangs until a test opens it."""
 
@@ -140,7 +146,7 @@ class Gate:
 
 @pytest.mark.parametrize("name", ["exists", "get"])
 def test_a_storage_that_hangs_costs_its_hit_and_a_while(any_world, name):
-    one, two = any_world(), any_world(limits=BRIEF)
+    one, two = any_world(), any_world()
     prompt = tokens(1, 24)
     one.serve(prompt)
     gate = Gate(two.files, name)
@@ -148,7 +154,9 @@ def test_a_storage_that_hangs_costs_its_hit_and_a_while(any_world, name):
     two.handshake(waiting)
     # Others pass it.
     passing = two.admit(tokens(50, 3))
+    two.until(lambda: gate.calls)
     assert waiting in two.queue.queue
+    time_is_up(two)
     two.until(lambda: waiting not in two.queue.queue)
     assert (waiting.kv_receiver.prefix_len, waiting.req.from_storage) == (0, 0)
     assert two.tier.state()["storage"]["late"] == 1 and two.storage.fetches.loading_tokens == 0
@@ -168,7 +176,7 @@ def test_a_storage_that_hangs_costs_its_hit_and_a_while(any_world, name):
 
 def test_what_has_come_in_time_counts(any_world):
     """A slow storage: the first pages are there when the time is up."""
-    one, two = any_world(), any_world(limits=BRIEF)
+    one, two = any_world(), any_world()
     prompt = tokens(1, 24)
     one.serve(prompt)
     get, gate, calls = two.files.get, threading.Event(), []
@@ -176,6 +184,7 @@ def test_what_has_come_in_time_counts(any_world):
     def slow(*args):
         calls.append(args)
         if len(calls) > 3:
+            time_is_up(two)
             gate.wait(30)
         return get(*args)
 
@@ -399,8 +408,8 @@ def test_a_page_that_is_given_away_while_it_is_read_is_not_written(any_world):
 
     pages.read = reading
     one.serve(tokens(1, 24))
-    # In three parts, each of which has what is above it tried again.
-    assert not one.inside.names() and one.tier.state()["storage"]["dropped"] == 8 + 16 + 24
+    # In three parts, each of which has what is above it tried again, if that has been given up by then.
+    assert not one.inside.names() and 24 <= one.tier.state()["storage"]["dropped"] <= 8 + 16 + 24
     pages.read = read
     # With what comes behind it.
     one.serve(tokens(1, 24) + tokens(9, 4))
@@ -515,17 +524,12 @@ def one_after_another(one: StorageWorld, prompt: list[int]) -> tuple[int, int]:
     decode_req = one.arrive(prompt, max_new=1)
     receiver = decode_req.kv_receiver
     one.handshake(decode_req)
-    for _ in range(120):
-        one.step()
-        time.sleep(0.005)
-    assert receiver.asked
+    one.until_on_all(lambda: receiver.asked)
     one.complete(decode_req)
     one.step()
     while decode_req.req in one.running:
         one.decode()
-    for _ in range(30):
-        one.step()
-        time.sleep(0.002)
+    one.until_on_all(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
     one.settle_alone()
     return receiver.prefix_len, decode_req.req.from_storage
 

@@ -34,7 +34,7 @@ def says(worker: Worker, mode: str, **more) -> None:
 
 
 def joined(gateway: Worker, worker: Worker, *more: str) -> int:
-    return cli.main(["join", worker.address, "--gateway", gateway.address, "--timeout", "5", *more])
+    return cli.main(["join", worker.address, "--gateway", gateway.address, "--timeout", "60", *more])
 
 
 @pytest.mark.parametrize("mode, more", [("decode", {}), ("prefill", {"bootstrap_port": 9000})])

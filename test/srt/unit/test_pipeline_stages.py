@@ -213,7 +213,7 @@ def test_mooncake_keeps_the_pages_until_every_stage_writes_no_more(monkeypatch, 
     library.gate.clear()
     request = world.request(1, 26, 8).bootstrap(fenced=True)
     request.senders[writing].send(np.arange(2, 4, dtype=np.int32))
-    assert library.writing.wait(5)
+    assert library.writing.wait(30)
     request.receivers[0].fail("a client has left")
     request.receivers[0].cancel()
     other = request.senders[1 - writing]
@@ -320,7 +320,7 @@ def test_nixl_waits_for_the_digest_of_every_stage(monkeypatch):
 def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
     """Staging buffers are laid out for one stage, and a worker that knows no stages would not read their digests."""
     world = over_mooncake(monkeypatch, made, stages=(2, 3))
-    answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()
+    answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1}
     manager = world.decode[0].manager
     assert manager.prefills.of(world.addr).digests and not manager.prefills.of(world.addr).pieces
@@ -333,7 +333,7 @@ def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
 @pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
 def test_mooncake_of_context_parallel_ranks(monkeypatch, made, tp, prompt_len, prefix_len, chunks):
     world = over_mooncake(monkeypatch, made, prefill_tp=tp[0], decode_tp=tp[1], prefill_cp=2)
-    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()["version"] == 1
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()["version"] == 1
     request = world.request(1, prompt_len, prefix_len).bootstrap()
     send(request, chunks)
     request.finish()
@@ -376,7 +376,7 @@ def test_pages_that_the_engine_shares_out_are_sent_whole(monkeypatch, made):
     parts = [utils.filter_kv_indices_for_cp_rank(manager, chunk, slice(0, 3))[0] for manager in managers]
     assert np.concatenate(parts).tolist() == [0, 1]
     monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
-    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=5).json()["version"] == 0
+    assert requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()["version"] == 0
 
 
 # ---- what all have agreed on ----

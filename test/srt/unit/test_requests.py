@@ -412,7 +412,7 @@ def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
     refusal.listen(prefill._on_refused_by_decode)
     obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_port, bootstrap_room=[5, 6])
     manager(DisaggregationMode.DECODE)._tell_peer(obj, "too long")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while len(prefill.refused_rooms) < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -422,9 +422,9 @@ def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
     url = f"http://127.0.0.1:{bootstrap_port}{refusal.REFUSED_ROUTE}"
     # Among them the room of all health checks.
     for wrong in ({}, {"room": "x", "reason": ""}, [], None, {"room": 0, "reason": "x"}):
-        assert requests.post(url, json=wrong, timeout=5).status_code == 400
+        assert requests.post(url, json=wrong, timeout=30).status_code == 400
     for wrong in (b"", b"{", b'{"room": 1e999, "reason": "x"}'):
-        assert requests.post(url, data=wrong, timeout=5).status_code == 400
+        assert requests.post(url, data=wrong, timeout=30).status_code == 400
 
 
 @pytest.mark.parametrize("room", [[5], {"a": 1}, "5", 5, None])
@@ -452,7 +452,7 @@ def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
         for _ in range(50):
             assert CommonKVReceiver.query_prefill_dp_ranks(addr, [5]) == {}
         # The engine waits for five seconds, fifty times.
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
 
 
 def test_a_rank_is_told_once_and_asked_for_until_it_is_known(monkeypatch):

@@ -328,17 +328,12 @@ def failing(*args: Any) -> None:
 def together(one: StorageWorld, prompts: list[list[int]]) -> list[int]:
     """Requests in steps that both ranks take, as many on each."""
     asking = arrive(one, *prompts)
-    for _ in range(150):
-        one.step()
-        time.sleep(0.005)
-    held = fetched(one, asking) if not one.storage.busy else [-1]
+    one.until_on_all(lambda: not one.storage.busy)
+    held = fetched(one, asking)
     for decode_req in asking:
         one.handshake(decode_req)
-    for _ in range(60):
-        one.step()
-        serve_some(one)
-        time.sleep(0.002)
-    assert not serve_some(one)
+    # And what they leave is saved.
+    one.until_on_all(lambda: not serve_some(one) and not one.tier.saves.busy)
     one.settle_alone()
     return held
 

@@ -33,7 +33,7 @@ def oldest(rid: str, seconds: float) -> dict:
 
 
 class Worker:
-    """A worker's HTTP server, of which a test sets the answers by path."""
+    """A worker's HTTP server, of which a test sets the answers by path; a function is called at each question."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
@@ -47,6 +47,8 @@ class Worker:
             def do_GET(self):
                 time.sleep(worker.delay_s)
                 answer = worker.answers.get(self.path)
+                if callable(answer):
+                    answer = answer()
                 self.send_response(404 if answer is None else 200)
                 self.end_headers()
                 self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
@@ -288,7 +290,7 @@ def test_it_ends_while_it_looks():
 
     def look() -> Look:
         looking.set()
-        over.wait(10)
+        over.wait(60)
         return Look(0.0, ranks_of(a=1), [])
 
     async def use() -> None:
@@ -301,7 +303,7 @@ def test_it_ends_while_it_looks():
 
     began = time.monotonic()
     asyncio.run(use())
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.thorough

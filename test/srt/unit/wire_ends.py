@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.common import handshakes, peer_watch
 from typing_extensions import Self
 
 
-def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 10) -> None:
+def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 30) -> None:
     """Wait for ``done``, at most ``timeout`` seconds; then fail with ``what``, and with what ``tell`` says."""
     deadline = time.monotonic() + timeout
     while not done():
