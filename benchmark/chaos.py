@@ -165,7 +165,7 @@ class Run:
 
     @property
     def workers(self) -> list[Process]:
-        return [process for process in self.cluster.processes if process.role != "router"]
+        return [process for process in self.cluster.processes if process.is_worker]
 
     def all(self) -> None:
         """Raises PdRadixError."""
@@ -375,7 +375,7 @@ def _replay(cluster: Cluster, asks: list[Ask], concurrency: int, times: int = 1)
     """All requests once (``times``), from empty caches. Raises PdRadixError if a worker has ended."""
     cluster.check()
     for process in cluster.processes:
-        if process.role != "router":
+        if process.is_worker:
             deadline = time.monotonic() + 30
             while http(process.url + "/flush_cache", {}, 30)[0] != 200 and time.monotonic() < deadline:
                 time.sleep(0.2)

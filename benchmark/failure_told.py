@@ -223,12 +223,12 @@ class Scene:
     def end(self) -> None:
         """Until nobody waits any more and the workers are as they were."""
         for process in self.cluster.processes:
-            if process.role != "router":
+            if process.is_worker:
                 deploy.abort_all(process.url)
         for thread in self.threads:
             thread.join(60)
         for process in self.cluster.processes:
-            if process.role != "router":
+            if process.is_worker:
                 books.wait_idle(process.url, 60)
                 deploy.post(process.url + "/flush_cache", {})
         self.cluster.check()

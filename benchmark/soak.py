@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     gateway = named_gateway(args.router)
     made = deploy.cluster(model, args.backend, None, log_dir, prefill=1, decode=1, gateway=gateway)
     with made as cluster:
-        workers = [process for process in cluster.processes if process.role != "router"]
+        workers = [process for process in cluster.processes if process.is_worker]
         url = cluster.router_url + "/generate"
         # What every process pays once.
         Clients(url, asks[: args.clients], args.clients, args.clients).start().join(120)

@@ -139,7 +139,7 @@ def problems_of(name: str, pools: Sequence[dict[str, Any]], keeps_tree: bool) ->
 
 def pools_of(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
     """The KV pools of every worker (``decode-0``), as `idle_pools`."""
-    return {worker.name: idle_pools(worker.url) for worker in cluster.processes if worker.role != "router"}
+    return {worker.name: idle_pools(worker.url) for worker in cluster.processes if worker.is_worker}
 
 
 def by_rank(pools: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sglang_pd_radix.tools import chat_run, workers
 from sglang_pd_radix.tools.chat_judge import Comparison, compare
 from sglang_pd_radix.tools.chat_load import Workload
+from sglang_pd_radix.tools.cluster.process import Process
 
 PAGE, PAGE_BYTES = 4, 4096
 SMALL = Workload(clients=3, turns=3, document=20, question=5, answer=4)
@@ -99,9 +99,9 @@ class Deployment:
         self.router_url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.prefill_urls, self.decode_urls = [self.router_url + "/prefill"], [self.router_url + "/decode"]
         self.processes = [
-            SimpleNamespace(role="prefill", name="prefill-0", url=self.prefill_urls[0]),
-            SimpleNamespace(role="decode", name="decode-0", url=self.decode_urls[0]),
-            SimpleNamespace(role="router", name="router", url=self.router_url),
+            Process("prefill", "prefill-0", self.prefill_urls[0], Path(), [], {}),
+            Process("decode", "decode-0", self.decode_urls[0], Path(), [], {}),
+            Process("router", "router", self.router_url, Path(), [], {}),
         ]
 
     def __enter__(self) -> Deployment:

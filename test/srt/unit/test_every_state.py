@@ -875,7 +875,7 @@ def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, look: None
     monkeypatch.setitem(CODE, "UNANSWERED_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=silent.getsockname()[1])
-        assert timed(bench, req) >= 1
+        assert 1 <= timed(bench, req) < 12
     assert "has not answered" in req.finished_reason.message
     bench.assert_books_closed()
 
@@ -920,7 +920,7 @@ def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkey
     monkeypatch.setattr(ENGINE_MANAGER, "try_ensure_parallel_info", other_page_size)
     monkeypatch.setattr(prefill_peers.PrefillPeers, "ask_for_prefix", lambda peers, addr: 1)
     req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
-    timed(bench, req)
+    assert timed(bench, req) < 12
     assert "Page size mismatch" in req.finished_reason.message
     bench.assert_books_closed()
 
@@ -978,7 +978,7 @@ def test_a_prefill_that_does_not_speculate_alike_is_said_so(
     monkeypatch.setitem(CODE, "requests", SimpleNamespace(get=lambda *args, **kwargs: reply))
     monkeypatch.setattr(bench.manager.server_args, "speculative_algorithm", own, raising=False)
     req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
-    timed(bench, req)
+    assert timed(bench, req) < 12
     assert "this decode worker" in req.finished_reason.message and (theirs or "nothing") in req.finished_reason.message
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from chat_deployment import hold
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import workers
+from sglang_pd_radix.tools.cluster import Cluster
+from sglang_pd_radix.tools.cluster.process import Process
 
 
 def test_counters_are_summed_over_their_labels() -> None:
@@ -69,6 +73,15 @@ def test_a_tree_of_the_engine_s_over_several_kinds_of_kv_tells_of_no_pool() -> N
     assert hold(True, untold="decode").problems == ["decode-0 tells nothing of its KV pool"]
     assert not hold(False, untold="decode").problems
     assert workers.problems_of("decode-0", [], True) and not workers.problems_of("decode-0", [], False)
+
+
+def test_only_workers_are_asked_for_their_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway and a PegaFlow server have none, and answer with 404."""
+    roles = ("pegaflow", "prefill", "decode", "router")
+    processes = [Process(role, f"{role}-0", f"http://{role}", Path(), [], {}) for role in roles]
+    monkeypatch.setattr(workers, "idle_pools", lambda url: [{"of": url}])
+    told = workers.pools_of(cast(Cluster, SimpleNamespace(processes=processes)))
+    assert told == {"prefill-0": [{"of": "http://prefill"}], "decode-0": [{"of": "http://decode"}]}
 
 
 def test_dp_ranks_are_called_by_their_numbers() -> None:

@@ -118,25 +118,28 @@ def _rounding(setting: Setting, directory: Path, seconds: float) -> list[Step]:
     return [setting.making("qwen3"), _verify(setting, directory, model, {"--dtype": "bfloat16"})]
 
 
-def _mla(setting: Setting, directory: Path, seconds: float) -> list[Step]:
-    model = str(setting.model_of("mla"))
+def _exact_in_small(
+    setting: Setting, directory: Path, arch: str, forced: Mapping[str, str] | None = None
+) -> list[Step]:
+    """Of a made model the exact chat on a CPU host, and `pd-radix verify` in bfloat16 on a GPU."""
+    model = str(setting.model_of(arch))
     if setting.small:
-        return [setting.making("mla"), _demo(setting, directory, model)]
-    return [setting.making("mla"), _verify(setting, directory, model, {"--dtype": "bfloat16"})]
+        return [setting.making(arch), _demo(setting, directory, model, forced=forced)]
+    return [setting.making(arch), _verify(setting, directory, model, {"--dtype": "bfloat16"}, forced)]
 
 
 def _read_exact_in_small(done: Sequence[Done]) -> Outcome:
     return readings.verify(done) if done[-1].name == "verify" else readings.demo(done)
 
 
+def _mla(setting: Setting, directory: Path, seconds: float) -> list[Step]:
+    return _exact_in_small(setting, directory, "mla")
+
+
 def _linear(setting: Setting, directory: Path, seconds: float) -> list[Step]:
-    # Larger pages need a strategy that a decode worker without the flag has on GPUs alone.
-    forced = {"--page-size": "1", "--max-mamba-cache-size": "80"}
-    model = str(setting.model_of("qwen3-next"))
-    if setting.small:
-        return [setting.making("qwen3-next"), _demo(setting, directory, model, forced=forced)]
-    # The engine's kernel for chunks of a prompt refuses float32.
-    return [setting.making("qwen3-next"), _verify(setting, directory, model, {"--dtype": "bfloat16"}, forced)]
+    # Larger pages need a strategy that a decode worker without the flag has on GPUs alone. On these the engine's kernel
+    # for chunks of a prompt refuses float32.
+    return _exact_in_small(setting, directory, "qwen3-next", {"--page-size": "1", "--max-mamba-cache-size": "80"})
 
 
 def _eagle(setting: Setting, directory: Path, seconds: float) -> list[Step]:
