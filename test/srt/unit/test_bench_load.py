@@ -10,12 +10,15 @@ import pytest
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import measure
 
-# `load.py` over an engine whose requests take 20 ms each, one after the other; a prompt of 0 fails the benchmark.
+# `load.py` over an engine whose requests take 20 ms each, one after the other, with a comment in each stream; a prompt of 0 fails the benchmark.
 CHILD = """
-import asyncio, sys, types
+import asyncio, json, sys, types
 
 async def ask(given, pbar=None):
     await asyncio.sleep(0.02)
+    # As bench_serving does with each line of an answer: a gateway's comment, and an event.
+    assert engine.json.loads(": keep-alive").get("text") is None
+    assert engine.json.loads('{"text": "a"}') == {"text": "a"} and engine.json.dumps("a") == '"a"'
     told = dict(generated_text=str(given.prompt[0]), output_len=2, start_time=0.0, ttft=0.1, latency=0.2, itl=[0.1])
     return types.SimpleNamespace(success=True, error="", **told)
 
@@ -41,6 +44,7 @@ class Tokenizer:
         return [len(text)]
 
 engine = types.ModuleType("sglang.bench_serving")
+engine.json = json
 engine.ASYNC_REQUEST_FUNCS, engine.get_request, engine.run_benchmark = {"sglang": ask}, None, run_benchmark
 datasets = types.ModuleType("sglang.benchmark.datasets")
 datasets.DATASET_MAPPING, datasets.DatasetRow = {}, DatasetRow

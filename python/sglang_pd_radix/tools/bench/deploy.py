@@ -132,6 +132,7 @@ class Deployment:
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
+    _used: Variant | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -183,6 +184,10 @@ class Deployment:
 
     def use(self, variant: Variant) -> None:
         """Pause every other decode worker and router, and empty all caches of this variant's workers."""
+        if self._used is not None:
+            # What clients have given up goes on. Paused with its decode, it would stay in prefill while others measure.
+            empty_caches(self.cluster, self.decode_urls(self._used), timeout_s=20)
+        self._used = variant
         awake = {f"decode-{i}" for i in variant.workers} | {f"router-{_router(variant)}"}
         others = {p.name for p in self.cluster.processes if p.role != "prefill"} - awake
         self.cluster.resume(awake)
