@@ -6,9 +6,11 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
+from conftest import BACKENDS
 from pd import FLAG, TP2, Pair, ask, conversations, counter, pools, wait_idle, words
 from rolling import wait
 from test_dp_attention import DP2
@@ -21,7 +23,6 @@ SMALL = ["--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16", FLA
 HOST = ["--enable-hierarchical-cache", "--hicache-ratio", "16"]
 LOADED = "sglang:decode_host_loaded_tokens_total"
 LIMITS = ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}']
-STORED = ["--hicache-storage-backend", "file", *LIMITS]
 DIRECTORY = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -147,31 +148,38 @@ KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
 }
 
 
-# Each kind over files, and the other storages once each.
-CELLS = [*((name, "file") for name in KINDS), ("one rank", "nixl"), ("one rank", "mooncake")]
+STORAGES = ["file", "nixl", "mooncake"]
+# Each kind with each storage over NIXL. What a storage is given has been copied to host memory before: over Mooncake's
+# wire all kinds with one storage, and one kind with all.
+CELLS = [
+    (kind, storage, backend)
+    for backend in BACKENDS
+    for storage in STORAGES
+    for kind in KINDS
+    if storage == "file" or backend == "nixl" or kind == "one rank"
+]
 
 
-@pytest.fixture(params=CELLS, ids=lambda cell: ", ".join(cell))
-def cell(request):
+def storing(request, storage: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Options and environment of decode workers that share a storage of this name, new where it is in files."""
+    environment = {DIRECTORY: str(folder)}
+    if storage == "nixl":
+        environment = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(folder)}
+    elif storage == "mooncake":
+        address = request.getfixturevalue("master").address
+        environment = {"MOONCAKE_MASTER": address, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
+        environment["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = str(256 * 1024**2)
+    return ["--hicache-storage-backend", storage, *LIMITS], environment
+
+
+@pytest.fixture
+def kind(request):
     return request.param
 
 
 @pytest.fixture
-def kind(cell):
-    return cell[0]
-
-
-@pytest.fixture
-def stored(request, cell, tmp_path):
-    """Options and environment of decode workers that share a storage."""
-    environment = {DIRECTORY: str(tmp_path)}
-    if cell[1] == "nixl":
-        environment = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(tmp_path)}
-    elif cell[1] == "mooncake":
-        address = request.getfixturevalue("master").address
-        environment = {"MOONCAKE_MASTER": address, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
-        environment["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = str(256 * 1024**2)
-    return ["--hicache-storage-backend", cell[1], *LIMITS], environment
+def stored(request, tmp_path):
+    return storing(request, request.param, tmp_path)
 
 
 @pytest.fixture
@@ -185,6 +193,7 @@ def answers(request, clusters, kind):
     return model, conversations(ask(cluster.router_url))
 
 
+@pytest.mark.parametrize("kind, stored, backend", CELLS, indirect=True)
 def test_two_workers_share_a_storage(clusters, answers, backend, kind, stored):
     """A conversation goes on at the other one, as if it had been there all the time."""
     model, expected = answers

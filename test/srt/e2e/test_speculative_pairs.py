@@ -25,7 +25,7 @@ from pd import (
     pools,
     words,
 )
-from test_host_tier import DIRECTORY, HOST, LOADED, STORED, wait_written
+from test_host_tier import HOST, LOADED, STORAGES, storing, wait_written
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
@@ -260,14 +260,19 @@ def test_drafts_come_back_from_host_memory(hosted, plain, decode):
     pair.check_idle()
 
 
+# Each storage over NIXL, and Mooncake's wire once: what is given to a storage has been copied to host memory before.
+@pytest.mark.parametrize(
+    "storage, backend", [*((name, "nixl") for name in STORAGES), ("file", "mooncake")], indirect=["backend"]
+)
 @pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
-def test_drafts_come_from_another_worker(clusters, eagle, plain, backend, version, tmp_path):
+def test_drafts_come_from_another_worker(request, clusters, eagle, plain, backend, version, storage, tmp_path):
     """Through a storage that both share: the second drafts as the first, from KV that nobody has sent it."""
+    options, environment = storing(request, storage, tmp_path)
     cluster = clusters.get(
         eagle,
         decode=2,
-        decode_args=[FLAG, *HOST, *STORED],
-        decode_env={**version, DIRECTORY: str(tmp_path)},
+        decode_args=[FLAG, *HOST, *options],
+        decode_env={**version, **environment},
         prefill_env=V1,
         common_args=speculating(eagle, "--page-size", "16", "--max-total-tokens", "4096"),
         backend=backend,

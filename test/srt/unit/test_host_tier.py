@@ -842,9 +842,9 @@ def asks_for_host_memory(**given: Any) -> Any:
     ],
 )
 def test_more_memory_than_there_is_is_refused_before_the_model_is_loaded(tmp_path, given, says):
-    check_free(asks_for_host_memory(**{**given, "hicache_size": 0}), tmp_path)
+    check_free(asks_for_host_memory(**{**given, "hicache_size": 0}), cgroup=tmp_path)
     with pytest.raises(ValueError, match=f"--hicache-size .*{says}"):
-        check_free(asks_for_host_memory(**given), tmp_path)
+        check_free(asks_for_host_memory(**given), cgroup=tmp_path)
 
 
 def sizes(layers: int, heads: int = 0, head_dim: int = 0, latent: int = 0) -> Any:
@@ -881,7 +881,7 @@ def test_the_drafts_kv_takes_host_memory_too(tmp_path, monkeypatch, model, draft
     with pytest.raises(
         ValueError, match=f"with KV of the draft beside it, takes {10**6 * (1 + part) * tp_size:.1f} GB"
     ):
-        check_free(args, tmp_path)
+        check_free(args, cgroup=tmp_path)
     # A draft that cannot be read is the engine's to refuse.
     monkeypatch.setattr(ModelConfig, "from_server_args", lambda args, **options: broken())
     assert draft_part(args) == 0

@@ -13,22 +13,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import mooncake_master
+import psutil
 import pytest
 import storage_kinds
 import torch
+from decode_worker import DecodeWorker
 from mooncake_master import HOST
 from sglang.srt import server_args
-from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.host_tier import storage_mooncake, storage_nixl, storage_threads
+from sglang.srt.mem_cache import cache_support, kv_cache_builder
+from sglang.srt.mem_cache.cache_support import FLAG
+from sglang.srt.mem_cache.host_tier import storage_mooncake, storage_nixl, storage_threads, tier
+from sglang.srt.mem_cache.host_tier.checks import check_free, check_rank
 from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_mooncake import PagesInMooncake
 from sglang.srt.mem_cache.host_tier.storage_nixl import PagesThroughNixl
-from sglang.srt.mem_cache.host_tier.storage_options import read_options
+from sglang.srt.mem_cache.host_tier.storage_options import read_options, taken_of_rank
+from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.observability import thread_time
 from storage_kinds import opened
-from storage_world import PATIENT, StorageWorld
+from storage_world import PATIENT, StorageWorld, names_of
 from test_traps import tokens
+
+from sglang_pd_radix.tools.make_model import make_model
 
 
 def page_of(size: int, seed: int = 1) -> torch.Tensor:
@@ -415,24 +425,84 @@ def test_a_master_that_hangs_holds_up_no_step(own_master):
         world.close()
 
 
-def test_a_store_that_is_full_takes_more_when_something_has_been_evicted(own_master):
-    """What was looked at a moment ago stays for a while."""
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 26)
-    store, page = PagesInMooncake("rank", 1 << 24, options), page_of(1 << 24)
-    with pytest.raises(OSError, match="no memory is left in the store"):
-        for i in range(8):
-            store.set(f"{i}", page)
-            store.exists(f"{i}")
-    end = time.monotonic() + 60
-    while True:
-        try:
-            assert store.set("9", page)
-            break
-        except OSError:
-            assert time.monotonic() < end
-            time.sleep(0.2)
-    assert store.get("9", page) is page and not store.corrupt
+def fill(store: PagesInMooncake, prefix: str = "other/") -> list[str]:
+    """Leave no room in a store, with objects of somebody else that the master does not evict for a while."""
+    made = []
+    for size in (1 << 20, 1 << 16, 1 << 12, 1 << 8, 1):
+        while store._store.put(key := f"{prefix}{len(made)}", bytes(size)) == 0:
+            made.append(key)
+            store._store.is_exist(key)
+    return made
+
+
+def test_a_store_that_is_full_takes_the_place_of_what_nobody_wants(own_master):
+    """Each page that it has room for at once is followed by one that it refuses until it has evicted another one."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    store, page = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20)
+    for i in range(60):
+        # As whoever writes asks first.
+        assert not store.exists(f"{i:x}") and store.set(f"{i:x}", page), i
+    assert store.get(f"{59:x}", page) is page and not store.corrupt
+    assert len(mooncake_master.keys(own_master._metrics_port)) < 20
     store._store.close()
+
+
+def test_a_store_that_is_full_refuses_without_an_error(own_master, caplog):
+    """What it has was asked for a moment ago, and stays for a while."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    store, page = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20)
+    # What is asked for stays.
+    assert store.set("0", page) and store.exists("0")
+    made = fill(store)
+    begun = time.monotonic()
+    assert [store.set(f"{i:x}", page) for i in range(1, 4)] == [False] * 3
+    assert time.monotonic() - begun < 5 and store.get("0", page) is page
+    assert caplog.text.count("has no room for a page") == 1 and "global_segment_size" in caplog.text
+    # It has the place of one that is gone at once.
+    for key in made[:2]:
+        store._store.remove(key, True)
+    assert store.set("1", page)
+    store._store.close()
+
+
+def test_a_store_without_room_for_a_mark_is_none_that_was_cleared(own_master):
+    """Or all that is in host memory would be looked for again with each request, which keeps the store full."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    store = PagesInMooncake("rank", 100, options)
+    assert store._store.remove(store._mark, True) == 0
+    made = fill(store)
+    assert [store.was_cleared() for _ in range(3)] == [False] * 3
+    # When there is room, nobody knows what has been removed meanwhile.
+    store._store.remove(made[0], True)
+    assert [store.was_cleared() for _ in range(3)] == [True, False, False]
+    store._store.close()
+
+
+def test_who_is_refused_a_page_goes_on_writing_and_reading(own_master):
+    """Each page that found no room had all others wait for 5 s, as if the store were broken."""
+    one, two = StorageWorld("kv", kind=own_master.kind), StorageWorld("kv", kind=own_master.kind)
+    prompt, refused = tokens(1, 24), tokens(100, 24)
+    one.serve(prompt)
+    # What is asked for stays.
+    assert all(map(one.files.exists, names_of(prompt)))
+    made = fill(one.files)
+    one.serve(refused)
+    state = one.storage.state()
+    # The first page was, and what is behind it would be of no use.
+    assert (state["no_room"], state["written"], state["failed"], state["dropped"]) == (24, 24, 0, 0)
+    assert not one.threads.writing.pausing and two.serve(prompt) == 24 and two.serve(refused) == 0
+    store = one.files._store
+    for key in made:
+        store.remove(key, True)
+    # The master still evicts for what it has refused: let it have that.
+    store.put("victim", b"1")
+    one.until(lambda: not any(key == "victim" for key in mooncake_master.keys(own_master._metrics_port)), step=False)
+    # Written with the next turn, at once.
+    one.serve(refused + tokens(300, 8))
+    two.forget()
+    assert two.serve(refused + tokens(300, 8)) == 32
+    for world in one, two:
+        world.close()
 
 
 def test_a_page_whose_writer_was_killed_is_not_there(own_master, tmp_path):
@@ -462,6 +532,117 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- server arguments ----
+
+
+def worker(**given: Any) -> Any:
+    """Options of a decode worker with a Mooncake store."""
+    args = SimpleNamespace(
+        hicache_size=0,
+        hicache_ratio=2.0,
+        tp_size=1,
+        nnodes=1,
+        dp_size=1,
+        enable_dp_attention=False,
+        model_path="model",
+        speculative_algorithm=None,
+        speculative_draft_model_path=None,
+        hicache_storage_backend="mooncake",
+        hicache_storage_backend_extra_config=None,
+        hicache_storage_prefetch_policy="timeout",
+    )
+    vars(args).update(given)
+    return args
+
+
+@pytest.fixture
+def container(no_variables, monkeypatch, tmp_path, master):
+    """With 30 GiB left of its limit, where workers are told of a master, and of 8 GiB for its store."""
+    for name, text in {"max": 40 << 30, "current": 10 << 30, "stat": "inactive_file 0"}.items():
+        (tmp_path / f"memory.{name}").write_text(str(text))
+    monkeypatch.setenv("MOONCAKE_MASTER", master.address)
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "8gb")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 50))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        # 8 GiB in all, and 16 MiB of each rank.
+        ({"hicache_size": 8, "tp_size": 2}, "--hicache-size 8 and --hicache-storage.* take 24.6 GB .* for 2 ranks"),
+        # Of each replica, and of each DP rank.
+        ({"dp_size": 3}, "^--hicache-storage-backend mooncake with global_seg.*_SIZE. takes 25.8 GB .* for 3 ranks"),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, "takes 34.4 GB of host memory for 4 ranks"),
+        ({"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}, "takes 34.5 GB of host memory for 8 ranks"),
+    ],
+)
+def test_memory_for_the_store_is_counted_at_the_start(container, given, says):
+    args = worker(**given)
+    with pytest.raises(ValueError, match=f"{says}, and this container has 32.2 GB free.* Give less, or leave"):
+        check_free(args, taken_of_rank(args), container)
+    # Half of the ranks on this host.
+    args.nnodes = 2
+    check_free(args, taken_of_rank(args), container)
+
+
+def test_without_a_store_there_is_nothing_to_count(container):
+    for name in None, "file":
+        args = worker(hicache_storage_backend=name, hicache_size=8, tp_size=2)
+        check_free(args, taken_of_rank(args), container)
+
+
+def test_memory_for_the_store_is_counted_when_the_ratio_is_known(container):
+    """Of this rank, whatever the others have taken by then."""
+    args = worker(tp_size=2)
+    check_rank(args, 16e9, taken_of_rank(args), container)
+    says = "^--hicache-ratio 2 and --hicache-storage.* take 22.3 GB of host memory for 1 rank, and this container has"
+    with pytest.raises(ValueError, match=says):
+        check_rank(args, 18e9, taken_of_rank(args), container)
+    # It has been seen to before the model was loaded.
+    args.hicache_size = 8
+    check_rank(args, 18e9, taken_of_rank(args), container)
+
+
+def test_a_worker_counts_the_memory_of_its_store_before_its_model_is_loaded(container, monkeypatch, tmp_path):
+    model = make_model(tmp_path / "m")
+    decode = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl", FLAG]
+    stored = ["--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"]
+    args = server_args.prepare_server_args(["--model-path", str(model), "--device", "cpu", *decode, *stored])
+    args.check_server_args()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16 << 30))
+    with pytest.raises(ValueError, match="backend mooncake with global_.* takes 8.6 GB .* this machine has 17.2 GB"):
+        args.check_server_args()
+
+
+def test_a_worker_counts_the_memory_of_its_store_when_its_pool_is_there(container, monkeypatch):
+    """With the draft's, before any of it is taken."""
+    args, pool = worker(), MHATokenToKVPool(1 << 12, 1, torch.float32, 1, 64, 1, "cpu", False)
+    tree: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=1)
+    free, taken = 10 << 30, taken_of_rank(args)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(tier, "host_pool", lambda *args: pytest.fail("memory was taken"))
+    for draft, needed in (None, 2), (pool, 4):
+        # One byte less than the pool's, as many times as the ratio says, and the store's.
+        free = (10 << 30) + taken.size + needed * 512 * (pool.size + 1) - 1
+        with pytest.raises(ValueError, match="--hicache-ratio 2 and --hicache-storage-backend mooncake with .* take"):
+            tier.add_host_tier(tree, args, lambda: None, draft, stored=taken)
+        free += 1
+        with pytest.raises(pytest.fail.Exception, match="memory was taken"):
+            tier.add_host_tier(tree, args, lambda: None, draft, stored=taken)
+
+
+def test_a_tree_is_built_with_what_its_storage_takes(container, monkeypatch):
+    """8 GiB over the four TP ranks of a DP rank, and 16 MiB."""
+    args, told = worker(tp_size=8, dp_size=2, enable_dp_attention=True, enable_hierarchical_cache=True), []
+    monkeypatch.setattr(kv_cache_builder, "add_host_tier", lambda *given: told.append(given))
+    for name in "add_storage", "get_attention_tp_rank", "get_attention_tp_size":
+        monkeypatch.setattr(kv_cache_builder, name, lambda *given: None)
+    engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
+    runner: Any = SimpleNamespace(token_to_kv_pool=None)
+    kv_cache_builder.build(cache_support.DECODE, engines, args, runner, lambda: 0, lambda: None)
+    ((tree, _, _, draft, host_class, taken),) = told
+    assert isinstance(tree, HostTierRadixCache) and draft is None and host_class is StoredHostTree
+    assert taken.size == (2 << 30) + (16 << 20)
 
 
 @pytest.mark.parametrize(("flag", "layout"), [(True, "layer_first"), (False, "page_first_direct")])

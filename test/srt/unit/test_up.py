@@ -552,6 +552,34 @@ def test_a_killed_server_can_be_started_again(fake, tmp_path):
     assert not process_group.members(gone.pid)
 
 
+def test_a_restart_ends_while_the_worker_does_not_answer(fake, tmp_path):
+    """It hangs when it is ready: whoever waits heard of nothing for 10 s, and then it counted as started."""
+    until = []
+
+    def wait() -> None:
+        if until and time.monotonic() > until[0]:
+            raise TimeoutError("given up")
+
+    with Cluster("m", commands=fake, log_dir=tmp_path, on_wait=wait) as cluster:
+        worker = next(p for p in cluster.processes if p.role == "decode")
+        worker.env["FAKE_DECODE"] = "hangs"
+        cluster.kill("decode-0")
+        until.append(time.monotonic() + 3)
+        with pytest.raises(TimeoutError, match="given up"):
+            cluster.restart("decode-0")
+        assert time.monotonic() - until[0] < 4 and worker.ready_s is not None
+    assert not process_group.members(worker.pid)
+
+
+def test_a_restart_says_what_takes_longer_than_it_may(fake, tmp_path):
+    with Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=5) as cluster:
+        worker = next(p for p in cluster.processes if p.role == "decode")
+        worker.env["FAKE_DECODE"] = "hangs"
+        cluster.kill("decode-0")
+        with pytest.raises(PdRadixError, match="not ready after 5 s: decode-0 does not answer /freeze_gc"):
+            cluster.restart("decode-0")
+
+
 def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DECODE", "dies")
     monkeypatch.setenv("FAKE_PREFILL", "never")

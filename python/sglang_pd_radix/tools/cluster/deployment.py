@@ -202,7 +202,7 @@ class Cluster:
         self._family.start(process)
         startup.wait_ready([process])
         if process.is_worker:
-            freeze(process.url)
+            startup.call(lambda: freeze(process.url), lambda: f"{name} does not answer /freeze_gc")
 
     def dead(self) -> Process | None:
         """The first process that has ended, if any has."""

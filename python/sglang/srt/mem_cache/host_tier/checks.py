@@ -7,9 +7,9 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["check_free", "draft_part", "free_bytes"]
+__all__ = ["NOTHING", "Taken", "check_free", "check_rank", "draft_part", "free_bytes"]
 
 # What the engine leaves to others.
 LEFT_BYTES = 10 * 1024**3
@@ -27,6 +27,16 @@ _FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
+
+
+class Taken(NamedTuple):
+    """Bytes that one rank takes, and by which option; parts of a byte where it is worked out from a ratio."""
+
+    size: float
+    option: str
+
+
+NOTHING = Taken(0, "")
 
 
 def free_bytes(cgroup: Path = CGROUP) -> tuple[int, str]:
@@ -44,25 +54,41 @@ def free_bytes(cgroup: Path = CGROUP) -> tuple[int, str]:
     return found
 
 
-def check_free(args: ServerArgs, cgroup: Path = CGROUP) -> None:
-    """Raise ValueError where there is less memory than ``--hicache-size`` asks for all ranks of this host.
+def check_free(args: ServerArgs, stored: Taken = NOTHING, cgroup: Path = CGROUP) -> None:
+    """Raise ValueError where there is less memory than all ranks of this host are to take, by what is known of it.
 
-    With ``--hicache-ratio`` alone, what is needed is known when the model has been loaded.
+    stored: what a storage takes of each rank. What ``--hicache-ratio`` asks for is known when the model has been
+    loaded.
     """
-    if not args.hicache_size:
-        return
+    asked = [stored]
+    if args.hicache_size:
+        draft = draft_part(args)
+        size = f"{args.hicache_size}, with KV of the draft beside it," if draft else str(args.hicache_size)
+        asked = [Taken(args.hicache_size * (1 + draft) * 10**9, f"--hicache-size {size}"), stored]
     # Without DP attention each replica has ranks of its own.
     replicas = 1 if args.enable_dp_attention else args.dp_size
-    ranks = args.tp_size * replicas // args.nnodes
-    draft = draft_part(args)
-    asked = f"{args.hicache_size}, with KV of the draft beside it," if draft else str(args.hicache_size)
-    needed = args.hicache_size * (1 + draft) * 10**9 * ranks
+    _check(asked, args.tp_size * replicas // args.nnodes, cgroup)
+
+
+def check_rank(args: ServerArgs, size: float, stored: Taken = NOTHING, cgroup: Path = CGROUP) -> None:
+    """The same of one rank with ``--hicache-ratio`` alone, which is about to take ``size`` bytes for that.
+
+    Others may have taken theirs by then, or not. So what fits is never refused, and not all that does not fit is.
+    """
+    if not args.hicache_size:
+        _check([Taken(size, f"--hicache-ratio {args.hicache_ratio:g}"), stored], 1, cgroup)
+
+
+def _check(asked: Sequence[Taken], ranks: int, cgroup: Path) -> None:
+    asked = [one for one in asked if one.size]
+    needed = sum(one.size for one in asked) * ranks
     free, whose = free_bytes(cgroup)
-    if needed > free - LEFT_BYTES:
+    if needed > max(0, free - LEFT_BYTES):
         raise ValueError(
-            f"--hicache-size {asked} takes {needed / 1e9:.1f} GB of host memory for {ranks} ranks, and "
-            f"{whose} has {free / 1e9:.1f} GB free, of which {LEFT_BYTES / 1e9:.1f} are left to others. Give less, or "
-            "leave --enable-hierarchical-cache out."
+            f"{' and '.join(one.option for one in asked)} {'take' if len(asked) > 1 else 'takes'} {needed / 1e9:.1f} "
+            f"GB of host memory for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {whose} has {free / 1e9:.1f} GB "
+            f"free, of which {LEFT_BYTES / 1e9:.1f} are left to others. Give less, or leave "
+            "--enable-hierarchical-cache out."
         )
 
 

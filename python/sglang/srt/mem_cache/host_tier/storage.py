@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
 from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, rank_folder
-from sglang.srt.mem_cache.host_tier.storage_options import read_options
+from sglang.srt.mem_cache.host_tier.storage_options import options_of
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
@@ -165,13 +165,18 @@ def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_siz
     assert tier is not None and isinstance(tier.host, StoredHostTree)
     host = tier.host
     name = args.hicache_storage_backend
-    options = read_options(name, args.hicache_storage_backend_extra_config, args.hicache_storage_prefetch_policy)
+    options = options_of(args)
     pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
     rank = None if pages.shared else tp_rank
     folder = rank_folder(model_folder(args, options.weights), pages.made_of(), rank, tp_size)
     files = BACKENDS[name].open(folder, pages.page_bytes, options.own, tp_size)
+    taken = BACKENDS[name].memory(options.own, tp_size).size
     logger.info(
-        "Decode stores what is in host memory in %s (%s), %d bytes a page.", files.place, name, pages.page_bytes
+        "Decode stores what is in host memory in %s (%s), %d bytes a page%s.",
+        files.place,
+        name,
+        pages.page_bytes,
+        f"; the storage has {taken / 1e9:.2f} GB of this rank's memory" if taken else "",
     )
     threads = StorageThreads(files, pages, files.place)
     tier.storage = HostStorage(host, threads, options.limits, writes=not pages.shared or tp_rank == 0)

@@ -89,7 +89,7 @@ class PageStorage(ABC):
 
     @abstractmethod
     def set(self, key: str, value: Any) -> bool:
-        """Write a page."""
+        """Write a page. False: it has no room for one now, which is no error of its."""
 
     @abstractmethod
     def clear(self) -> bool:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.host_tier.checks import Taken
 from sglang.srt.mem_cache.host_tier.storage_backend import EXTRA_CONFIG, PageStorage, Room, is_whole, seal
 
-__all__ = ["OPTIONS", "MooncakeOptions", "PagesInMooncake", "open_storage", "read"]
+__all__ = ["OPTIONS", "MooncakeOptions", "PagesInMooncake", "memory", "open_storage", "read"]
+
+logger = logging.getLogger(__name__)
 
 _BACKEND = "--hicache-storage-backend mooncake"
 _NOT_HERE = ("standalone_storage", "client_server_address")
@@ -36,11 +41,17 @@ _NOT_HERE = ("standalone_storage", "client_server_address")
 _MISSING, _LONGER, _NO_SPACE = (-704, -703), -600, -200
 # Bytes that the store has besides, for calls that are not used here: the engine's figure.
 _LOCAL_BUFFER = 16 * 1024**2
+# How the size of what is given to the store is told, in messages.
+_SIZE_OPTION = "global_segment_size (MOONCAKE_GLOBAL_SEGMENT_SIZE)"
 # Less than that, and more than nothing, it does not take: bytes.
 LEAST_SEGMENT = 16 * 1024**2
 # What no number of bytes is, for the store either.
 _NO_SIZE = 1 << 63
 CONNECT_S = 3.0
+# Seconds before each further try to write where the store was full. When it has refused something, the master evicts
+# what nobody has asked for in the last 10 s (its --default_kv_lease_ttl), and looks every 10 ms: of 60 pages 59 found
+# room within 26 ms, all within 44. More tries are more lines of the library's in the log.
+ROOM_S = (0.025, 0.05)
 
 
 class MooncakeOptions(NamedTuple):
@@ -167,6 +178,11 @@ def _look_for_master(address: str, source: str) -> None:
         ) from e
 
 
+def memory(options: MooncakeOptions, tp_size: int) -> Taken:
+    """What the store takes of each of ``tp_size`` ranks."""
+    return Taken(options.global_segment_size // tp_size + _LOCAL_BUFFER, f"{_BACKEND} with {_SIZE_OPTION}")
+
+
 def open_storage(folder: str, page_bytes: int, options: MooncakeOptions, tp_size: int) -> PagesInMooncake:
     """Pages whose names begin with ``folder``. Raises ValueError."""
     size = options.global_segment_size // tp_size
@@ -198,6 +214,7 @@ class PagesInMooncake(PageStorage):
         self._of_thread = threading.local()
         # Kept for ever, as what is registered: also of a thread that has ended while something was under way.
         self._rooms: list[Room] = []
+        self._full = False
         self._store = _load().MooncakeDistributedStore()
         code = self._store.setup(
             options.local_hostname,
@@ -212,21 +229,22 @@ class PagesInMooncake(PageStorage):
             raise OSError(errno.EIO, f"Mooncake's code {code}")
         self._put_mark()
 
-    def _put_mark(self) -> None:
+    def _put_mark(self) -> bool:
         """Put an object of this worker's beside its pages: what removes all pages removes it, too.
 
-        Where the store is full there is none, and all may have been removed.
+        Returns whether the store has room for it.
         """
         self._mark = f"{self._prefix}worker-{uuid.uuid4().hex}"
-        self._store.put(self._mark, b"1")
+        return self._store.put(self._mark, b"1") != _NO_SPACE
 
     def was_cleared(self) -> bool:
-        """Whether somebody else has cleared it since this was last asked, or may have: the master may be a new one."""
+        """Whether somebody else has cleared it since this was last asked, or may have: the master may be a new one.
+
+        One without room even for a mark has not been cleared just now; when it has room, it may have been.
+        """
         code = self._store.is_exist(self._mark)
         self._done(code, "does not say what it has")
-        if code == 0:
-            self._put_mark()
-        return code == 0
+        return code == 0 and self._put_mark()
 
     def _room(self) -> Room:
         """Of this thread, registered."""
@@ -241,8 +259,7 @@ class PagesInMooncake(PageStorage):
     @staticmethod
     def _done(code: int, what: str) -> None:
         if code < 0:
-            why = "no memory is left in the store" if code == _NO_SPACE else f"code {code}"
-            raise OSError(errno.ENOSPC if code == _NO_SPACE else errno.EIO, f"Mooncake {what}: {why}")
+            raise OSError(errno.EIO, f"Mooncake {what}: code {code}")
 
     def exists(self, key: str) -> bool:
         """Whether the master has such an object, which it keeps for a while then."""
@@ -266,11 +283,32 @@ class PagesInMooncake(PageStorage):
         return None
 
     def set(self, key: str, value: torch.Tensor) -> bool:
-        """Write a page; nothing is done where there is one of that name."""
+        """Write a page; nothing is done where there is one of that name. False where the store stays full."""
         room = self._room()
         room.put(seal(memoryview(value.numpy())), value)
-        self._done(self._store.put_from(self._prefix + key, room.address, room.size), "writes no page")
+        code = self._store.put_from(self._prefix + key, room.address, room.size)
+        for wait_s in ROOM_S:
+            if code != _NO_SPACE:
+                break
+            time.sleep(wait_s)
+            code = self._store.put_from(self._prefix + key, room.address, room.size)
+        if code == _NO_SPACE:
+            self._say_full(room.size)
+            return False
+        self._done(code, "writes no page")
         return True
+
+    def _say_full(self, size: int) -> None:
+        if not self._full:
+            self._full = True
+            logger.warning(
+                "The Mooncake store at %s has no room for a page (%d bytes): all that it has was asked for a moment "
+                "ago. Such pages are not written, and counted as no_room from now on. If they are many, have workers "
+                "give it more: %s.",
+                self.place,
+                size,
+                _SIZE_OPTION,
+            )
 
     def clear(self) -> bool:
         """Remove all pages of this rank."""

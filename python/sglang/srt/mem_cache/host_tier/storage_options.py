@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang.srt.mem_cache.host_tier.checks import NOTHING, Taken
 from sglang.srt.mem_cache.host_tier.storage_backend import EXTRA_CONFIG
 from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 
-__all__ = ["StorageOptions", "read_options"]
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["StorageOptions", "options_of", "read_options", "taken_of_rank"]
 
 # By the name in the option, of which type, and the field of `Limits`.
 _LIMITS: dict[str, tuple[Any, str]] = {
@@ -29,6 +33,23 @@ class StorageOptions(NamedTuple):
     limits: Limits
     weights: str | None
     own: Any = None
+
+
+def options_of(args: ServerArgs) -> StorageOptions:
+    """`read_options` of a worker with a storage."""
+    extra, policy = args.hicache_storage_backend_extra_config, args.hicache_storage_prefetch_policy
+    return read_options(args.hicache_storage_backend, extra, policy)
+
+
+def taken_of_rank(args: ServerArgs) -> Taken:
+    """What the storage of a worker takes of each of its ranks. Raises ValueError.
+
+    Each DP rank has a storage of its own, which its TP ranks share.
+    """
+    if args.hicache_storage_backend is None:
+        return NOTHING
+    tp_size = args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
+    return BACKENDS[args.hicache_storage_backend].memory(options_of(args).own, tp_size)
 
 
 def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:

@@ -34,14 +34,15 @@ class Counters:
     """Tokens since the start.
 
     fetched: put into host memory. written; known: that it had already; dropped: not written since they had left host
-    memory or it was left alone after an error; failed: an error came. What is tried again counts again. late: requests
-    that waited no longer for it.
+    memory or it was left alone after an error; no_room: not written since it was full; failed: an error came. What is
+    tried again counts again. late: requests that waited no longer for it.
     """
 
     fetched: int = 0
     written: int = 0
     known: int = 0
     dropped: int = 0
+    no_room: int = 0
     failed: int = 0
     late: int = 0
 

@@ -55,7 +55,7 @@ class Writes:
 
     @property
     def dropped(self) -> int:
-        """Tokens since the start that were not written, nor were there."""
+        """Tokens since the start that were not written, nor were there, but those that it had no room for."""
         return self._refused + self._threads.counters.dropped
 
     def add(self, names: Sequence[bytes], slots: torch.Tensor) -> Write:
@@ -86,6 +86,11 @@ class Writes:
                 if self._epoch != epoch or trouble.pausing:
                     break
                 counted = self._write_one(name.hex(), int(page), int(given_away), buffer)
+                if counted == "no_room":
+                    # Nobody could use what comes behind it.
+                    counters.no_room += left
+                    left, write.lost = 0, True
+                    break
                 setattr(counters, counted, getattr(counters, counted) + page_size)
                 write.lost = write.lost or counted == "dropped"
                 left -= page_size
@@ -110,6 +115,6 @@ class Writes:
         if self._pages.given_away[page] != given_away:
             return "dropped"
         if not files.set(key, buffer):
-            raise OSError(f"page {key} was refused")
+            return "no_room"
         self._threads.writing.ended()
         return "written"

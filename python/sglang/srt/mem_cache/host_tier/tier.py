@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.host_tier.agreed import SavesStep
 from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
+from sglang.srt.mem_cache.host_tier.checks import NOTHING as NOTHING_TAKEN
+from sglang.srt.mem_cache.host_tier.checks import Taken, check_rank
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool, kv_pool_of
 from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
@@ -177,19 +179,21 @@ def add_host_tier(
     forward_stream: Callable[[], Any],
     draft_pool: Any = None,
     host_class: type[HostTree] = HostTree,
+    stored: Taken = NOTHING_TAKEN,
 ) -> None:
     """Put host memory, as the engine's options say, below an empty ``tree``. Raises ValueError.
 
     forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
-    host_class: of the tree over host memory.
+    host_class: of the tree over host memory. stored: what a storage is to take of this rank besides.
     """
     kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
     check_size(args, kvcache)
+    # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
+    drafts = None if draft_pool is None else kv_pool_of(draft_pool)
+    check_rank(args, args.hicache_ratio * sum(kv_bytes(one) for one in (kvcache, drafts) if one is not None), stored)
     pool = host_pool(kvcache, args, tree.page_size)
     pools = [(kvcache, pool)]
-    if draft_pool is not None:
-        # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
-        drafts = kv_pool_of(draft_pool)
+    if drafts is not None:
         pools.append((drafts, host_pool(drafts, args, tree.page_size, pool.size)))
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
     # The engine's allocators never give the first page away.
@@ -204,12 +208,17 @@ def add_host_tier(
     )
 
 
+def kv_bytes(pool: Any) -> int:
+    """Bytes of a pool on the device."""
+    k, v = pool.get_kv_size_bytes() if hasattr(pool, "v_buffer") else (pool.get_kv_size_bytes(), 0)
+    return int(k + v)
+
+
 def check_size(args: ServerArgs, pool: Any) -> None:
     """Raise ValueError where host memory would hold no more than ``pool``; the engine only asserts it."""
     if not args.hicache_size:
         return
-    k, v = pool.get_kv_size_bytes() if hasattr(pool, "v_buffer") else (pool.get_kv_size_bytes(), 0)
-    size = (k + v) / 1e9
+    size = kv_bytes(pool) / 1e9
     if args.hicache_size <= size:
         raise ValueError(
             f"--hicache-size is {args.hicache_size} GB for each rank, and the KV pool of one on the device takes "
