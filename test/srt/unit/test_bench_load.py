@@ -10,8 +10,8 @@ import pytest
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import measure
 
-# `load.py` over an engine whose requests take 20 ms each, one after the other, with a comment in each stream; a prompt of
-# 0 fails the benchmark.
+# `load.py` over an engine whose requests take 20 ms each, one after the other, with a comment in each stream; a prompt
+# of 0 fails the benchmark.
 CHILD = """
 import asyncio, json, sys, types
 
