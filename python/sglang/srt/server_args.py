@@ -269,9 +269,9 @@ class ServerArgs(engine.ServerArgs):
             checks.check(self)
         if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
             from sglang.srt.mem_cache.host_tier import checks as host_tier
-            from sglang.srt.mem_cache.host_tier.storage_options import taken_of_rank
+            from sglang.srt.mem_cache.host_tier.storage_options import options_of, taken_of_rank
 
-            host_tier.check_free(self, taken_of_rank(self))
+            host_tier.check_free(self, taken_of_rank(self, options_of(self)))
         if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
             raise ValueError(
                 f"{FLAG} needs the radix cache, but this model or option set disables it "

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
 from sglang.srt.mem_cache.host_tier.storage_mooncake import PagesInMooncake
 from sglang.srt.mem_cache.host_tier.storage_nixl import PagesThroughNixl
-from sglang.srt.mem_cache.host_tier.storage_options import read_options, taken_of_rank
+from sglang.srt.mem_cache.host_tier.storage_options import options_of, read_options, taken_of_rank
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -579,28 +579,28 @@ def container(no_variables, monkeypatch, tmp_path, master):
 def test_memory_for_the_store_is_counted_at_the_start(container, given, says):
     args = worker(**given)
     with pytest.raises(ValueError, match=f"{says}, and this container has 32.2 GB free.* Give less, or leave"):
-        check_free(args, taken_of_rank(args), container)
+        check_free(args, taken_of_rank(args, options_of(args)), container)
     # Half of the ranks on this host.
     args.nnodes = 2
-    check_free(args, taken_of_rank(args), container)
+    check_free(args, taken_of_rank(args, options_of(args)), container)
 
 
 def test_without_a_store_there_is_nothing_to_count(container):
     for name in None, "file":
         args = worker(hicache_storage_backend=name, hicache_size=8, tp_size=2)
-        check_free(args, taken_of_rank(args), container)
+        check_free(args, taken_of_rank(args, options_of(args)), container)
 
 
 def test_memory_for_the_store_is_counted_when_the_ratio_is_known(container):
     """Of this rank, whatever the others have taken by then."""
     args = worker(tp_size=2)
-    check_rank(args, 16e9, taken_of_rank(args), container)
+    check_rank(args, 16e9, taken_of_rank(args, options_of(args)), container)
     says = "^--hicache-ratio 2 and --hicache-storage.* take 22.3 GB of host memory for 1 rank, and this container has"
     with pytest.raises(ValueError, match=says):
-        check_rank(args, 18e9, taken_of_rank(args), container)
+        check_rank(args, 18e9, taken_of_rank(args, options_of(args)), container)
     # It has been seen to before the model was loaded.
     args.hicache_size = 8
-    check_rank(args, 18e9, taken_of_rank(args), container)
+    check_rank(args, 18e9, taken_of_rank(args, options_of(args)), container)
 
 
 def test_a_worker_counts_the_memory_of_its_store_before_its_model_is_loaded(container, monkeypatch, tmp_path):
@@ -618,7 +618,7 @@ def test_a_worker_counts_the_memory_of_its_store_when_its_pool_is_there(containe
     """With the draft's, before any of it is taken."""
     args, pool = worker(), MHATokenToKVPool(1 << 12, 1, torch.float32, 1, 64, 1, "cpu", False)
     tree: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=1)
-    free, taken = 10 << 30, taken_of_rank(args)
+    free, taken = 10 << 30, taken_of_rank(args, options_of(args))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(tier, "host_pool", lambda *args: pytest.fail("memory was taken"))
     for draft, needed in (None, 2), (pool, 4):

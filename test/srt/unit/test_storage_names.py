@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.host_tier import storage_scheduler
 from sglang.srt.mem_cache.host_tier.storage import add_storage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, model_folder, page_names, rank_folder, weights_id
-from sglang.srt.mem_cache.host_tier.storage_options import read_options
+from sglang.srt.mem_cache.host_tier.storage_options import options_of, read_options
 from storage_world import StorageWorld
 from test_traps import tokens
 
@@ -217,7 +217,8 @@ def worker(tmp_path, monkeypatch, model):
             "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1, "prefetch_timeout_base": 20}',
             **given,
         }
-        add_storage(one.tree, options(model, **given), tp_rank, tp_size)
+        args = options(model, **given)
+        add_storage(one.tree, args, options_of(args), tp_rank, tp_size)
         one.storage, one.threads = one.tier.storage, one.tier.storage.threads
         one.files = one.threads.files
         one.queue.loads = type(one.queue.loads)(one.tree)
@@ -253,8 +254,9 @@ def test_a_directory_that_cannot_be_made(worker, model, tmp_path, monkeypatch):
     one = worker()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "file" / "kv"))
+    args = options(model)
     with pytest.raises(ValueError, match="cannot use .*kv: .*SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
-        add_storage(one.tree, options(model), 0, 1)
+        add_storage(one.tree, args, options_of(args), 0, 1)
 
 
 def scheduler_of(one: StorageWorld) -> Scheduler:

@@ -184,7 +184,7 @@ class Deployment:
 
     def use(self, variant: Variant) -> None:
         """Pause every other decode worker and router, and empty all caches of this variant's workers."""
-        if self._used is not None:
+        if self._used not in (None, variant):
             # What clients have given up goes on. Paused with its decode, it would stay in prefill while others measure.
             empty_caches(self.cluster, self.decode_urls(self._used), timeout_s=20)
         self._used = variant

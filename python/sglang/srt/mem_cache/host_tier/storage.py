@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
 from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, rank_folder
-from sglang.srt.mem_cache.host_tier.storage_options import options_of
+from sglang.srt.mem_cache.host_tier.storage_options import StorageOptions
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
@@ -156,16 +156,18 @@ class HostStorage:
             self._host.writes = None
 
 
-def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_size: int) -> None:
+def add_storage(
+    tree: HostTierRadixCache, args: ServerArgs, options: StorageOptions, tp_rank: int, tp_size: int
+) -> None:
     """Put the storage that the options of a worker ask for below its host memory, which is empty. Raises ValueError.
 
-    tree: its tree over host memory is a `StoredHostTree`. tp_rank, tp_size: of the ranks that have parts of one KV.
+    tree: its tree over host memory is a `StoredHostTree`. options: what ``args`` say of it. tp_rank, tp_size: of the
+    ranks that have parts of one KV.
     """
     tier = tree.tier
     assert tier is not None and isinstance(tier.host, StoredHostTree)
     host = tier.host
     name = args.hicache_storage_backend
-    options = options_of(args)
     pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
     rank = None if pages.shared else tp_rank
     folder = rank_folder(model_folder(args, options.weights), pages.made_of(), rank, tp_size)

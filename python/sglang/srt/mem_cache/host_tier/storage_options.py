@@ -35,21 +35,23 @@ class StorageOptions(NamedTuple):
     own: Any = None
 
 
-def options_of(args: ServerArgs) -> StorageOptions:
-    """`read_options` of a worker with a storage."""
+def options_of(args: ServerArgs) -> StorageOptions | None:
+    """`read_options` of a worker, which may ask a server whether it is there; None: it has no storage."""
+    if args.hicache_storage_backend is None:
+        return None
     extra, policy = args.hicache_storage_backend_extra_config, args.hicache_storage_prefetch_policy
     return read_options(args.hicache_storage_backend, extra, policy)
 
 
-def taken_of_rank(args: ServerArgs) -> Taken:
-    """What the storage of a worker takes of each of its ranks. Raises ValueError.
+def taken_of_rank(args: ServerArgs, options: StorageOptions | None) -> Taken:
+    """What the storage of a worker takes of each of its ranks. options: `options_of` it.
 
     Each DP rank has a storage of its own, which its TP ranks share.
     """
-    if args.hicache_storage_backend is None:
+    if options is None:
         return NOTHING
     tp_size = args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
-    return BACKENDS[args.hicache_storage_backend].memory(options_of(args).own, tp_size)
+    return BACKENDS[args.hicache_storage_backend].memory(options.own, tp_size)
 
 
 def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:
