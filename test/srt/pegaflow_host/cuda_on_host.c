@@ -5,7 +5,9 @@
  * what this cannot show.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -26,6 +28,17 @@ static void wait_a_little(void) {
         us = value ? atoi(value) : 0;
     }
     if (us > 0) usleep(us);
+}
+
+/* For a test of what comes in the middle of a load or save: a copy waits while there is a file of this name, and makes
+ * one beside it that says so. */
+static void wait_while_held(void) {
+    const char *path = getenv("CUDA_ON_HOST_HOLD");
+    char waits[4096];
+    if (!path || access(path, F_OK)) return;
+    snprintf(waits, sizeof waits, "%s.waits", path);
+    close(open(waits, O_CREAT | O_WRONLY, 0600));
+    while (!access(path, F_OK)) usleep(1000);
 }
 
 CUresult cuInit(unsigned flags) { return OK; }
@@ -62,11 +75,13 @@ CUresult cuMemsetD8Async(uintptr_t pointer, unsigned char value, size_t size, vo
 }
 CUresult cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *stream) {
     wait_a_little();
+    wait_while_held();
     memmove(to, (void *)from, size);
     return OK;
 }
 CUresult cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *stream) {
     wait_a_little();
+    wait_while_held();
     memmove((void *)to, from, size);
     return OK;
 }

@@ -76,13 +76,6 @@ def server_env(libraries: Path) -> dict[str, str]:
     }
 
 
-def wait_for(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 class HostServer:
     """One server; ``start`` after ``kill`` brings it back, empty, where it was."""
 
@@ -93,11 +86,14 @@ class HostServer:
         self.log = directory / "pegaflow.log"
         self.process: subprocess.Popen | None = None
         self.libraries = build(directory)
+        # While it is there, no copy of the server's goes on.
+        self._hold = directory / "hold"
 
     def start(self) -> HostServer:
         command = [binary(), "--addr", self.endpoint, "--http-addr", self.http, "--devices", "0"]
         command += ["--pool-size", self.pool, "--enable-prometheus"]
         env = {**server_env(self.libraries), "CUDA_ON_HOST_COPY_US": str(self.copy_us)}
+        env["CUDA_ON_HOST_HOLD"] = str(self._hold)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         end = time.monotonic() + START_S
@@ -114,6 +110,17 @@ class HostServer:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    def hold(self) -> None:
+        """Have copies wait until `let_go`."""
+        self._hold.touch()
+
+    def holds(self) -> bool:
+        """Whether a copy waits, or has waited."""
+        return self._hold.with_suffix(".waits").exists()
+
+    def let_go(self) -> None:
+        self._hold.unlink()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

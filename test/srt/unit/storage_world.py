@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,8 +158,21 @@ class StorageWorld(World):
             self.threads.run(99)
         self.until(lambda: not self.storage.writes.waiting, step=False)
 
+    def hold_writes(self) -> threading.Event:
+        """Until it is set, nothing is written that has not been begun."""
+        let_go = threading.Event()
+        self.threads.write(lambda buffer: let_go.wait(30) and None)
+        return let_go
+
     def serve(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:
         """A whole request; how many tokens of it were not sent."""
+        not_sent = self.save(prompt, max_new, **options)
+        self.settle_alone()
+        self.check()
+        return not_sent
+
+    def save(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:
+        """As `serve`, but what has been saved may still wait to be written."""
         decode_req = self.admit(prompt, max_new=max_new, **options)
         receiver = decode_req.kv_receiver
         self.tier.memory.wait()
@@ -167,8 +181,7 @@ class StorageWorld(World):
         self.check()
         while decode_req.req in self.running:
             self.decode()
-        self.settle()
-        self.check()
+        self.until(lambda: self.tier.memory.wait() or not self.tier.saves.busy)
         return receiver.prefix_len
 
     def forget(self) -> None:

@@ -41,6 +41,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability import thread_time
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from waiting import until
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -48,7 +49,6 @@ from sglang_pd_radix.tools.cluster import free_ports
 CODE = vars(prefill_peers)
 REALLY_REFUSING = peer_liveness.refusing
 WATCH_PREFILLS = peer_watch.PrefillWatch.run
-WATCH_DECODES = peer_watch.DecodeWatch.run
 SWEEP_SOCKETS = peer_watch.SocketSweep.sweep
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 # What the queues have others do for them.
@@ -999,20 +999,18 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
         bench.world.queue.end_step()
     heard_of(bench, req)
     half = bench.halves[req.rid]
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
-    deadline = time.monotonic() + 30
-    while not bench.prefill.decode_watch.reachable:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    watch = bench.prefill.decode_watch
+    # By hand: of all that prefill does, one look has to find it out.
+    watch._check()
+    assert watch.reachable
     # On this side of the wire everything goes on; on the other nobody is left.
     bench.gone = True
     bench.receiver(req).poll = lambda: KVPoll.WaitingForInput
-    start = time.monotonic()
-    while not half.ended:
-        assert time.monotonic() < start + 30
-        half.step()
-        bench.prefill.settle()
-        time.sleep(0.005)
+    half.step()
+    bench.prefill.settle()
+    assert not half.ended
+    watch._check()
+    until(lambda: half.step() or bench.prefill.settle() or half.ended, "the end of its request")
     assert "is gone" in half.sender.failure_reason()
     rooms = bench.prefill.rooms
     assert not rooms.live.keys() & {req.bootstrap_room} and not rooms.refused and not rooms.waiting
@@ -1132,8 +1130,8 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     bench.gone = True
     req = short_of_memory(bench)
     heard_of(bench, req)
-    threading.Thread(target=WATCH_DECODES, args=(bench.prefill.decode_watch,), daemon=True).start()
-    time.sleep(3 * peer_watch.LOOK_S)
+    for _ in range(3):
+        bench.prefill.decode_watch._check()
     bench.gone = False
     make_room(bench)
     bench.drain()

@@ -407,13 +407,38 @@ def test_a_page_that_is_given_away_while_it_is_read_is_not_written(any_world):
         pages.given_away[page] += 1
 
     pages.read = reading
-    one.serve(tokens(1, 24))
-    # In three parts, each of which has what is above it tried again, if that has been given up by then.
-    assert not one.inside.names() and 24 <= one.tier.state()["storage"]["dropped"] <= 8 + 16 + 24
+    # It is saved in three parts. All are there before the first is given up, or that would be tried again with others.
+    writes = one.hold_writes()
+    one.save(tokens(1, 24))
+    writes.set()
+    one.settle()
+    assert not one.inside.names() and one.tier.state()["storage"]["dropped"] == 24
     pages.read = read
     # With what comes behind it.
     one.serve(tokens(1, 24) + tokens(9, 4))
     assert one.tier.state()["storage"]["written"] == 28
+
+
+def test_what_lies_behind_a_page_that_found_no_room_is_not_written(any_world):
+    """It is saved in three parts. Nobody could use the third; who asked for it would make room for what never comes."""
+    one, two = any_world(), any_world()
+    prompt = tokens(1, 24)
+    names, put = names_of(prompt), one.files.set
+    # Room for all but the first page of the second part.
+    one.files.set = lambda key, page: key != names[2] and put(key, page)
+    # All parts are there before the first is written: with a part, what was refused above it is tried again.
+    writes = one.hold_writes()
+    one.save(prompt)
+    writes.set()
+    one.settle()
+    assert one.inside.names() == sorted(names[:2]) and not one.threads.writing.pausing
+    state = one.tier.state()["storage"]
+    assert (state["written"], state["no_room"], state["dropped"], state["failed"]) == (8, 16, 0, 0)
+    assert two.serve(prompt) == 8
+    one.files.set = put
+    one.serve(prompt + tokens(9, 4))
+    two.forget()
+    assert two.serve(prompt + tokens(9, 4)) == 28
 
 
 def test_more_than_may_wait_is_dropped(any_world):
@@ -508,6 +533,9 @@ def on_ranks(rank: int, folder: str, case: str, kind: str) -> list[Any]:
     limits = BRIEF if case == "hangs" else PATIENT
     one = StorageWorld(f"{folder}/{rank}", group=dist.group.WORLD, limits=limits, kind=kind)
     prompt = tokens(1, 24)
+    if rank == 1 and case == "was full":
+        name, put = names_of(prompt)[2], one.files.set
+        one.files.set = lambda key, page: key != name and put(key, page)
     told: list[Any] = [one_after_another(one, prompt)]
     one.forget()
     if rank == 1:
@@ -554,6 +582,7 @@ def change(one: StorageWorld, case: str) -> None:
         ("the same", 24),
         ("a page is missing", 12),
         ("a page is corrupt", 8),
+        ("was full", 8),
         ("hangs", 0),
         ("fails", 0),
         ("no room", 0),

@@ -39,7 +39,8 @@ from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from wire_ends import Ends, keep_threads_out, until
+from waiting import until
+from wire_ends import Ends, keep_threads_out
 
 from sglang_pd_radix.tools.cluster import free_ports
 

@@ -328,14 +328,18 @@ def send(hosts, count: int) -> None:
 def test_the_wire_has_the_rate_that_was_set(hosts, sink):
     for rate in (2e6, 50e6):
         hosts.set_rate(rate)
-        before, count = hosts.carried(), round(rate / 8)
-        send(hosts, count)
-        got, seconds = map(float, sink.readline().split())
-        assert got == count
-        # A busy machine makes it slower. Faster than it can be would mean another way.
-        assert 0.3 < 8 * count / seconds * netns.FRAME_BYTES / netns.FRAME_PAYLOAD_BYTES / rate < 1.15
-        assert count <= hosts.carried().to_decode - before.to_decode < 1.1 * count
-        assert 0 < hosts.carried().to_prefill - before.to_prefill < 0.1 * count
+        # Of what was set; a second each. A busy machine makes one of them slow, and a wrong rate all of them.
+        parts: list[float] = []
+        while not parts or (parts[-1] <= 0.7 and len(parts) < 10):
+            before, count = hosts.carried(), round(rate / 8)
+            send(hosts, count)
+            got, seconds = map(float, sink.readline().split())
+            assert got == count
+            parts.append(8 * count / seconds * netns.FRAME_BYTES / netns.FRAME_PAYLOAD_BYTES / rate)
+            assert count <= hosts.carried().to_decode - before.to_decode < 1.1 * count
+            assert 0 < hosts.carried().to_prefill - before.to_prefill < 0.1 * count
+        # Faster than it can be would mean another way.
+        assert 0.7 < max(parts) < 1.15, parts
     hosts.set_rate(None)
     send(hosts, 4_000_000)
     got, seconds = map(float, sink.readline().split())

@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
-from host_server import wait_for  # noqa: E402
 from kv_listener import Listener, names_in  # noqa: E402
+from waiting import until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 
@@ -117,7 +117,7 @@ def test_pages_computed_meanwhile_are_freed(shared, engine):
     small.serve(tokens)
     small.flush()
     small.ask("slow", tokens)
-    wait_for(lambda: small.tree.advance() or small.tree.prefetches.loading_tokens)
+    until(lambda: small.tree.advance() or small.tree.prefetches.loading_tokens, "a load")
     small.run(tokens)
     small.wait("slow")
     assert small.run(tokens) == 288
@@ -215,7 +215,7 @@ def test_abort(server, engine):
         assert small.tree.drain()
         small.audit()
     assert server.metric("pegaflow_pool_used_bytes") > 0
-    wait_for(lambda: leases(server) == 0)
+    until(lambda: leases(server) == 0, "the end of all leases")
 
 
 def test_a_lease_is_seen(server, engine):
@@ -226,12 +226,12 @@ def test_a_lease_is_seen(server, engine):
     small.flush()
     small.tree.prefetches._is_its_turn = lambda tokens, asked: False
     small.ask("held", tokens)
-    wait_for(lambda: small.tree.advance() or small.tree.prefetches.open[0].stage.value == "found")
+    until(lambda: small.tree.advance() or small.tree.prefetches.open[0].stage.value == "found", "what is found")
     held = leases(server)
     assert held > 0
     small.tree.release_aborted_request("held")
     assert small.tree.drain()
-    wait_for(lambda: leases(server) == 0)
+    until(lambda: leases(server) == 0, "the end of all leases")
 
 
 def warnings_in(caplog):
@@ -251,7 +251,7 @@ def test_server_killed_between_and_back(server, engine, caplog):
     assert small.tree.drain()
     assert len(warnings_in(caplog)) == 1 and not small.session.up
     server.start()
-    wait_for(lambda: small.session.up)
+    until(lambda: small.session.up, "the session")
     assert server.instances() == [small.session.connection.instance_id]
     # What could not be saved is saved when it is met again.
     small.serve(tokens)
@@ -290,7 +290,7 @@ def test_a_hot_prefix_that_the_server_has_lost_is_saved_again(server, engine, ho
         for small in (one, two):
             # Each finds out by itself.
             small.serve(prompt(40, seed=9))
-            wait_for(lambda small=small: small.session.up)
+            until(lambda small=small: small.session.up, "the session")
     else:
         server.forget()
         assert server.metric("pegaflow_pool_used_bytes") == 0
@@ -308,22 +308,19 @@ def test_a_hot_prefix_that_the_server_has_lost_is_saved_again(server, engine, ho
 @pytest.mark.parametrize("end", ["killed", "killed and back", "stopped"])
 def test_server_ends_during_a_load(server, engine, caplog, end):
     """The request becomes a miss; its pages are given to nobody until the server cannot write to them."""
-    # So that saving takes a second or more, and so does loading.
-    server.kill()
-    server.copy_us = 50_000
-    server.start()
     small = engine(server)
     tokens = prompt(300)
     small.run(tokens)
-    assert small.tree.drain()
+    small.settle()
     small.flush()
+    server.hold()
     small.ask("r", tokens)
-    wait_for(lambda: small.tree.advance() or small.tree.prefetches.loading_tokens)
-    time.sleep(0.1)
+    until(lambda: small.tree.advance() or server.holds(), "the server writes to its pages")
     if end == "stopped":
         server.signal(signal.SIGSTOP)
     else:
         server.kill()
+        server.let_go()
         if end == "killed and back":
             server.start()
     start = time.monotonic()
@@ -336,6 +333,7 @@ def test_server_ends_during_a_load(server, engine, caplog, end):
         time.sleep(0.5)
         small.tree.advance()
         assert small.tree.prefetches.loading_tokens == 288
+        server.let_go()
         server.signal(signal.SIGCONT)
     assert small.tree.drain()
     assert small.tree.prefetches.loading_tokens == 0
@@ -343,15 +341,12 @@ def test_server_ends_during_a_load(server, engine, caplog, end):
 
 
 def test_server_killed_during_a_save(server, engine, caplog):
-    server.kill()
-    # Eight pages in eight seconds: it is not done before it is killed.
-    server.copy_us = 1_000_000
-    server.start()
     small = engine(server)
     tokens = prompt(300)
+    server.hold()
     small.run(tokens)
     small.tree.advance()
-    time.sleep(0.2)
+    until(server.holds, "the server reads its pages")
     assert small.tree.busy and small.tree.protected_size() == 128
     small.tree.advance()
     assert small.tree.protected_size() == 128, "held until the server is done, or gone"
@@ -439,7 +434,7 @@ time.sleep(60)
     assert len(server.instances()) == 1 and server.mappings() == 4
     child.kill()
     child.wait()
-    wait_for(lambda: not server.instances() and not server.mappings())
+    until(lambda: not server.instances() and not server.mappings(), "the end of all of it")
     assert leases(server) == 0
 
 

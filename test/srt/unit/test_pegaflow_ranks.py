@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
 import host_server  # noqa: E402
 import small_engine  # noqa: E402
-from host_server import wait_for  # noqa: E402
 from sglang.srt.mem_cache.pegaflow import prefetches  # noqa: E402
 from sglang.srt.mem_cache.pegaflow import session as pegaflow_session  # noqa: E402
 from small_engine import SmallEngine  # noqa: E402
+from waiting import until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 
@@ -203,13 +203,13 @@ def server_dies(rank: int, endpoint: str, name: str, victim: int, when: str) -> 
                     assert one.wait("first") == 0
                 one.rest()
                 if server:
-                    wait_for(lambda: not one.session.up)
+                    until(lambda: not one.session.up, "the end of the session")
                 # A miss, since one of them has no server, whatever the other finds in its own.
                 assert one.serve("second", PROMPT if when == "load" else MORE)[0] == 0
                 if server:
                     server.copy_us = 0
                     server.start()
-                    wait_for(lambda: one.session.up)
+                    until(lambda: one.session.up, "the session")
                 dist.barrier()
                 for tokens in (PROMPT, MORE):
                     one.run(tokens)

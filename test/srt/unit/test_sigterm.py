@@ -22,6 +22,7 @@ from sglang.srt.managers import drain
 from sglang.srt.managers.samples import sample_room
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from test_top import workers
+from waiting import until
 
 # ---- whom SIGTERM drains ----
 
@@ -282,19 +283,23 @@ class Worker:
                 draining_worker.main(self.port, timeout_s)
             finally:
                 os._exit(98)
-        until = time.monotonic() + 60
-        while self.ask({"seconds": 0}) != (200, '"done"'):
-            assert time.monotonic() < until and not self.over(), self.log.read_text()
-            time.sleep(0.1)
+        self.wait(lambda: self.ask({"seconds": 0}) == (200, '"done"'), "an answer")
         self.child = int(self.out.read_text().split()[1])
         self.begun = self.out.read_text().count("works on")
 
     def wait(self, there: Callable[[], object], what: str) -> None:
-        """Wait until something is there, 60 s at most."""
-        until = time.monotonic() + 60
-        while not there():
-            assert time.monotonic() < until and not self.over(), f"{what}: {self.out.read_text()}{self.log.read_text()}"
-            time.sleep(0.02)
+        """Wait until something is there, which what has ended brings about no more."""
+
+        def come() -> object:
+            found = there()
+            assert found or not self.over(), f"it ended before {what}: {self.told()}"
+            return found
+
+        until(come, what, self.told)
+
+    def told(self) -> str:
+        """Its output and log."""
+        return self.out.read_text() + self.log.read_text()
 
     def works_on(self, count: int) -> None:
         """Wait until it has begun so many requests."""
@@ -328,11 +333,8 @@ class Worker:
         return reply.status_code, reply.text
 
     def end(self) -> tuple[int, str, str]:
-        """Its exit status, output and log, within 60 s."""
-        until = time.monotonic() + 60
-        while not self.over() or child_lives(self.child):
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.05)
+        """Its exit status, output and log."""
+        until(lambda: self.over() and not child_lives(self.child), "its end", self.told)
         return self.status, self.out.read_text(), self.log.read_text()
 
 

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, n
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.mooncake.wire import Peer, post
-from wire_ends import until
+from waiting import until
 
 from sglang_pd_radix.tools.cluster import free_ports
 

@@ -435,8 +435,10 @@ def fill(store: PagesInMooncake, prefix: str = "other/") -> list[str]:
     return made
 
 
-def test_a_store_that_is_full_takes_the_place_of_what_nobody_wants(own_master):
+def test_a_store_that_is_full_takes_the_place_of_what_nobody_wants(own_master, monkeypatch):
     """Each page that it has room for at once is followed by one that it refuses until it has evicted another one."""
+    # On a host that has other work, too.
+    monkeypatch.setattr(storage_mooncake, "ROOM_S", (0.025,) * 400)
     options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
     store, page = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20)
     for i in range(60):
@@ -465,6 +467,26 @@ def test_a_store_that_is_full_refuses_without_an_error(own_master, caplog):
     store._store.close()
 
 
+def test_a_store_that_stays_full_is_not_waited_for_with_each_page(own_master, monkeypatch):
+    """Or all that waits to be written, and whoever clears it, would wait for each of them."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    store, page, now, slept = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20), [100.0], []
+    made, pages = fill(store), map("{:x}".format, range(99))
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr(storage_mooncake, "time", clock)
+    once = [*storage_mooncake.ROOM_S]
+    assert [store.set(next(pages), page) for _ in range(5)] == [False] * 5 and slept == once
+    now[0] += storage_mooncake.FULL_S
+    assert [store.set(next(pages), page) for _ in range(5)] == [False] * 5 and slept == 2 * once
+    for key in made:
+        store._store.remove(key, True)
+    assert store.set(next(pages), page)
+    # It has had room since: what it refuses now may find some.
+    fill(store, "more/")
+    assert not store.set(next(pages), page) and slept == 3 * once
+    store._store.close()
+
+
 def test_a_store_without_room_for_a_mark_is_none_that_was_cleared(own_master):
     """Or all that is in host memory would be looked for again with each request, which keeps the store full."""
     options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
@@ -478,6 +500,41 @@ def test_a_store_without_room_for_a_mark_is_none_that_was_cleared(own_master):
     store._store.close()
 
 
+def test_a_store_to_which_nobody_gives_memory_is_full(own_master):
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 0)
+    store, page = PagesInMooncake("rank", 1000, options), page_of(1000)
+    assert not store.exists("0") and not store.set("0", page) and store.get("0", page) is None
+    assert not store.was_cleared() and store.clear() and not store.was_cleared()
+    store._store.close()
+
+
+def test_a_full_store_whose_master_goes_away_fails(own_master, monkeypatch):
+    """While a page waits for room."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    store = PagesInMooncake("rank", 1000, options)
+    fill(store)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda wait_s: own_master.stop())
+    monkeypatch.setattr(storage_mooncake, "time", clock)
+    with pytest.raises(OSError, match="Mooncake writes no page: code"):
+        store.set("0", page_of(1000))
+    own_master.start()
+    store._store.close()
+
+
+def test_a_mark_that_cannot_be_put_is_put_later(own_master):
+    """As where the part of the store that a worker which has just ended gave was chosen for it."""
+    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
+    store = PagesInMooncake("rank", 100, options)
+    real = store._store
+    assert real.remove(store._mark, True) == 0
+    # Its code for a transfer that has failed.
+    store._store = SimpleNamespace(is_exist=real.is_exist, put=lambda key, value: -800)
+    assert [store.was_cleared() for _ in range(3)] == [False] * 3
+    store._store = real
+    assert [store.was_cleared() for _ in range(3)] == [True, False, False]
+    real.close()
+
+
 def test_who_is_refused_a_page_goes_on_writing_and_reading(own_master):
     """Each page that found no room had all others wait for 5 s, as if the store were broken."""
     one, two = StorageWorld("kv", kind=own_master.kind), StorageWorld("kv", kind=own_master.kind)
@@ -486,7 +543,11 @@ def test_who_is_refused_a_page_goes_on_writing_and_reading(own_master):
     # What is asked for stays.
     assert all(map(one.files.exists, names_of(prompt)))
     made = fill(one.files)
-    one.serve(refused)
+    # It is saved in parts: all are there before the first is refused, or that would be tried again with the next.
+    writes = one.hold_writes()
+    one.save(refused)
+    writes.set()
+    one.settle()
     state = one.storage.state()
     # The first page was, and what is behind it would be of no use.
     assert (state["no_room"], state["written"], state["failed"], state["dropped"]) == (24, 24, 0, 0)
@@ -629,6 +690,16 @@ def test_a_worker_counts_the_memory_of_its_store_when_its_pool_is_there(containe
         free += 1
         with pytest.raises(pytest.fail.Exception, match="memory was taken"):
             tier.add_host_tier(tree, args, lambda: None, draft, stored=taken)
+
+
+@pytest.mark.parametrize("place", ["model", "draft"])
+def test_a_pool_that_is_not_known_is_told_before_what_it_takes(container, place):
+    """Nobody knows how to ask it for that."""
+    known: Any = MHATokenToKVPool(1 << 12, 1, torch.float32, 1, 64, 1, "cpu", False)
+    pool, draft = (SimpleNamespace(), None) if place == "model" else (known, SimpleNamespace())
+    tree: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=1)
+    with pytest.raises(ValueError, match="is not verified on decode for SimpleNamespace"):
+        tier.add_host_tier(tree, worker(), lambda: None, draft)
 
 
 def test_a_tree_is_built_with_what_its_storage_takes(container, monkeypatch):

@@ -56,6 +56,16 @@ def arrive(one: StorageWorld, *prompts: list[int], **options: Any) -> list[Any]:
     return [one.arrive(prompt, max_new=1, **options) for prompt in prompts]
 
 
+def by_reader(one: StorageWorld, *asking: Any) -> list[Any]:
+    """These, which ask for one prompt, once one of them reads and the others follow: the reader, then the others.
+
+    It is the first that was found, and look-ups are threads of their own.
+    """
+    one.until(lambda: sum(fetch.follows for fetch in one.storage.fetches.open) == len(asking) - 1)
+    (reader,) = {fetch.leader.rid for fetch in one.storage.fetches.open if fetch.follows}
+    return sorted(asking, key=lambda decode_req: decode_req.req.rid != reader)
+
+
 def fetched(one: StorageWorld, decode_reqs: list[Any]) -> list[int]:
     """What host memory has of each of them when it waits for the storage no more."""
     one.until(lambda: all(one.storage.is_done(decode_req.req.rid) for decode_req in decode_reqs))
@@ -88,12 +98,8 @@ def test_a_prompt_that_many_ask_for_is_read_once(world):
     prompt = tokens(1, 24)
     one.serve(prompt)
     reads = Reads(two, at_once=0)
-    asking = arrive(two, *[prompt] * 12)
-    two.until(lambda: len(two.storage.fetches.open) == 12 and reads.keys)
-    for _ in range(4):
-        # It is agreed upon for eight in each step.
-        two.step()
-        two.check()
+    asking = by_reader(two, *arrive(two, *[prompt] * 12))
+    two.until(lambda: reads.keys)
     assert two.storage.fetches.loading_tokens == 24 and len(reads.keys) == 1
     reads.open.set()
     assert fetched(two, asking) == [24] * 12 and len(reads.keys) == 6
@@ -163,9 +169,10 @@ def test_who_waits_no_longer_goes_on_with_what_another_has_read(world):
     prompt = tokens(1, 24)
     one.serve(prompt)
     reads = Reads(two, at_once=3)
-    first, second = arrive(two, prompt, prompt)
-    two.until(lambda: len(reads.keys) == 4 and two.storage.fetches.open[1].follows)
-    two.storage.fetches.open[1].deadline = 0.0
+    first, second = by_reader(two, *arrive(two, prompt, prompt))
+    two.until(lambda: len(reads.keys) == 4)
+    (late,) = (fetch for fetch in two.storage.fetches.open if fetch.follows)
+    late.deadline = 0.0
     assert fetched(two, [second]) == [12] and not two.storage.is_done(first.req.rid)
     assert two.storage.state()["late"] == 1
     reads.open.set()
@@ -179,8 +186,8 @@ def test_whose_reader_goes_away_reads_itself(world, at_once):
     prompt = tokens(1, 24)
     one.serve(prompt)
     reads = Reads(two, at_once=at_once)
-    first, second, third = arrive(two, prompt, prompt, prompt)
-    two.until(lambda: len(reads.keys) == at_once + 1 and two.storage.fetches.open[2].follows)
+    first, second, third = by_reader(two, *arrive(two, prompt, prompt, prompt))
+    two.until(lambda: len(reads.keys) == at_once + 1)
     first.kv_receiver.abort()
     two.until(lambda: first not in two.queue.queue)
     reads.open.set()
@@ -196,8 +203,7 @@ def test_what_the_storage_lacks_is_not_asked_for_by_one_after_another(world):
     name = page_names(prompt, PAGE, first_hash(None))[3].hex()
     (one.files.folder / f"{name}.bin").unlink()
     reads = Reads(two, at_once=0)
-    asking = arrive(two, *[prompt] * 6)
-    two.until(lambda: two.storage.fetches.open[5].follows)
+    asking = by_reader(two, *arrive(two, *[prompt] * 6))
     reads.open.set()
     assert fetched(two, asking) == [12] * 6 and reads.keys.count(name) == 1
     end(two, asking)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -188,15 +189,26 @@ def test_with_few_minutes_the_first_are_done(tmp_path):
     assert {o.verdict for o in outcomes.values()} == {UNJUDGED} and "takes 60 s" in outcomes["a"].why
 
 
-def test_an_optional_step_is_begun_only_if_there_is_time(tmp_path):
-    wait = "import time; time.sleep({})"
-    more = [Step("again", python(wait.format(0)), optional=True)]
-    outcome = run([part("two", leaves(before=wait.format(3)), *more)], tmp_path, 5)["two"]
+def test_an_optional_step_is_begun_only_if_there_is_time(tmp_path, monkeypatch):
+    """Of 1000 s, which pass on a clock that a step sets."""
+    passed = tmp_path / "passed"
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + float(passed.read_text() if passed.exists() else 0), sleep=time.sleep
+    )
+    for module in runner, child:
+        monkeypatch.setattr(module, "time", clock)
+
+    def part_of(name: str, seconds: int) -> Part:
+        takes = f"import pathlib; pathlib.Path({str(passed)!r}).write_text('{seconds}')"
+        return part(name, leaves(before=takes), Step("again", python(""), optional=True))
+
+    outcome = run([part_of("two", 600)], tmp_path, 1000)["two"]
     assert outcome.verdict == PASSED and len(outcome.commands) == 1, "as long as the first there is not"
-    outcome = run([part("both", leaves(before=wait.format(0.2)), *more)], tmp_path, 20)["both"]
+    passed.unlink()
+    outcome = run([part_of("both", 400)], tmp_path, 1000)["both"]
     assert len(outcome.commands) == 2
     made = [Step("make", python("exit(1)"), unless=tmp_path)]
-    assert len(run([part("made", leaves(), *made)], tmp_path, 20)["made"].commands) == 1
+    assert len(run([part("made", leaves(), *made)], tmp_path, 1000)["made"].commands) == 1
 
 
 def test_an_interrupt_ends_the_part_and_leaves_the_rest(tmp_path):

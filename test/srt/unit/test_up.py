@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
@@ -36,6 +37,7 @@ from sglang_pd_radix.tools.cluster import (
     option_value,
     per_worker,
 )
+from sglang_pd_radix.tools.cluster.startup import Startup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 
@@ -69,6 +71,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/flush_cache":
             print("flushed", flush=True)
         if self.path == "/freeze_gc" and fault == "hangs":
+            print("asked to freeze", flush=True)
             time.sleep(60)
         if fault == "refuses":
             return self.answer(400, {"error": "no such model"})
@@ -115,7 +118,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PACKAGE_ROOT)
     monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
     yield {role: (str(script), role) for role in ("prefill", "decode", "router", "engine")}
-    wait_for(lambda: not fakes(mark), "processes left behind")
+    until(lambda: not fakes(mark), "processes left behind")
 
 
 def fakes(mark):
@@ -131,13 +134,6 @@ def fakes(mark):
             if mine and state not in "ZX":
                 found.append(int(entry.name))
     return found
-
-
-def wait_for(condition, what, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def parse(*arguments):
@@ -528,11 +524,11 @@ def test_paused_servers_do_nothing_until_they_are_resumed_and_end_with_the_rest(
     with Cluster("m", decode=2, commands=fake, log_dir=tmp_path) as cluster:
         idle, busy = (p for p in cluster.processes if p.role == "decode")
         cluster.pause(["decode-0"])
-        wait_for(lambda: states(idle) == {"T"}, "not paused")
+        until(lambda: states(idle) == {"T"}, "not paused")
         assert "T" not in states(busy) and cluster.alive()
         assert http(busy.url + "/health")[0] == 200
         cluster.resume()
-        wait_for(lambda: "T" not in states(idle), "not resumed")
+        until(lambda: "T" not in states(idle), "not resumed")
         assert http(idle.url + "/health")[0] == 200
         cluster.pause(["decode-0"])
     assert not cluster.alive()
@@ -554,30 +550,34 @@ def test_a_killed_server_can_be_started_again(fake, tmp_path):
 
 def test_a_restart_ends_while_the_worker_does_not_answer(fake, tmp_path):
     """It hangs when it is ready: whoever waits heard of nothing for 10 s, and then it counted as started."""
-    until = []
 
     def wait() -> None:
-        if until and time.monotonic() > until[0]:
+        if "asked to freeze" in (tmp_path / "decode-0.log").read_text():
             raise TimeoutError("given up")
 
-    with Cluster("m", commands=fake, log_dir=tmp_path, on_wait=wait) as cluster:
-        worker = next(p for p in cluster.processes if p.role == "decode")
-        worker.env["FAKE_DECODE"] = "hangs"
-        cluster.kill("decode-0")
-        until.append(time.monotonic() + 3)
+    with Cluster("m", commands=fake, log_dir=tmp_path) as cluster:
+        worker = hang_when_ready(cluster)
+        cluster._on_wait = wait
         with pytest.raises(TimeoutError, match="given up"):
             cluster.restart("decode-0")
-        assert time.monotonic() - until[0] < 4 and worker.ready_s is not None
     assert not process_group.members(worker.pid)
 
 
-def test_a_restart_says_what_takes_longer_than_it_may(fake, tmp_path):
-    with Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=5) as cluster:
-        worker = next(p for p in cluster.processes if p.role == "decode")
-        worker.env["FAKE_DECODE"] = "hangs"
-        cluster.kill("decode-0")
-        with pytest.raises(PdRadixError, match="not ready after 5 s: decode-0 does not answer /freeze_gc"):
+def test_a_restart_says_what_takes_longer_than_it_may(fake, tmp_path, monkeypatch):
+    with Cluster("m", commands=fake, log_dir=tmp_path) as cluster:
+        log = hang_when_ready(cluster).log_path
+        # The time is up when it hangs.
+        monkeypatch.setattr(Startup, "_left", lambda self: 0.0 if "asked to freeze" in log.read_text() else 60.0)
+        with pytest.raises(PdRadixError, match="not ready after 600 s: decode-0 does not answer /freeze_gc"):
             cluster.restart("decode-0")
+
+
+def hang_when_ready(cluster):
+    """Kill the decode worker; started again, it is ready and then does not answer."""
+    worker = next(process for process in cluster.processes if process.role == "decode")
+    worker.env["FAKE_DECODE"] = "hangs"
+    cluster.kill(worker.name)
+    return worker
 
 
 def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, monkeypatch):
@@ -634,7 +634,7 @@ def start_up(fake, tmp_path, *arguments):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_everything(fake, tmp_path, signum):
     process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--flag")
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
+    until((tmp_path / "up.json").exists, "no JSON file")
     document = json.loads((tmp_path / "up.json").read_text())
     assert document["owner_pid"] == process.pid and http(document["router_url"] + "/readiness")[0] == 200
     process.send_signal(signum)
@@ -651,7 +651,7 @@ def test_signal_ends_everything(fake, tmp_path, signum):
 
 def test_two_deployments_do_not_write_over_each_others_logs(fake, tmp_path):
     first = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
+    until((tmp_path / "up.json").exists, "no JSON file")
     log = (tmp_path / "logs" / "prefill-0.log").read_bytes()
     second = start_up(fake, tmp_path, "--json", str(tmp_path / "second.json"))
     _, err = second.communicate(timeout=60)
@@ -661,7 +661,7 @@ def test_two_deployments_do_not_write_over_each_others_logs(fake, tmp_path):
     first.communicate(timeout=60)
     # Free again.
     third = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
+    until((tmp_path / "up.json").exists, "no JSON file")
     third.send_signal(signal.SIGTERM)
     assert third.communicate(timeout=60) and third.returncode == 0
 
@@ -691,7 +691,7 @@ def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
         process = start_up(fake, tmp_path)
     finally:
         signal.signal(signal.SIGHUP, before)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
+    until((tmp_path / "up.json").exists, "no JSON file")
     process.send_signal(signal.SIGHUP)
     time.sleep(0.6)
     assert process.poll() is None
@@ -702,7 +702,7 @@ def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
 def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_PREFILL", "never")
     process = start_up(fake, tmp_path)
-    wait_for(lambda: len(fakes(os.environ["FAKE_MARK"])) >= 5, "not started")
+    until(lambda: len(fakes(os.environ["FAKE_MARK"])) >= 5, "not started")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "ended while starting" in err
@@ -713,7 +713,7 @@ def test_signal_while_a_worker_does_not_answer_ends_the_start(fake, tmp_path, mo
     monkeypatch.setenv("FAKE_DECODE", "hangs")
     process = start_up(fake, tmp_path)
     log = tmp_path / "logs" / "decode-0.log"
-    wait_for(lambda: log.is_file() and "flushed" in log.read_text(), "not that far", 60)
+    until(lambda: log.is_file() and "flushed" in log.read_text(), "not that far")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "ended while starting" in err and "ready:" not in out
@@ -749,7 +749,7 @@ def test_one_file_for_two_deployments(fake, tmp_path):
     """The second is refused, and the first leaves a file that is another's by then."""
     file = tmp_path / "up.json"
     first = start_up(fake, tmp_path)
-    wait_for(file.exists, "no JSON file", 60)
+    until(file.exists, "no JSON file")
     second = start_up(fake, tmp_path, "--log-dir", str(tmp_path / "others"))
     _, err = second.communicate(timeout=60)
     assert second.returncode == 1 and f"a deployment that runs, of process {first.pid}" in err and file.exists()
@@ -780,16 +780,16 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):
 
 def test_killed_owner_leaves_no_orphans(fake, tmp_path):
     process = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
+    until((tmp_path / "up.json").exists, "no JSON file")
     process.kill()
     process.communicate()
-    wait_for(lambda: not fakes(os.environ["FAKE_MARK"]), "orphans")
+    until(lambda: not fakes(os.environ["FAKE_MARK"]), "orphans")
 
 
 def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DECODE", "dies-later")
     process = start_up(fake, tmp_path)
-    wait_for((tmp_path / "up.json").exists, "no JSON file", 60)
+    until((tmp_path / "up.json").exists, "no JSON file")
     document = json.loads((tmp_path / "up.json").read_text())
     http(document["decode_urls"][0] + "/die", {})
     _, err = process.communicate(timeout=60)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.common import handshakes, peer_watch
 from typing_extensions import Self
-
-
-def until(done: Callable[[], bool], what: str, tell: Callable[[], Any] = lambda: "", timeout: float = 30) -> None:
-    """Wait for ``done``, at most ``timeout`` seconds; then fail with ``what``, and with what ``tell`` says."""
-    deadline = time.monotonic() + timeout
-    while not done():
-        assert time.monotonic() < deadline, f"{what}: {tell()}"
-        time.sleep(0.002)
+from waiting import until
 
 
 def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLAToken
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["Copy", "HostMemory", "host_pool"]
+__all__ = ["Copy", "HostMemory", "check_pool", "host_pool", "kv_pool_of"]
 
 # The engine's pools on the device, and what it has for each in host memory. A subclass may keep more than KV.
 _HOST_POOLS: dict[type, type] = {MHATokenToKVPool: MHATokenToKVPoolHost, MLATokenToKVPool: MLATokenToKVPoolHost}
@@ -30,17 +30,21 @@ def kv_pool_of(kvcache: Any) -> Any:
     return kvcache.full_kv_pool if isinstance(kvcache, HybridLinearKVPool) else kvcache
 
 
-def host_pool(pool: Any, args: ServerArgs, page_size: int, size: int = 0) -> Any:
-    """The engine's pool in host memory for ``pool``, as large as its options say, or of ``size`` tokens at least.
-
-    Raises ValueError for a pool that is not known.
-    """
-    made = _HOST_POOLS.get(type(pool))
-    if made is None:
+def check_pool(pool: Any) -> None:
+    """Raise ValueError for a pool on the device for which none in host memory is known."""
+    if type(pool) not in _HOST_POOLS:
         raise ValueError(
             f"--enable-hierarchical-cache is not verified on decode for {type(pool).__name__}. Start this decode "
             "worker without it."
         )
+
+
+def host_pool(pool: Any, args: ServerArgs, page_size: int, size: int = 0) -> Any:
+    """The engine's pool in host memory for ``pool``, as large as its options say, or of ``size`` tokens at least.
+
+    pool: as `check_pool` has it.
+    """
+    made = _HOST_POOLS[type(pool)]
     if size:
         return made(pool, size / pool.size, 0, page_size, args.hicache_mem_layout)
     return made(pool, args.hicache_ratio, args.hicache_size, page_size, args.hicache_mem_layout)

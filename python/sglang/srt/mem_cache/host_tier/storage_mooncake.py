@@ -52,6 +52,9 @@ CONNECT_S = 3.0
 # what nobody has asked for in the last 10 s (its --default_kv_lease_ttl), and looks every 10 ms: of 60 pages 59 found
 # room within 26 ms, all within 44. More tries are more lines of the library's in the log.
 ROOM_S = (0.025, 0.05)
+# When one has found none all the same, others are tried once each for so long, or until one of them finds room: all
+# that waits to be written, and who clears it, waits for each try.
+FULL_S = 1.0
 
 
 class MooncakeOptions(NamedTuple):
@@ -214,7 +217,8 @@ class PagesInMooncake(PageStorage):
         self._of_thread = threading.local()
         # Kept for ever, as what is registered: also of a thread that has ended while something was under way.
         self._rooms: list[Room] = []
-        self._full = False
+        # Until when nobody waits for room; and whether it has been told that there was none.
+        self._full_until, self._full_told = 0.0, False
         self._store = _load().MooncakeDistributedStore()
         code = self._store.setup(
             options.local_hostname,
@@ -232,15 +236,15 @@ class PagesInMooncake(PageStorage):
     def _put_mark(self) -> bool:
         """Put an object of this worker's beside its pages: what removes all pages removes it, too.
 
-        Returns whether the store has room for it.
+        Returns whether it is there: the store may have no room for it.
         """
         self._mark = f"{self._prefix}worker-{uuid.uuid4().hex}"
-        return self._store.put(self._mark, b"1") != _NO_SPACE
+        return self._store.put(self._mark, b"1") == 0
 
     def was_cleared(self) -> bool:
         """Whether somebody else has cleared it since this was last asked, or may have: the master may be a new one.
 
-        One without room even for a mark has not been cleared just now; when it has room, it may have been.
+        One without room even for a mark has not been cleared just now. When a mark can be put again, it may have been.
         """
         code = self._store.is_exist(self._mark)
         self._done(code, "does not say what it has")
@@ -286,25 +290,29 @@ class PagesInMooncake(PageStorage):
         """Write a page; nothing is done where there is one of that name. False where the store stays full."""
         room = self._room()
         room.put(seal(memoryview(value.numpy())), value)
+        waits = ROOM_S if time.monotonic() >= self._full_until else ()
         code = self._store.put_from(self._prefix + key, room.address, room.size)
-        for wait_s in ROOM_S:
+        for wait_s in waits:
             if code != _NO_SPACE:
                 break
             time.sleep(wait_s)
             code = self._store.put_from(self._prefix + key, room.address, room.size)
         if code == _NO_SPACE:
-            self._say_full(room.size)
+            if waits:
+                self._full_until = time.monotonic() + FULL_S
+            self._tell_full(room.size)
             return False
+        self._full_until = 0.0
         self._done(code, "writes no page")
         return True
 
-    def _say_full(self, size: int) -> None:
-        if not self._full:
-            self._full = True
+    def _tell_full(self, size: int) -> None:
+        if not self._full_told:
+            self._full_told = True
             logger.warning(
                 "The Mooncake store at %s has no room for a page (%d bytes): all that it has was asked for a moment "
-                "ago. Such pages are not written, and counted as no_room from now on. If they are many, have workers "
-                "give it more: %s.",
+                "ago, or no worker gives it as much. Such pages are not written, and counted as no_room from now on. "
+                "If they are many, have workers give it more: %s.",
                 self.place,
                 size,
                 _SIZE_OPTION,

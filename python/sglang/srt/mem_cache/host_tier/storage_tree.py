@@ -69,7 +69,9 @@ class StoredHostTree(HostTree):
             return
         for one in path_to(self, node):
             if one is node or self._may_lack(one, cleared, now):
-                one.write = self.writes.add(one.page_names, one.value)
+                # Of the root, and of what came from the storage, there is none.
+                above = getattr(one.parent, "write", None)
+                one.write = self.writes.add(one.page_names, one.value, above)
                 one.stored_in, one.looked_for = cleared, now
 
     @staticmethod

@@ -25,13 +25,16 @@ __all__ = ["Write", "Writes"]
 class Write:
     """Pages to be written: names, numbers in host memory, how often each had been given away by then.
 
-    lost: whether one of them was not written, nor is there.
+    above: what writes the pages before these, None when this one has ended. lost: whether one of them was not written,
+    nor is there; no_room: since the storage was full.
     """
 
     names: Sequence[bytes]
     pages: np.ndarray
     given_away: np.ndarray
+    above: Write | None = None
     lost: bool = False
+    no_room: bool = False
 
 
 class Writes:
@@ -58,8 +61,8 @@ class Writes:
         """Tokens since the start that were not written, nor were there, but those that it had no room for."""
         return self._refused + self._threads.counters.dropped
 
-    def add(self, names: Sequence[bytes], slots: torch.Tensor) -> Write:
-        """Write the pages of ``slots``, int64 on the CPU, in their order."""
+    def add(self, names: Sequence[bytes], slots: torch.Tensor, above: Write | None = None) -> Write:
+        """Write the pages of ``slots``, int64 on the CPU, in their order. above: of the pages before them."""
         pages = self._pages.numbers(slots)
         write = Write(names, pages, self._pages.given_away[pages])
         tokens = len(slots)
@@ -70,7 +73,7 @@ class Writes:
             self._refused += tokens
             return write
         self._handed += tokens
-        epoch = self._epoch
+        write.above, epoch = above, self._epoch
         self._threads.write(lambda buffer: self._run(write, buffer, epoch))
         return write
 
@@ -81,15 +84,17 @@ class Writes:
     def _run(self, write: Write, buffer: torch.Tensor, epoch: int) -> None:
         page_size, counters, trouble = self._pages.page_size, self._threads.counters, self._threads.writing
         left = len(write.names) * page_size
+        # Or each would keep all that came before it.
+        above, write.above = write.above, None
         try:
+            # Nobody could use what comes behind a page that found no room.
+            write.no_room = above is not None and above.no_room
             for name, page, given_away in zip(write.names, write.pages, write.given_away, strict=True):
-                if self._epoch != epoch or trouble.pausing:
+                if self._epoch != epoch or trouble.pausing or write.no_room:
                     break
                 counted = self._write_one(name.hex(), int(page), int(given_away), buffer)
-                if counted == "no_room":
-                    # Nobody could use what comes behind it.
-                    counters.no_room += left
-                    left, write.lost = 0, True
+                write.no_room = counted == "no_room"
+                if write.no_room:
                     break
                 setattr(counters, counted, getattr(counters, counted) + page_size)
                 write.lost = write.lost or counted == "dropped"
@@ -102,7 +107,10 @@ class Writes:
             write.lost = True
         finally:
             write.lost = write.lost or left > 0
-            counters.dropped += left
+            if write.no_room:
+                counters.no_room += left
+            else:
+                counters.dropped += left
             self._seen += len(write.names) * page_size
 
     def _write_one(self, key: str, page: int, given_away: int, buffer: torch.Tensor) -> str:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.host_tier.agreed import SavesStep
 from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
 from sglang.srt.mem_cache.host_tier.checks import NOTHING as NOTHING_TAKEN
 from sglang.srt.mem_cache.host_tier.checks import Taken, check_rank
-from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool, kv_pool_of
+from sglang.srt.mem_cache.host_tier.memory import HostMemory, check_pool, host_pool, kv_pool_of
 from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
 from sglang.srt.mem_cache.known_prefixes import is_known
@@ -186,15 +186,15 @@ def add_host_tier(
     forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
     host_class: of the tree over host memory. stored: what a storage is to take of this rank besides.
     """
-    kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
-    check_size(args, kvcache)
     # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
-    drafts = None if draft_pool is None else kv_pool_of(draft_pool)
-    check_rank(args, args.hicache_ratio * sum(kv_bytes(one) for one in (kvcache, drafts) if one is not None), stored)
+    device_pools = [tree.token_to_kv_pool_allocator.get_kvcache(), *([] if draft_pool is None else [draft_pool])]
+    kvcache, *drafts = [kv_pool_of(one) for one in device_pools]
+    for one in kvcache, *drafts:
+        check_pool(one)
+    check_size(args, kvcache)
+    check_rank(args, args.hicache_ratio * sum(kv_bytes(one) for one in (kvcache, *drafts)), stored)
     pool = host_pool(kvcache, args, tree.page_size)
-    pools = [(kvcache, pool)]
-    if drafts is not None:
-        pools.append((drafts, host_pool(drafts, args, tree.page_size, pool.size)))
+    pools = [(kvcache, pool), *((one, host_pool(one, args, tree.page_size, pool.size)) for one in drafts)]
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
     # The engine's allocators never give the first page away.
     host = host_tree(tree, pool.size - tree.page_size, host_class)
