@@ -149,7 +149,7 @@ class StorageWorld(World):
 
     def settle(self) -> None:
         """Saved, and written."""
-        self.until(lambda: self.tier.memory.wait() or not self.tier.saves.busy)
+        self._until_saved()
         self.settle_alone()
 
     def settle_alone(self) -> None:
@@ -158,21 +158,33 @@ class StorageWorld(World):
             self.threads.run(99)
         self.until(lambda: not self.storage.writes.waiting, step=False)
 
-    def hold_writes(self) -> threading.Event:
-        """Until it is set, nothing is written that has not been begun."""
-        let_go = threading.Event()
-        self.threads.write(lambda buffer: let_go.wait(30) and None)
-        return let_go
+    def _until_saved(self) -> None:
+        self.until(lambda: self.tier.memory.wait() or not self.tier.saves.busy)
 
     def serve(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:
         """A whole request; how many tokens of it were not sent."""
-        not_sent = self.save(prompt, max_new, **options)
+        not_sent = self._save(prompt, max_new, **options)
         self.settle_alone()
         self.check()
         return not_sent
 
-    def save(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:
-        """As `serve`, but what has been saved may still wait to be written."""
+    def serve_in_one(self, prompt: list[int]) -> None:
+        """As `serve`, but of the parts in which it is saved none is written before all are there.
+
+        With a part that comes later, what was not written above it is tried again.
+        """
+        let_go = threading.Event()
+
+        def hold(buffer: Any) -> None:
+            let_go.wait(30)
+
+        self.threads.write(hold)
+        self._save(prompt)
+        let_go.set()
+        self.settle()
+
+    def _save(self, prompt: list[int], max_new: int = 4, **options: Any) -> int:
+        """A whole request, of which what has been saved may still wait to be written."""
         decode_req = self.admit(prompt, max_new=max_new, **options)
         receiver = decode_req.kv_receiver
         self.tier.memory.wait()
@@ -181,7 +193,7 @@ class StorageWorld(World):
         self.check()
         while decode_req.req in self.running:
             self.decode()
-        self.until(lambda: self.tier.memory.wait() or not self.tier.saves.busy)
+        self._until_saved()
         return receiver.prefix_len
 
     def forget(self) -> None:

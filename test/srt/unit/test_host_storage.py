@@ -407,11 +407,7 @@ def test_a_page_that_is_given_away_while_it_is_read_is_not_written(any_world):
         pages.given_away[page] += 1
 
     pages.read = reading
-    # It is saved in three parts. All are there before the first is given up, or that would be tried again with others.
-    writes = one.hold_writes()
-    one.save(tokens(1, 24))
-    writes.set()
-    one.settle()
+    one.serve_in_one(tokens(1, 24))
     assert not one.inside.names() and one.tier.state()["storage"]["dropped"] == 24
     pages.read = read
     # With what comes behind it.
@@ -426,11 +422,7 @@ def test_what_lies_behind_a_page_that_found_no_room_is_not_written(any_world):
     names, put = names_of(prompt), one.files.set
     # Room for all but the first page of the second part.
     one.files.set = lambda key, page: key != names[2] and put(key, page)
-    # All parts are there before the first is written: with a part, what was refused above it is tried again.
-    writes = one.hold_writes()
-    one.save(prompt)
-    writes.set()
-    one.settle()
+    one.serve_in_one(prompt)
     assert one.inside.names() == sorted(names[:2]) and not one.threads.writing.pausing
     state = one.tier.state()["storage"]
     assert (state["written"], state["no_room"], state["dropped"], state["failed"]) == (8, 16, 0, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -24,16 +23,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.sampling.sampling_params import SamplingParams
+from waiting import until
 
 from sglang_pd_radix.tools.cluster import free_ports
-
-
-def until(condition, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
 
 # ---- who does not answer delays what is told to him ----
 
@@ -69,7 +61,7 @@ def test_a_prefill_that_does_not_answer_holds_up_no_refusal_to_another(black_hol
     for room in range(1, 50):
         refusal.tell_prefill("127.0.0.1", black_hole, room, "why")
     refusal.tell_prefill("127.0.0.1", port, 7, "why")
-    until(lambda: heard == [7])
+    until(lambda: heard == [7], "its refusal", timeout=20)
 
 
 def test_a_prefill_that_does_not_answer_holds_up_no_announcement_to_another(black_hole, prefill, monkeypatch):
@@ -103,7 +95,7 @@ def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
     monkeypatch.setattr(samples, "_listener", SimpleNamespace(announced=lambda rooms: heard.extend(rooms)))
     with bootstrap_server("::1") as port:
         refusal.tell_prefill(host, port, 5, "why")
-        until(lambda: heard == [5])
+        until(lambda: heard == [5], "its refusal", timeout=20)
         asyncio.run(samples.announce(samples_at(port, 6, host), 0))
         assert heard == [5, 6]
 
@@ -135,19 +127,19 @@ def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
         return calls.submit(peer, lambda: call(of))
 
     silent = [submit("silent", name) for name in "ab"]
-    until(lambda: sorted(begun) == ["a", "b"])
+    until(lambda: sorted(begun) == ["a", "b"], "two calls", timeout=20)
     silent += [submit("silent", name) for name in "cde"]
     with pytest.raises(TooManyCalls):
         submit("silent", "f")
     other = [submit("other", name) for name in "gh"]
-    until(lambda: "g" in begun)
+    until(lambda: "g" in begun, "a call of another", timeout=20)
     third = submit("third", "i")
     with pytest.raises(TooManyCalls):
         submit("fourth", "j")
     assert silent[3].cancel() and len(begun) == 3
     gate.set()
     assert [one.result(20) for one in [*silent[:3], silent[4], *other, third]] == [*"abc", "e", *"ghi"]
-    until(lambda: not calls._threads and not calls._waiting)
+    until(lambda: not calls._threads and not calls._waiting, "their end", timeout=20)
     assert "d" not in begun
 
     def fails():
@@ -168,7 +160,7 @@ def test_calls_wait_where_the_system_has_no_thread_left(no_threads):
         waiting = [calls.submit(peer, lambda peer=peer: peer) for peer in "aab"]
     gate.set()
     assert busy.result(20) and [one.result(20) for one in waiting] == ["a", "a", "b"]
-    until(lambda: not calls._threads and not calls._waiting and not calls._under_way)
+    until(lambda: not calls._threads and not calls._waiting and not calls._under_way, "their end", timeout=20)
 
 
 def test_many_peers_that_do_not_answer_leave_one_that_does_its_turn(monkeypatch):
@@ -179,7 +171,7 @@ def test_many_peers_that_do_not_answer_leave_one_that_does_its_turn(monkeypatch)
     for peer, gates in silent.items():
         for gate in gates:
             calls.submit(peer, lambda peer=peer, gate=gate: (order.append(peer), gate.wait(20)))
-    until(lambda: len(order) == 4)
+    until(lambda: len(order) == 4, "a call on each thread", timeout=20)
     healthy = calls.submit("healthy", lambda: 5)
     # The first thread that is free goes to "c", which came before.
     for gate in silent["a"][:2]:
@@ -188,7 +180,7 @@ def test_many_peers_that_do_not_answer_leave_one_that_does_its_turn(monkeypatch)
     for gates in silent.values():
         for gate in gates:
             gate.set()
-    until(lambda: not calls._threads and not calls._waiting and not calls._under_way)
+    until(lambda: not calls._threads and not calls._waiting and not calls._under_way, "their end", timeout=20)
     assert sorted(order) == sorted("abc" * 3)
 
 
@@ -216,7 +208,7 @@ def several_tokenizers(tmp_path_factory):
         scheduler = zmq.Context.instance().socket(zmq.PULL)
         scheduler.setsockopt(zmq.RCVTIMEO, 20000)
         scheduler.connect(ports.scheduler_input_ipc_name)
-        until(lambda: not nothing_listens("127.0.0.1", port))
+        until(lambda: not nothing_listens("127.0.0.1", port), "its bootstrap server", timeout=20)
         yield f"http://127.0.0.1:{port}", scheduler
     router.disaggregation_bootstrap_server.close()
     router._loop.call_soon_threadsafe(router._loop.stop)

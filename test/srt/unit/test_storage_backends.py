@@ -425,6 +425,12 @@ def test_a_master_that_hangs_holds_up_no_step(own_master):
         world.close()
 
 
+def store_at(master: Any, page_bytes: int, given: int = 1 << 24, folder: str = "rank") -> PagesInMooncake:
+    """A client of ``master``'s store that gives it ``given`` bytes."""
+    options = storage_mooncake.MooncakeOptions(master.address, HOST, "P2PHANDSHAKE", "tcp", "", given)
+    return PagesInMooncake(folder, page_bytes, options)
+
+
 def fill(store: PagesInMooncake, prefix: str = "other/") -> list[str]:
     """Leave no room in a store, with objects of somebody else that the master does not evict for a while."""
     made = []
@@ -439,8 +445,7 @@ def test_a_store_that_is_full_takes_the_place_of_what_nobody_wants(own_master, m
     """Each page that it has room for at once is followed by one that it refuses until it has evicted another one."""
     # On a host that has other work, too.
     monkeypatch.setattr(storage_mooncake, "ROOM_S", (0.025,) * 400)
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    store, page = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20)
+    store, page = store_at(own_master, 1 << 20), page_of(1 << 20)
     for i in range(60):
         # As whoever writes asks first.
         assert not store.exists(f"{i:x}") and store.set(f"{i:x}", page), i
@@ -451,8 +456,7 @@ def test_a_store_that_is_full_takes_the_place_of_what_nobody_wants(own_master, m
 
 def test_a_store_that_is_full_refuses_without_an_error(own_master, caplog):
     """What it has was asked for a moment ago, and stays for a while."""
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    store, page = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20)
+    store, page = store_at(own_master, 1 << 20), page_of(1 << 20)
     # What is asked for stays.
     assert store.set("0", page) and store.exists("0")
     made = fill(store)
@@ -469,8 +473,7 @@ def test_a_store_that_is_full_refuses_without_an_error(own_master, caplog):
 
 def test_a_store_that_stays_full_is_not_waited_for_with_each_page(own_master, monkeypatch):
     """Or all that waits to be written, and whoever clears it, would wait for each of them."""
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    store, page, now, slept = PagesInMooncake("rank", 1 << 20, options), page_of(1 << 20), [100.0], []
+    store, page, now, slept = store_at(own_master, 1 << 20), page_of(1 << 20), [100.0], []
     made, pages = fill(store), map("{:x}".format, range(99))
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
     monkeypatch.setattr(storage_mooncake, "time", clock)
@@ -489,8 +492,7 @@ def test_a_store_that_stays_full_is_not_waited_for_with_each_page(own_master, mo
 
 def test_a_store_without_room_for_a_mark_is_none_that_was_cleared(own_master):
     """Or all that is in host memory would be looked for again with each request, which keeps the store full."""
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    store = PagesInMooncake("rank", 100, options)
+    store = store_at(own_master, 100)
     assert store._store.remove(store._mark, True) == 0
     made = fill(store)
     assert [store.was_cleared() for _ in range(3)] == [False] * 3
@@ -501,8 +503,7 @@ def test_a_store_without_room_for_a_mark_is_none_that_was_cleared(own_master):
 
 
 def test_a_store_to_which_nobody_gives_memory_is_full(own_master):
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 0)
-    store, page = PagesInMooncake("rank", 1000, options), page_of(1000)
+    store, page = store_at(own_master, 1000, given=0), page_of(1000)
     assert not store.exists("0") and not store.set("0", page) and store.get("0", page) is None
     assert not store.was_cleared() and store.clear() and not store.was_cleared()
     store._store.close()
@@ -510,8 +511,7 @@ def test_a_store_to_which_nobody_gives_memory_is_full(own_master):
 
 def test_a_full_store_whose_master_goes_away_fails(own_master, monkeypatch):
     """While a page waits for room."""
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    store = PagesInMooncake("rank", 1000, options)
+    store = store_at(own_master, 1000)
     fill(store)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda wait_s: own_master.stop())
     monkeypatch.setattr(storage_mooncake, "time", clock)
@@ -523,8 +523,7 @@ def test_a_full_store_whose_master_goes_away_fails(own_master, monkeypatch):
 
 def test_a_mark_that_cannot_be_put_is_put_later(own_master):
     """As where the part of the store that a worker which has just ended gave was chosen for it."""
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    store = PagesInMooncake("rank", 100, options)
+    store = store_at(own_master, 100)
     real = store._store
     assert real.remove(store._mark, True) == 0
     # Its code for a transfer that has failed.
@@ -543,11 +542,7 @@ def test_who_is_refused_a_page_goes_on_writing_and_reading(own_master):
     # What is asked for stays.
     assert all(map(one.files.exists, names_of(prompt)))
     made = fill(one.files)
-    # It is saved in parts: all are there before the first is refused, or that would be tried again with the next.
-    writes = one.hold_writes()
-    one.save(refused)
-    writes.set()
-    one.settle()
+    one.serve_in_one(refused)
     state = one.storage.state()
     # The first page was, and what is behind it would be of no use.
     assert (state["no_room"], state["written"], state["failed"], state["dropped"]) == (24, 24, 0, 0)
@@ -578,8 +573,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert "written" in done.stdout and done.returncode == -signal.SIGKILL
-    options = storage_mooncake.MooncakeOptions(own_master.address, HOST, "P2PHANDSHAKE", "tcp", "", 1 << 24)
-    other, page = PagesInMooncake("r", 1000, options), torch.zeros(1000, dtype=torch.uint8)
+    other, page = store_at(own_master, 1000, folder="r"), torch.zeros(1000, dtype=torch.uint8)
     end = time.monotonic() + 60
     while other.exists("0"):
         # Until the master has noticed.
@@ -675,10 +669,19 @@ def test_a_worker_counts_the_memory_of_its_store_before_its_model_is_loaded(cont
         args.check_server_args()
 
 
+def small_pool() -> MHATokenToKVPool:
+    return MHATokenToKVPool(1 << 12, 1, torch.float32, 1, 64, 1, "cpu", False)
+
+
+def tree_over(pool: Any) -> Any:
+    """What is asked of a tree before host memory is taken."""
+    return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=1)
+
+
 def test_a_worker_counts_the_memory_of_its_store_when_its_pool_is_there(container, monkeypatch):
     """With the draft's, before any of it is taken."""
-    args, pool = worker(), MHATokenToKVPool(1 << 12, 1, torch.float32, 1, 64, 1, "cpu", False)
-    tree: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=1)
+    args, pool = worker(), small_pool()
+    tree = tree_over(pool)
     free, taken = 10 << 30, taken_of_rank(args, options_of(args))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(tier, "host_pool", lambda *args: pytest.fail("memory was taken"))
@@ -695,11 +698,9 @@ def test_a_worker_counts_the_memory_of_its_store_when_its_pool_is_there(containe
 @pytest.mark.parametrize("place", ["model", "draft"])
 def test_a_pool_that_is_not_known_is_told_before_what_it_takes(container, place):
     """Nobody knows how to ask it for that."""
-    known: Any = MHATokenToKVPool(1 << 12, 1, torch.float32, 1, 64, 1, "cpu", False)
-    pool, draft = (SimpleNamespace(), None) if place == "model" else (known, SimpleNamespace())
-    tree: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=1)
+    pool, draft = (SimpleNamespace(), None) if place == "model" else (small_pool(), SimpleNamespace())
     with pytest.raises(ValueError, match="is not verified on decode for SimpleNamespace"):
-        tier.add_host_tier(tree, worker(), lambda: None, draft)
+        tier.add_host_tier(tree_over(pool), worker(), lambda: None, draft)
 
 
 def test_a_tree_is_built_with_what_its_storage_takes(container, monkeypatch):

@@ -186,9 +186,9 @@ def add_host_tier(
     forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
     host_class: of the tree over host memory. stored: what a storage is to take of this rank besides.
     """
+    kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
     # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
-    device_pools = [tree.token_to_kv_pool_allocator.get_kvcache(), *([] if draft_pool is None else [draft_pool])]
-    kvcache, *drafts = [kv_pool_of(one) for one in device_pools]
+    drafts = [] if draft_pool is None else [kv_pool_of(draft_pool)]
     for one in kvcache, *drafts:
         check_pool(one)
     check_size(args, kvcache)
