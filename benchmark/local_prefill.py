@@ -2,9 +2,11 @@
 
     python benchmark/local_prefill.py --runs 3
     python benchmark/local_prefill.py --only busy --runs 3 --local 64 --json local.json
+    python benchmark/local_prefill.py --only alternating --turns 13 --long-every 12 --read 64
 
-One prefill and three decode workers: the flag off, on, and on with --disaggregation-decode-local-prefill. The sides
-take turns, in every other run the other way round, with the same requests; answers must be the same.
+One prefill and three decode workers: the flag off, on, and on with --disaggregation-decode-local-prefill. With --read,
+one more of each: the last as before, and a prefill that reads from it. The sides take turns, in every other run the
+other way round, with the same requests; answers must be the same.
 
 * idle: chats alone.
 * busy: other clients send long prompts to the same prefill, for another decode worker.
@@ -44,7 +46,8 @@ from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, empty_caches, parse_counters
 
-SIDES = ("off", "on", "local")
+SIDES = ("off", "on", "local", "read")
+READ_FLAG = "--disaggregation-prefill-read-decode"
 # Tokens: of a first message, of a question, of a long one, of an answer.
 DOCUMENT, QUESTION, LONG, ANSWER = 400, (40, 60), 600, 32
 # Prompts of those that keep prefill busy, and how many there are; answers of those that decode beside.
@@ -75,10 +78,10 @@ class Told:
 class Side:
     """A prefill and one decode worker of the cluster."""
 
-    def __init__(self, cluster: Cluster, decode: int):
+    def __init__(self, cluster: Cluster, decode: int, prefill: int = 0):
         self._cluster = cluster
-        prefill = next(p for p in cluster.processes if p.role == "prefill")
-        self.prefill, self.decode = prefill, [p for p in cluster.processes if p.role == "decode"][decode]
+        workers = {role: [p for p in cluster.processes if p.role == role] for role in ("prefill", "decode")}
+        self.prefill, self.decode = workers["prefill"][prefill], workers["decode"][decode]
         self._threads = ThreadPoolExecutor(64)
 
     def ask(self, ids: list[int], answer: int, stop: threading.Event | None = None) -> Told:
@@ -219,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="idle,busy,beside,alternating", help="cases, comma-separated")
     parser.add_argument("--runs", type=int, default=3, help="runs of each side (default: 3)")
     parser.add_argument("--local", default="auto", help=f"value of {LOCAL_FLAG} (default: auto)")
+    parser.add_argument("--read", type=int, help=f"value of {READ_FLAG} of a fourth side (default: no such side)")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--long-every", type=int, default=3, help="of alternating (default: 3)")
@@ -231,25 +235,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
     common = ["--enable-metrics", "--max-total-tokens", "65536", "--page-size", str(args.page)]
     common += ["--chunked-prefill-size", "2048", *args.options.split()]
-    decode_args = [[], [RADIX_FLAG], [RADIX_FLAG, LOCAL_FLAG, args.local]]
+    local = [RADIX_FLAG, LOCAL_FLAG, args.local]
+    workers: dict[str, Any] = {"decode_args": [[], [RADIX_FLAG], local], "prefill_args": [[]]}
+    if args.read:
+        workers = {"decode_args": [*workers["decode_args"], local], "prefill_args": [[], [READ_FLAG, str(args.read)]]}
+    workers |= {role: len(workers[f"{role}_args"]) for role in ("prefill", "decode")}
+    names = SIDES[: workers["decode"]]
     found: dict[str, Any] = {}
     same = True
-    with Cluster(model, decode=3, decode_args=decode_args, common_args=common, backend=args.backend) as cluster:
-        sides = [Side(cluster, i) for i in range(len(SIDES))]
+    with Cluster(model, common_args=common, backend=args.backend, **workers) as cluster:
+        sides = [Side(cluster, i, int(name == "read")) for i, name in enumerate(names)]
+        # Who keeps a side's prefill busy has another decode worker.
+        others = [Side(cluster, 0 if i else 1, int(name == "read")) for i, name in enumerate(names)]
         print(
             "| case | side | TTFT p50, ms | p99 | long turns p50 | ITL of others mean, ms | p99 "
             "| prefill CPU, s | decode CPU, s | KV, MiB |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|")
         for case in args.only.split(","):
-            runs: dict[str, list] = {name: [] for name in SIDES}
+            runs: dict[str, list] = {name: [] for name in names}
             for n in range(args.runs + 1):
-                for i in (0, 1, 2) if n % 2 else (2, 1, 0):
-                    one = run(case, sides[i], sides[0 if i else 1], n, args)
+                for i in sorted(range(len(names)), reverse=n % 2 == 0):
+                    one = run(case, sides[i], others[i], n, args)
                     if n:
                         # The first warms the workers up.
-                        runs[SIDES[i]].append(one)
-            for name in SIDES:
+                        runs[names[i]].append(one)
+            for name in names:
                 same &= [one["answers"] for one in runs[name]] == [one["answers"] for one in runs["off"]]
                 print(row(case, name, runs[name]), flush=True)
             found[case] = runs

@@ -13,7 +13,7 @@ from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.shared_prefix import option as shared_attention
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG
+from sglang.srt.mem_cache.cache_support import FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -72,6 +72,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_local_prefill: str = "off"
     disaggregation_decode_local_prefill_after: float | None = None
     disaggregation_decode_itl_target: float | None = None
+    disaggregation_prefill_read_decode: int | None = None
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     pegaflow_namespace: str = ""
@@ -138,6 +139,13 @@ class ServerArgs(engine.ServerArgs):
             help="Have a decode worker with a radix cache admit requests only as far as decode steps, as it has "
             "learned to predict them, give each a token within that many milliseconds. One request always runs.",
         )
+        parser.add_argument(
+            READ_FLAG,
+            type=int,
+            metavar="N",
+            help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
+            "place of computing it, where that is N tokens or more.",
+        )
         _add_pegaflow_options(parser)
 
     def _handle_environment_variables(self) -> None:
@@ -168,6 +176,10 @@ class ServerArgs(engine.ServerArgs):
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
+        if self.disaggregation_prefill_read_decode is not None:
+            if self.disaggregation_prefill_read_decode < 1:
+                raise ValueError(f"{READ_FLAG} is {self.disaggregation_prefill_read_decode}: give 1 token or more.")
+            cache_support.check(cache_support.READS, self)
         if not self.disaggregation_decode_enable_radix_cache:
             if self.disaggregation_decode_verify_pages:
                 raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")

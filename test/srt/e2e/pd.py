@@ -195,12 +195,11 @@ def tp_cluster(clusters, model, backend, *more: str, **options) -> Cluster:
 
     ``more``: options of all workers.
     """
+    options = {"prefill_args": [[], TP2], "decode_args": [[FLAG], [FLAG, *TP2]], **options}
     return clusters.get(
         model,
         prefill=2,
         decode=2,
-        prefill_args=[[], TP2],
-        decode_args=[[FLAG], [FLAG, *TP2]],
         common_args=["--page-size", "16", "--chunked-prefill-size", "64", *more],
         backend=backend,
         **options,

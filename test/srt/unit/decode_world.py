@@ -11,7 +11,7 @@ import time
 import zlib
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from decode_worker import DecodeWorker, make_window_pool
@@ -49,6 +49,9 @@ class Receiver:
     fenced = False
     # Whether it has failed since its prefill is gone.
     lost: bool | None = None
+    # Pages of its prefix that prefill may read, and the weights that they were computed with.
+    offered: Any = None
+    offered_weights = 0
 
     def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True, prefill: str = "10.0.0.1:1"):
         self.world, self.req = world, req
@@ -74,6 +77,8 @@ class Receiver:
         self.asked = True
         self.prefix_len = decode_prefix_len or 0
         self.page_indices = page_indices.tolist()
+        if self.offered is not None:
+            self.world.begin_offer(self)
         self.aux_index = aux_index
         self.state_indices = None if state_indices is None else [int(slot) for slot in state_indices]
         # On a full hit as well.
@@ -103,7 +108,10 @@ class Receiver:
     @property
     def kv_mgr(self) -> SimpleNamespace:
         # All drop what decode computes.
-        return SimpleNamespace(prefills=SimpleNamespace(of=lambda addr: SimpleNamespace(drops=True)))
+        can = SimpleNamespace(drops=True, reads=self.world.reads)
+        prefills = SimpleNamespace(of=lambda addr: can)
+        info = SimpleNamespace(attn_tp_size=self.world.prefill_tp)
+        return SimpleNamespace(prefills=prefills, attn_tp_size=1, prefill_info_table={self.bootstrap_addr: info})
 
     @property
     def conclude_state(self) -> KVPoll | None:
@@ -176,6 +184,10 @@ class LateCopy:
 class World(DecodeWorker):
     """One decode rank. ``size`` and ``watermark`` (None: the default part of the pool) in tokens."""
 
+    # Tokens that prefills lack when they read them, 0 for none, and the TP size of these.
+    reads = 0
+    prefill_tp = 1
+
     def __init__(
         self,
         size: int = 64,
@@ -224,6 +236,9 @@ class World(DecodeWorker):
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
         self.weights = 1
         self.weights_of: dict[str, int] = {}
+        # How often prefills were offered something to read, and what was wrong with it.
+        self.offers = 0
+        self.wrong_offers: set[str] = set()
 
     def _hosted(self, sizes: HostSizes, params: CacheInitParams) -> DecodeRadixCache:
         """A tree with a tier in host memory, of which the copies are over when they are begun, or late."""
@@ -272,6 +287,30 @@ class World(DecodeWorker):
         self.queue.queue.append(decode_req)
         self.queue.rooms[n] = decode_req
         return decode_req
+
+    def begin_offer(self, receiver: Receiver) -> None:
+        """Prefill may read from now on. `check` tells what is wrong: an error here would fail the request alone."""
+        self.offers += 1
+        receiver.offered_weights = self.weights
+        offered = receiver.offered.tolist()
+        if not len(offered) * self.page_size == receiver.prefix_len >= self.reads > 0:
+            self.wrong_offers.add("not the pages of a prefix that is long enough")
+        if {slot // self.page_size for slot in self.still_written()} & {*offered}:
+            self.wrong_offers.add("a page that a step in flight writes to")
+
+    def still_written(self) -> set[int]:
+        """Slots that a step in flight writes to."""
+        return set()
+
+    def check_offers(self) -> None:
+        """What prefills may read is the KV of their prompts, for as long as their requests are here."""
+        assert not self.wrong_offers, self.wrong_offers
+        for decode_req in self.transfer.queue + self.transfer.quarantine:
+            receiver = decode_req.kv_receiver
+            if getattr(receiver, "offered", None) is not None and receiver.asked:
+                page, tokens = self.page_size, receiver.req.origin_input_ids
+                slots = [index * page + offset for index in receiver.offered.tolist() for offset in range(page)]
+                self._check_kv(slots, tokens[: receiver.prefix_len], receiver.offered_weights)
 
     def handshake(self, decode_req: DecodeRequest) -> None:
         decode_req.kv_receiver.state = KVPoll.WaitingForInput
@@ -437,6 +476,7 @@ class World(DecodeWorker):
     # ---- invariants ----
 
     def check(self) -> None:
+        self.check_offers()
         moving = self.transfer.queue + self.transfer.quarantine
         local = self.transfer.local.reqs() if self.transfer.local is not None else []
         # But for those that an error has kept from getting anything.

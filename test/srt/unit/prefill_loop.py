@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
 import torch
@@ -20,6 +21,7 @@ import zmq
 from decode_worker import make_allocator
 from sglang.srt.disaggregation import heard_reasons, utils
 from sglang.srt.disaggregation import prefill as queues
+from sglang.srt.disaggregation.decode_reads import make_reads
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
@@ -89,6 +91,7 @@ class Queue(queues.PrefillBootstrapQueue):
         self.max_total_num_tokens, self.transfer_backend = POOL, TransferBackend.NIXL
         self.token_to_kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self.req_to_metadata_buffer_idx_allocator = scheduler.req_to_metadata_buffer_idx_allocator
+        self.reads = make_reads(scheduler, manager)
 
 
 class PrefillScheduler(Scheduler):
@@ -137,6 +140,7 @@ class PrefillScheduler(Scheduler):
         self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
         self.model_config = cast(Any, Args(vocab_size=VOCABULARY))
         self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[], clear=lambda: None)
+        self.grammar_manager.abort_requests = lambda recv_req: None
         self.dllm_manager = SimpleNamespace(any_staging_reqs=lambda: False)
         self.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
         self.send_to_tokenizer = SimpleNamespace(send_output=lambda message, req: None)
@@ -222,9 +226,11 @@ class Args(SimpleNamespace):
 class PrefillLoop:
     """A prefill worker. ``before`` is called by each rank between its steps, ``during`` while one is computed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, overlap: bool = True):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, overlap: bool = True, reads: int | None = None):
+        """reads: tokens, of which so many or more are read from decode."""
         self.overlap, self.ranks, self.wire = overlap, Ranks(ranks), nixl_wire.World(monkeypatch, ranks, ranks)
         self.server_args = Args(page_size=PAGE, pp_max_micro_batch_size=MAX_REQS, disaggregation_mode="prefill")
+        self.server_args.disaggregation_prefill_read_decode = reads
         self.server_args.enable_mamba_extra_buffer, self.server_args.attention_backend = lambda: False, "torch_native"
         set_global_server_args_for_scheduler(cast(Any, self.server_args))
         for name in ("alloc_extend_kernel", "alloc_decode_kernel"):
@@ -246,15 +252,26 @@ class PrefillLoop:
         self.exchanges += 1
         return self.ranks.gather(own)
 
-    def arrive(self, prompt_len: int, room: int, asked: bool = True) -> list[Req]:
+    def arrive(
+        self,
+        prompt_len: int,
+        room: int,
+        asked: bool = True,
+        held: int = 0,
+        first_page: int = 200,
+        token: int | None = None,
+        salt: str | None = None,
+    ) -> list[Req]:
         """A request, for which decode has asked; the same on all ranks, and different in all its tokens from others.
 
-        asked: if not, decode asks when the test calls `ask`.
+        asked: if not, decode asks when the test calls `ask`. held: tokens that decode has, in pages from first_page on,
+        and offers to be read. token: of which its prompt consists. salt: its KV is for requests of the same one only.
         """
-        wire = self.wire.request(room, prompt_len, 0)
+        wire = self.wire.request(room, prompt_len, held)
+        wire.offered = np.arange(first_page, first_page + held // PAGE, dtype=np.int32) if held else None
         reqs = []
         for scheduler in self.schedulers:
-            tokens = [room % VOCABULARY] * prompt_len
+            tokens = [room % VOCABULARY if token is None else token] * prompt_len
             req = Req(
                 f"request-{room}",
                 "",
@@ -265,6 +282,7 @@ class PrefillLoop:
                 bootstrap_room=room,
                 disagg_mode=DisaggregationMode.PREFILL,
                 vocab_size=VOCABULARY,
+                extra_key=salt,
             )
             req.sampling_params.normalize(None)
             scheduler.disagg_prefill_bootstrap_queue.add(req, 1)
@@ -277,8 +295,13 @@ class PrefillLoop:
         return reqs
 
     def ask(self, wire: nixl_wire.Request) -> None:
-        wire.start_decode().ask()
-        wire.wait_senders(queues.KVPoll.WaitingForInput)
+        wire.start_decode()
+        for receiver in wire.receivers:
+            receiver.offered = wire.offered
+        wire.ask()
+        ready = queues.KVPoll.WaitingForInput, queues.KVPoll.Transferring
+        for sender in wire.senders:
+            nixl_wire.until(lambda sender=sender: sender.poll() in ready, "decode's request is there", sender.poll)
 
     def run(self, steps: int) -> None:
         """The loops of all ranks for ``steps`` turns."""

@@ -26,6 +26,14 @@ class Pair:
         self.pipes: list[multiprocessing.connection.Connection] = []
 
     def start(self) -> None:
+        try:
+            self._start()
+        except BaseException:
+            # Or each later scenario would hear of this start, and fail.
+            self.stop()
+            raise
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.starts += 1
         store = self.folder / f"store{self.starts}"

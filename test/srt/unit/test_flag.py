@@ -189,3 +189,28 @@ def test_pages_are_verified_only_where_there_is_a_radix_cache(parse):
     assert parse(*DECODE, FLAG, "--disaggregation-decode-verify-pages").disaggregation_decode_verify_pages
     with pytest.raises(ValueError, match=f"needs {FLAG}"):
         parse(*DECODE, "--disaggregation-decode-verify-pages")
+
+
+READ = "--disaggregation-prefill-read-decode"
+PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([*DECODE, FLAG], "is for prefill workers, but --disaggregation-mode is decode"),
+        ([], "is for prefill workers, but --disaggregation-mode is null"),
+        ([*PREFILL[:3], "mooncake"], "which is nixl, and --disaggregation-transfer-backend is mooncake"),
+        ([*PREFILL, "--disable-radix-cache"], "not verified together with --disable-radix-cache"),
+        ([*PREFILL, "--enable-hierarchical-cache"], "not verified together with --enable-hierarchical-cache"),
+        ([*PREFILL, "--pipeline-parallel-size", "2"], "not verified together with --pipeline-parallel-size above 1"),
+    ],
+)
+def test_prefill_reads_from_decode_where_that_is_verified(parse, options, why):
+    assert parse(*PREFILL).disaggregation_prefill_read_decode is None
+    assert parse(*PREFILL, READ, "64").disaggregation_prefill_read_decode == 64
+    with pytest.raises(ValueError, match=why):
+        parse(*options, READ, "64")
+    for wrong in ("0", "-3"):
+        with pytest.raises(ValueError, match="give 1 token or more"):
+            parse(*PREFILL, READ, wrong)

@@ -53,14 +53,16 @@ GOOD, BAD = 101, 102
 
 
 class Transfer:
-    def __init__(self, wire: Wire, sender: str, peer: str, notification: bytes, targets: Any) -> None:
+    def __init__(self, wire: Wire, sender: str, peer: str, notification: bytes, sources: Any, targets: Any) -> None:
         self.wire, self.sender, self.peer, self.notification, self.targets = wire, sender, peer, notification, targets
-        self.state, self.released = "PROC", False
+        self.sources = sources
+        self.state, self.released, self.kind = "PROC", False, "WRITE"
 
     def finish(self) -> None:
         if self.state == "PROC":
             self.state = "DONE"
-            self.wire.deliver(self.sender, self.peer, self.notification)
+            if self.notification:
+                self.wire.deliver(self.sender, self.peer, self.notification)
 
 
 class Wire:
@@ -108,7 +110,9 @@ class Agent:
     def initialize_xfer(self, kind: str, source: Any, target: Any, peer: str, notification: bytes) -> Transfer:
         if peer not in self.known:
             raise RuntimeError(f"agent {peer} is not known")
-        return Transfer(self.wire, self.name, peer, notification, target)
+        made = Transfer(self.wire, self.name, peer, notification, source, target)
+        made.kind = kind
+        return made
 
     def transfer(self, transfer: Transfer) -> str:
         self.wire.transfers.append(transfer)
@@ -283,6 +287,7 @@ class Request(Ends):
         self.world, self.room, self.prompt_len, self.prefix_len = world, room, prompt_len, prefix_len
         self.num_pages = pages(prompt_len, PAGE)
         self.first_page = (prefix_len or 0) // PAGE
+        self.offered: np.ndarray | None = None
         self.senders: list[NixlKVSender] = []
         self.receivers: list[NixlKVReceiver] = []
 

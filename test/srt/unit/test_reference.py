@@ -70,13 +70,16 @@ def test_a_default_is_said_once():
 
 def test_metrics_are_those_that_are_made():
     made: set[str] = set()
-    for name in ("kv_transfer_metrics", "worker_gauges"):
+    for name in ("kv_transfer_metrics", "read_metrics", "worker_gauges"):
         source = (PATCH / "observability" / f"{name}.py").read_text(encoding="utf-8")
         made |= set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", source))
     listed = {name.removeprefix("sglang:").removesuffix("_total"): worker for name, worker, *_ in reference.metrics()}
     assert {*listed} == made and len(made) > 10
     assert listed["pd_requests"] == "prefill, decode" and listed["decode_audit_faults"] == "decode"
-    assert listed["kv_transfer_sent_bytes"] == "prefill" and listed["decode_prompt_tokens"] == "decode"
+    assert (
+        listed["kv_transfer_sent_bytes"] == listed["prefill_reads"] == "prefill"
+        and listed["decode_prompt_tokens"] == "decode"
+    )
 
 
 def keys_of(function: ast.FunctionDef) -> set[str]:

@@ -539,9 +539,14 @@ def test_trap_15_nothing_is_called_lost_while_transfers_are_under_way():
 class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
-    kv_mgr = SimpleNamespace(record_failure=lambda room, reason: None)
     digest_pages = None
     once_metadata_landed = CommonKVReceiver.once_metadata_landed
+
+    @property
+    def kv_mgr(self) -> SimpleNamespace:
+        manager = super().kv_mgr
+        manager.record_failure = lambda room, reason: None
+        return manager
 
     def _is_overdue(self) -> bool:
         return False

@@ -62,11 +62,16 @@ class Rank(Scheduler):
         self._pending_flush, self.draft_worker = None, None
         self.send_to_tokenizer = SimpleNamespace(send_output=lambda answer, to: self.answered.append(to))
         self.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+        # As one of the engine's, which does not count updates.
+        self.manager: Any = SimpleNamespace()
         self.offload_tags: set[str] = set()
         noted = {f"update_weights_from_{name}": self._note(name) for name in ("disk", "distributed", "tensor", "ipc")}
         self.tp_worker = SimpleNamespace(**noted)
         self.memory_saver_adapter = SimpleNamespace(pause=self._note("release"), resume=self._note("resume"))
         self.init_request_dispatcher()
+
+    def kv_manager(self) -> Any:
+        return self.manager
 
     def _note(self, name: str) -> Callable[[Any], tuple[bool, str]]:
         def update(_: Any) -> tuple[bool, str]:
@@ -104,6 +109,8 @@ def with_dp_attention(rank: int, script: Script, busy: list[dict[int, int]], tur
         dist.all_gather_into_tensor(met, torch.tensor([scheduler.turn]))
         assert met.tolist() == [scheduler.turn] * 2, "the ranks are in different collectives"
     assert scheduler.answered == sent and not scheduler.postponed_updates
+    # Prefill and decode compare how many there have been.
+    assert getattr(scheduler.manager, "weight_updates", 0) == sum(name in UPDATES for _, name in scheduler.done)
     return scheduler.done
 
 

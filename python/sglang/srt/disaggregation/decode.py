@@ -226,7 +226,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
-        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices)
+        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, local)
         figures = measured(self.transfer_queue)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, figures)
         self.admission = Admission(

@@ -16,7 +16,9 @@ from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
+from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
+from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
@@ -39,18 +41,22 @@ def poll_and_all_reduce_attn_cp_tp_group(
 ) -> list[int]:
     """Adds that a rank on which nothing went wrong hears why a request has failed, which it is to tell and count.
 
-    Right after the reduction, from which all ranks know what has failed; while nothing has, nothing is exchanged.
+    Right after the reduction, from which all ranks know what has failed; while nothing has, nothing is exchanged. And
+    that what is read from decode begins and ends on all ranks by it.
     """
     polls = utils.poll_and_all_reduce_attn_cp_tp_group(pollers, attn_cp_cpu_group, attn_tp_cpu_group)
     hear_reasons_of_senders(pollers, polls, {"TP": attn_tp_cpu_group, "CP": attn_cp_cpu_group})
-    return polls
+    return agree_on_reads(pollers, polls)
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Starts each request's chunk cursor at the prefix that decode holds."""
 
+    # What is read from decode before requests begin; None without the option.
+    reads: DecodeReads | None = None
+
     def _init_kv_manager(self):
-        """Adds how many layers all pipeline stages have, and what digests of pages are computed from."""
+        """Adds how many layers all pipeline stages have, what digests of pages are computed from, and what reads."""
         KvTransferCounters.of(self.scheduler)
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
@@ -64,16 +70,24 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
                     self.scheduler.model_config.get_total_num_kv_heads(),
                     manager.num_layers if self.pp_size > 1 else None,
                 )
+            self.reads = make_reads(self.scheduler, manager)
         return manager
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Adds the prompt length to the request's sender, which checks decode's prefix against it."""
+        """Adds the prompt length to the request's sender, which checks decode's prefix by it, and what it may read."""
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
+            if self.reads is not None and may_compute(req):
+                req.disagg_kv_sender.reading = DecodeRead(self.reads, req)
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Sets the cursor of the requests that the engine pops, and counts those that it fails."""
+        """Sets the cursor of the requests that the engine pops, and counts those that it fails.
+
+        Before that, what has been read for requests that are no longer here is given back.
+        """
+        if self.reads is not None:
+            self._turn_reads(self.reads)
         popped, failed = super().pop_bootstrapped(True, rids_to_check)
         for req in popped:
             req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
@@ -81,6 +95,17 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         for req in failed:
             KvTransferCounters.get(self.scheduler.server_args).ended(req.finished_reason)
         return (popped, failed) if return_failed_reqs else popped
+
+    def _turn_reads(self, reads: DecodeReads) -> None:
+        scheduler = self.scheduler
+        runs = scheduler.last_batch or scheduler.chunked_req or scheduler.disagg_prefill_inflight_queue
+        groups = scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group
+        reads.turn(
+            self.queue,
+            scheduler.waiting_queue,
+            bool(scheduler.waiting_queue) and not runs,
+            lambda pollers: utils.poll_and_all_reduce_attn_cp_tp_group(pollers, *groups),
+        )
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+from sglang.srt.mem_cache.known_prefixes import unknown_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
@@ -25,12 +29,35 @@ __all__ = ["PrefillDeltas"]
 DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
 
 
+def _least_read(receiver: Any) -> int:
+    """Tokens that a receiver's prefill must lack for it to read them from here; 0 where it reads none.
+
+    It reads whole pages: with another TP size they would have other heads.
+    """
+    if not hasattr(receiver, "offered"):
+        return 0
+    manager, addr = receiver.kv_mgr, receiver.bootstrap_addr
+    info = manager.prefill_info_table.get(addr)
+    same = info is not None and info.attn_tp_size == manager.attn_tp_size
+    return manager.prefills.of(addr).reads if same else 0
+
+
 class PrefillDeltas:
     """Asks prefills for the deltas of one decode rank."""
 
-    def __init__(self, tree: DecodeRadixCache, rows: Any, buffers: Any, buffer_indices: Any):
-        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these."""
-        self._tree, self._rows = tree, rows
+    def __init__(
+        self,
+        tree: DecodeRadixCache,
+        rows: Any,
+        buffers: Any,
+        buffer_indices: Any,
+        local: LocalPrefills | None = None,
+    ):
+        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these.
+
+        local: what computes prompts here, if anything.
+        """
+        self._tree, self._rows, self._local = tree, rows, local
         self._buffers, self._buffer_indices = buffers, buffer_indices
 
     def room(self) -> int:
@@ -55,10 +82,32 @@ class PrefillDeltas:
             window = table[req.swa_evicted_seqlen : len(req.origin_input_ids)]
             state_indices = windows.pages_of(window).tolist()
         decode_req.name_target(page_indices, state_indices)
-        if fence.guards(page_indices, state_indices):
+        offered = self._offer(decode_req)
+        if offered is not None:
+            decode_req.kv_receiver.offered = offered
+        if fence.guards(page_indices, state_indices) or (offered is not None and self._writes(offered, fence)):
             decode_req.advance(DEFERRED)
         else:
             self._ask(decode_req)
+
+    def _offer(self, decode_req: DecodeRequest) -> npt.NDArray[np.int32] | None:
+        """The pages, int32, of the request's prefix, if its prefill reads what it lacks and lacks enough; else None.
+
+        They are locked for as long as the request is here. Not while some of them are being copied from host memory.
+        """
+        req = decode_req.req
+        least = _least_read(decode_req.kv_receiver)
+        if not least or decode_req.load is not None or not req.held_len or not takes_prefix(decode_req):
+            return None
+        if unknown_above(req.last_node) < least:
+            return None
+        held = self._rows.req_to_token[req.req_pool_idx, : req.held_len].cpu().numpy()
+        return kv_to_page_indices(held, self._tree.page_size).astype(np.int32)
+
+    def _writes(self, offered: npt.NDArray[np.int32], fence: Fence) -> bool:
+        """Whether a step in flight may still write to what is offered: of an answer, or of a prompt computed here."""
+        computing = self._local is not None and self._local.steps.launched > self._tree.written
+        return computing or fence.guards(offered, None)
 
     def _expect_metadata(self, receiver: Any, index: int) -> None:
         """Have ``receiver`` look for its own room in buffer ``index``, and wait for its writers if it fails."""

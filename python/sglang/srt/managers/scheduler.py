@@ -201,9 +201,10 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         return None if queue is None else queue.local
 
     def is_fully_idle(self, for_health_check=False) -> bool:
-        """A worker that has a prompt to compute is not idle."""
+        """A worker that has a prompt to compute, or reads from another or may be read from, is not idle."""
         queue = getattr(self, "disagg_decode_transfer_queue", None)
-        return super().is_fully_idle(for_health_check) and not has_prompts_to_compute(queue)
+        busy = has_prompts_to_compute(queue) or (self.has_reads() and not for_health_check)
+        return super().is_fully_idle(for_health_check) and not busy
 
     def pause_generation(self, recv_req) -> None:
         """A prompt of which a step has computed a part does not decode yet."""
@@ -248,10 +249,9 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         """
         self.kv_used_peak, self.longest_queue_step = 0, 0.0
         self.end_step_of_none()
-        flush = super().flush_cache
         if self.has_quarantine():
-            return self.disagg_decode_transfer_queue.flush_around_quarantine(flush)
-        return flush()
+            return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
+        return super().flush_cache()
 
     def flush_cache_wrapped(self, recv_req):
         """Several TP ranks, or a worker with PegaFlow, decide together on a flush that may wait."""

@@ -98,6 +98,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def _update(self, update: Callable[[Any], Any], recv_req):
         self.before_weight_update()
+        manager = self.kv_manager()
+        if manager is not None:
+            # Prefill reads no KV of other weights than its own from decode: see decode_reads.py.
+            manager.weight_updates = getattr(manager, "weight_updates", 0) + 1
         return update(recv_req)
 
     def _when_idle(self, one: Postponed):

@@ -24,6 +24,8 @@ __all__ = [
     "FLAG",
     "LINEAR",
     "PEGAFLOW",
+    "READS",
+    "READ_FLAG",
     "WINDOWS",
     "CacheKind",
     "check",
@@ -33,6 +35,7 @@ __all__ = [
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 PEGAFLOW_FLAG = "--enable-pegaflow"
+READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
 # The engine's storage backends that may be below a host tier.
@@ -236,6 +239,50 @@ PEGAFLOW = CacheKind(
 )
 
 
+READS = CacheKind(
+    f"prefill with {READ_FLAG}, full attention in all layers",
+    "the engine's RadixCache",
+    (
+        Refused(
+            f"{READ_FLAG} is for prefill workers, but {{name}}. Leave it out here.",
+            (
+                Rule(
+                    "--disaggregation-mode is {args.disaggregation_mode}",
+                    lambda args: args.disaggregation_mode != "prefill",
+                ),
+            ),
+        ),
+        Refused(
+            f"{READ_FLAG} needs a transfer backend with a read of another's memory, which is nixl, and "
+            "--disaggregation-transfer-backend is {args.disaggregation_transfer_backend}. Use nixl on prefill and "
+            "decode, or leave the option out.",
+            (
+                Rule(
+                    "--disaggregation-transfer-backend other than nixl",
+                    lambda args: args.disaggregation_transfer_backend != "nixl",
+                ),
+            ),
+        ),
+        Refused(
+            f"{READ_FLAG} is not verified together with {{name}}. Leave one of the two out.",
+            (
+                _switch("--disable-radix-cache"),
+                _switch("--enable-hierarchical-cache"),
+                _switch(PEGAFLOW_FLAG),
+                _switch("--enable-lmcache"),
+                _switch("--enable-streaming-session"),
+                _switch("--enable-dp-attention"),
+                Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
+                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
+                _several("--pipeline-parallel-size", "pp_size"),
+                _several("--attention-context-parallel-size", "attn_cp_size"),
+                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
+            ),
+        ),
+    ),
+)
+
+
 def check(kind: CacheKind, args: ServerArgs) -> None:
     """Raise ValueError for the first thing that is not verified with this kind's tree."""
     for error, rules in kind.refused:
@@ -269,9 +316,11 @@ def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> No
 
 def markdown() -> str:
     """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
-    anyone = SimpleNamespace(speculative_algorithm="NAME", hicache_storage_backend="NAME")
+    anyone = SimpleNamespace(
+        speculative_algorithm="NAME", hicache_storage_backend="NAME", disaggregation_mode="another"
+    )
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
-    for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW):
+    for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW, READS):
         names = [rule.name.format(args=anyone) for refused in kind.refused for rule in refused.rules]
         lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
     return "\n".join(lines)

@@ -124,6 +124,11 @@ class KvTransferCounters:
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
 
     @property
+    def counts_requests(self) -> bool:
+        """Whether this rank counts what is the same on all TP ranks."""
+        return self._counts_requests
+
+    @property
     def labels(self) -> dict[str, str]:
         """The labels of all metrics of this process; of a worker without metrics none."""
         return dict(self._labels) if self.enabled else {}

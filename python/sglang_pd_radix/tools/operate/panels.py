@@ -257,6 +257,9 @@ SECTIONS = {
 
 #: Metrics of this package on no panel, each with the reason.
 ON_NO_PANEL: dict[str, str] = {
+    "sglang:prefill_read_tokens_total": "of an option that is off by default; docs/deploy.md says what to look for",
+    "sglang:prefill_reads_total": "of an option that is off by default; docs/deploy.md says what to look for",
+    "sglang:prefill_read_seconds_total": "part of what prefill's time to a request's first step shows",
     "sglang:decode_host_saved_tokens_total": "what comes back from host memory says whether it is worth it",
     "sglang:decode_storage_fetched_tokens_total": "part of what comes back from host memory",
     "sglang:decode_storage_written_tokens_total": "what is fetched says whether it is worth it",

@@ -67,6 +67,9 @@ async def capabilities(
     }
     answer: dict[str, int | str] = {"version": version if cp_size is not None and not shared_out else 0}
     answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1}
+    reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)
+    if reads is not None:
+        answer["reads"] = reads
     # Of the process that the server is part of.
     drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
     draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""

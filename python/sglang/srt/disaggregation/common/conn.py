@@ -71,7 +71,8 @@ class CommonKVManager(engine.CommonKVManager):
         self.rooms = Rooms()
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
-        # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler.
+        # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler, and
+        # how often this worker's weights have been updated.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
             lambda: self.has_state,
@@ -79,10 +80,9 @@ class CommonKVManager(engine.CommonKVManager):
             lambda addr: super(CommonKVManager, self).try_ensure_parallel_info(addr),
         )
         self.connections = Connections()
-        self.liveness = PeerLiveness()
+        self.liveness, self.weight_updates = PeerLiveness(), 0
         super().__init__(*args, **kwargs)
-        key = secret()
-        if key is not None:
+        if (key := secret()) is not None:
             own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
             self.server_socket = VerifyingSocket(self.server_socket, own, key)
         # Made by the queue that makes this manager.
@@ -276,7 +276,7 @@ class CommonKVManager(engine.CommonKVManager):
         self.tell_failure(room, peers, reason)
 
     # Attributes with an entry for each live room, or with a set of rooms for each peer.
-    room_books: tuple[str, ...] = ENGINE_BOOKS
+    room_books: tuple[str, ...] = (*ENGINE_BOOKS, "reads")
 
     def rooms_held(self) -> dict[str, int]:
         """How many rooms each book of this worker mentions; none when it is idle. The engine's books and ours."""

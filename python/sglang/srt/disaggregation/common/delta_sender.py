@@ -140,6 +140,9 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
         if prompt_len is None:
             raise ValueError("this prefill does not know the length of the prompt")
         check_decode_prefix(prefix_len, num_pages, prompt_len, page_size)
+    for offer in (getattr(info, "offer", None) for info in asked.values()):
+        if offer is not None and len(offer.pages) * page_size != prefix_len:
+            raise ValueError(f"it offers {len(offer.pages)} pages of a prefix of {prefix_len} tokens")
     return prefix_len
 
 
@@ -158,6 +161,8 @@ class DeltaSender(Base):
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
     # has become of it here meanwhile: they must run the same batches.
     agreed: bool = False
+    # What is read from decode before it begins, if that may be; see decode_reads.py.
+    reading: Any = None
     # Whether the ranks have told each other why it has failed.
     reason_told: bool = False
 
@@ -209,6 +214,14 @@ class DeltaSender(Base):
         return True
 
     # ---- questions ----
+
+    def poll_reading(self) -> int:
+        """What a request polls that decode has asked for: it may begin, or how far what is read for it is."""
+        if self.reading is None:
+            return KVPoll.WaitingForInput
+        polled = self.reading.poll(self.state.asked)
+        # Asked after it: this worker may have stood still meanwhile, and decode have given its pages away.
+        return polled if self.failure_reason() is None else KVPoll.Bootstrapping
 
     def has_failed(self) -> bool:
         """Whether nothing more will be sent for this request."""

@@ -40,7 +40,8 @@ class Capabilities:
 
     version: of the decode prefix that it understands, 0 for none. pieces: it asks for each piece of staging memory.
     digests: it sends digests of pages. queued: it wants to hear what waits on decode. drops: it drops a request whose
-    prompt decode computes. drafts, draft_model: what it speculates with, empty without.
+    prompt decode computes. drafts, draft_model: what it speculates with, empty without. reads: it reads KV that it
+    lacks from decode, where that is so many tokens or more; 0 where it does not.
     """
 
     version: int = 0
@@ -50,6 +51,7 @@ class Capabilities:
     drops: bool = False
     drafts: str = ""
     draft_model: str = ""
+    reads: int = 0
 
     @property
     def takes_prefix(self) -> bool:
@@ -76,7 +78,8 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
         return takes and any(answer.get(name) for name in names)
 
     each = can("pieces"), can("digests", "stage_digests"), can("queued"), can("drops")
-    return Capabilities(version, *each, drafts, draft_model)
+    reads = max(0, int(answer.get("reads") or 0)) if takes and not needs_state else 0
+    return Capabilities(version, *each, drafts, draft_model, reads)
 
 
 def check_drafts(theirs: Capabilities, server_args: Any) -> None:

@@ -21,11 +21,13 @@ from sglang.srt.disaggregation.common.delta_sender import Phase
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
+    Offer,
     Reader,
     Registration,
     check_prefix_frames,
     delta_frames,
     room_header,
+    split_offer,
     wire_int,
 )
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
@@ -52,12 +54,14 @@ class TransferInfo(engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds.
 
     decode_prefix_len: tokens, 0 when decode names none. dummy: whether this prefill rank sends nothing, None when the
-    message does not say and empty indices mean it, as in the engine. wants_digest: of the pages sent.
+    message does not say and empty indices mean it, as in the engine. wants_digest: of the pages sent. offer: what may
+    be read there.
     """
 
     decode_prefix_len: int = 0
     dummy: bool | None = None
     wants_digest: bool = False
+    offer: Offer | None = None
 
     @property
     def names_prefix(self) -> bool:
@@ -71,9 +75,11 @@ class TransferInfo(engine.TransferInfo):
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
         """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends."""
+        msg, offer = split_offer(msg)
         info = super().from_zmq(msg)
         if len(msg) > 8:
             check_prefix_frames(msg)
+            info.offer = offer
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
             info.dummy = msg[9] == b"1"
             info.wants_digest = len(msg) == 11
@@ -451,8 +457,10 @@ class NixlKVSender(engine.NixlKVSender):
                 manager.end_room(room)
                 manager.request_status.pop(room)
                 self.has_sent = True
-            if status != KVPoll.WaitingForInput or self.accept_decode_prefix():
+            if status != KVPoll.WaitingForInput:
                 return status
+            if self.accept_decode_prefix():
+                return self.poll_reading()
         if "PROC" in states:
             return KVPoll.WaitingForInput
         self._close()
@@ -486,6 +494,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
     carries_prefix = True
+    # Pages, int32, of the prefix that prefill may read; they stay locked while the request is here.
+    offered: npt.NDArray[np.int32] | None = None
     _status: TransferStatus | None = None
 
     def send_metadata(
@@ -513,7 +523,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
         verify = self.ask_for_digest(kv_indices)
-        self.send_requests(delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body))
+        offer = None if self.offered is None else Offer(self.offered, self.kv_mgr.weight_updates)
+        self.send_requests(
+            delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body, offer)
+        )
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.expects_digest = verify
         if state_indices is not None:

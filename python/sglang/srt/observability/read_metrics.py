@@ -1,0 +1,44 @@
+"""Counters of what a prefill reads from decode in place of computing it.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+
+__all__ = ["ReadCounters"]
+
+# What was read is in the tree; there was no memory for it; it failed, was late, or was for a request that has ended.
+OUTCOMES = ("read", "memory", "failed")
+
+
+class ReadCounters:
+    """Made once in a process, since Prometheus refuses a second registration; without metrics a no-op."""
+
+    def __init__(self, counters: KvTransferCounters) -> None:
+        """counters: the other ones of this worker. The rank that counts requests there counts these here."""
+        self._labels = labels = counters.labels if counters.counts_requests else {}
+        if labels.get("engine_type") == "prefill":
+            # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
+            from prometheus_client import Counter
+
+            def counter(name: str, text: str, by: tuple[str, ...] = ()) -> Counter:
+                return Counter(f"sglang:{name}", text, [*labels, *by])
+
+            reads = counter("prefill_reads", "Reads of a prompt's KV from decode, by outcome.", by=("outcome",))
+            tokens = counter("prefill_read_tokens", "Prompt tokens whose KV was read from decode.")
+            seconds = counter("prefill_read_seconds", "Time that requests waited for what was read, summed.")
+            # Shown from the start: of a counter that begins at 1, no increase is seen.
+            self._ended = {outcome: reads.labels(**labels, outcome=outcome) for outcome in OUTCOMES}
+            self._tokens, self._seconds = tokens.labels(**labels), seconds.labels(**labels)
+
+    def ended(self, outcome: str, num_tokens: int = 0, seconds: float = 0.0) -> None:
+        """A read has ended, or could not begin. outcome: one of `OUTCOMES`. num_tokens: that it brought."""
+        if self._labels:
+            self._ended[outcome].inc()
+            self._tokens.inc(num_tokens)
+            self._seconds.inc(seconds)

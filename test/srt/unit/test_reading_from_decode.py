@@ -1,0 +1,501 @@
+"""A prefill reads what it lacks of a prompt out of decode's pages, or goes on without; the real loops of its ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_nixl_wire as nixl_wire
+from prefill_loop import CHUNK, PAGE, POOL, PrefillLoop, PrefillScheduler
+from sglang.srt.disaggregation import decode_reads
+from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+ROOM, OTHER, THIRD = 7001, 7002, 7003
+LEAST = 16
+LOOPS = [(ranks, overlap) for ranks in (1, 2) for overlap in (True, False)]
+
+
+@pytest.fixture(params=LOOPS, ids=[f"tp{ranks}-{'overlap' if overlap else 'normal'}" for ranks, overlap in LOOPS])
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PrefillLoop:
+    return PrefillLoop(monkeypatch, *request.param, reads=LEAST)
+
+
+def reads(loop: PrefillLoop, rank: int | None = None) -> list[nixl_wire.Transfer]:
+    """The reads that have been posted, of a rank or all."""
+    names = [one.agent.name for one in loop.wire.prefill]
+    posted = [t for t in loop.wire.wire.transfers if t.kind == "READ"]
+    return [t for t in posted if rank is None or t.sender == names[rank]]
+
+
+def computed(scheduler: PrefillScheduler, room: int) -> int:
+    """Tokens of its prompt that this rank has computed."""
+    return sum(step.get(f"request-{room}", 0) for step in scheduler.steps)
+
+
+def finish(loop: PrefillLoop) -> None:
+    for transfer in loop.wire.wire.transfers:
+        transfer.finish()
+
+
+def assert_served(loop: PrefillLoop, *rooms: int) -> None:
+    """All of them have been answered well, and nothing is held."""
+    for scheduler in loop.schedulers:
+        ended = {req.bootstrap_room: req.finished_reason for req, _ in scheduler.told}
+        assert set(ended) == set(rooms)
+        assert not any(isinstance(reason, FINISH_ABORT) for reason in ended.values()), ended
+        assert_rests(scheduler)
+
+
+def assert_rests(scheduler: PrefillScheduler) -> None:
+    assert not scheduler.has_reads()
+    scheduler.assert_nothing_held()
+
+
+def hold_reads(loop: PrefillLoop) -> None:
+    loop.wire.wire.held = True
+
+
+def test_only_what_is_new_is_computed(loop: PrefillLoop):
+    loop.arrive(100, ROOM, held=80)
+    loop.run(12)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 20
+    assert len(reads(loop)) == loop.ranks.size
+    assert_served(loop, ROOM)
+
+
+def test_the_pages_read_are_those_that_are_lacking(loop: PrefillLoop):
+    """The first part of the prompt it has computed for another request."""
+    loop.arrive(48, OTHER, token=9)
+    loop.run(8)
+    loop.arrive(100, ROOM, held=80, first_page=64, token=9)
+    loop.run(12)
+    for rank, scheduler in enumerate(loop.schedulers):
+        assert computed(scheduler, ROOM) == 20
+        (read,) = reads(loop, rank)
+        item, buffers = nixl_wire.ITEM // loop.ranks.size, 2
+        # K and V, one run of pages each: those of tokens 48 to 80.
+        theirs = [(int(a), int(n)) for a, n, _ in read.targets]
+        bases = [nixl_wire.kv_address(kind, 0) for kind in range(buffers)]
+        assert theirs == [(base + (64 + 48 // PAGE) * item, 32 // PAGE * item) for base in bases]
+        # Into the pages in which its tree then has them.
+        tree = scheduler.tree_cache
+        match = tree.match_prefix(decode_reads.MatchPrefixParams(key=decode_reads.RadixKey([9] * 80, None)))
+        slots = match.device_indices[48:80].numpy()
+        ours = sorted(slots[::PAGE] // PAGE)
+        covered = [
+            page
+            for address, length, _ in read.sources
+            if address < nixl_wire.kv_address(1, 0)
+            for page in range((address - bases[0]) // item, (address - bases[0] + length) // item)
+        ]
+        assert sorted(covered) == ours
+    assert_served(loop, OTHER, ROOM)
+
+
+def test_others_go_first_while_it_is_read(loop: PrefillLoop):
+    loop.arrive(100, ROOM, held=80)
+    hold_reads(loop)
+
+    def before(scheduler: PrefillScheduler) -> None:
+        if scheduler.tp_rank == 0 and len(scheduler.steps) == 2:
+            finish(loop)
+            loop.wire.wire.held = False
+
+    loop.arrive(32, OTHER)
+    loop.before = before
+    loop.run(14)
+    for scheduler in loop.schedulers:
+        assert list(scheduler.steps[0]) == list(scheduler.steps[1]) == [f"request-{OTHER}"]
+        assert computed(scheduler, ROOM) == 20
+    finish(loop)
+    loop.run(4)
+    assert_served(loop, ROOM, OTHER)
+
+
+def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """Its pages are given back when NIXL says that nothing is written to them, in one step on all ranks."""
+    monkeypatch.setattr(decode_reads, "LATE_S", 0.0)
+    loop.arrive(100, ROOM, held=80)
+    hold_reads(loop)
+    loop.run(14)
+    kv = [t for t in loop.wire.wire.transfers if t.kind == "WRITE"]
+    for transfer in kv:
+        transfer.finish()
+    loop.run(4)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 100
+        assert scheduler.disagg_prefill_bootstrap_queue.reads.tokens_out == 80
+        assert not scheduler.is_fully_idle() and not scheduler.flush_cache()
+    # One rank's is over first.
+    reads(loop, 0)[0].finish()
+    loop.run(2)
+    left = [scheduler.disagg_prefill_bootstrap_queue.reads.tokens_out for scheduler in loop.schedulers]
+    assert left == ([0] if loop.ranks.size == 1 else [80, 80])
+    finish(loop)
+    loop.run(2)
+    assert_served(loop, ROOM)
+
+
+@pytest.mark.parametrize("how", ["posted", "later", "refused"])
+def test_what_cannot_be_read_on_one_rank_is_read_on_none(loop: PrefillLoop, how: str, monkeypatch: pytest.MonkeyPatch):
+    agent = loop.wire.prefill[-1].agent
+    if how == "refused":
+        monkeypatch.setattr(agent, "initialize_xfer", lambda *args: _raise_or_write(agent, *args))
+    elif how == "posted":
+        transfer = agent.transfer
+        monkeypatch.setattr(agent, "transfer", lambda t: "ERR" if t.kind == "READ" else transfer(t))
+    else:
+        hold_reads(loop)
+    loop.arrive(100, ROOM, held=80)
+    if how == "later":
+        loop.run(3)
+        reads(loop, loop.ranks.size - 1)[0].state = "ERR"
+        loop.wire.wire.held = False
+        finish(loop)
+    loop.run(14)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 100
+    assert_served(loop, ROOM)
+
+
+def _raise_or_write(agent: nixl_wire.Agent, kind: str, *args: Any) -> nixl_wire.Transfer:
+    if kind == "READ":
+        raise RuntimeError("no such memory is registered")
+    return nixl_wire.Agent.initialize_xfer(agent, kind, *args)
+
+
+def test_what_one_rank_is_not_offered_is_read_on_none(loop: PrefillLoop):
+    """Its decode rank shook hands with this prefill before it had been started with the option."""
+    reqs = loop.arrive(100, ROOM, asked=False, held=80)
+    wire = loop.not_asked
+    assert wire is not None
+    wire.start_decode()
+    for receiver in wire.receivers[:-1]:
+        receiver.offered = wire.offered
+    wire.ask()
+    for req in reqs:
+        nixl_wire.until(lambda req=req: req.disagg_kv_sender.poll() >= 2, "decode has asked")
+    loop.run(14)
+    assert not reads(loop)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 100
+    assert_served(loop, ROOM)
+
+
+@pytest.mark.parametrize("how", ["aborted", "decode gone", "computed by decode", "given up"])
+def test_a_request_that_ends_while_it_is_read(loop: PrefillLoop, how: str):
+    """Nothing of it enters the tree, and its pages stay out of others' hands until the read is over."""
+    loop.arrive(100, ROOM, held=80)
+    hold_reads(loop)
+    loop.run(3)
+    assert len(reads(loop)) == loop.ranks.size
+    for scheduler in loop.schedulers:
+        if how == "aborted":
+            scheduler.abort_request(AbortReq(rid=f"request-{ROOM}"))
+        elif how == "computed by decode":
+            scheduler.drop_computed(ROOM)
+    if how == "decode gone":
+        loop.wire.prefill[0].manager.rooms.lose_decode([ROOM], "decode is gone")
+    elif how == "given up":
+        for rank in loop.wire.prefill:
+            rank.manager.rooms.give_up(ROOM)
+    loop.run(3)
+    for scheduler in loop.schedulers:
+        assert not scheduler.disagg_prefill_bootstrap_queue.queue
+        assert scheduler.token_to_kv_pool_allocator.available_size() == POOL - 80
+        assert scheduler.tree_cache.evictable_size() == 0
+    # Others are served meanwhile.
+    loop.wire.wire.held = False
+    loop.arrive(40, OTHER)
+    loop.run(8)
+    finish(loop)
+    loop.run(3)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 0
+        assert [req.bootstrap_room for req, _ in scheduler.told].count(OTHER) == 1
+        assert_rests(scheduler)
+
+
+def test_what_has_come_when_decode_must_have_given_up_is_not_taken(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """This worker stands still while it looks at a read, for as long as decode waits; then the read is over."""
+    loop.arrive(100, ROOM, held=80)
+    hold_reads(loop)
+    loop.run(3)
+    state = PostedRead.state
+
+    def stand_still(read: PostedRead) -> str:
+        finish(loop)
+        for scheduler in loop.schedulers:
+            for req in scheduler.disagg_prefill_bootstrap_queue.queue:
+                req.disagg_kv_sender.state.due_at = 0.0
+        return state(read)
+
+    monkeypatch.setattr(PostedRead, "state", stand_still)
+    loop.run(4)
+    for scheduler in loop.schedulers:
+        assert isinstance(scheduler.told[0][0].finished_reason, FINISH_ABORT) and computed(scheduler, ROOM) == 0
+        assert scheduler.token_to_kv_pool_allocator.available_size() == POOL
+        assert_rests(scheduler)
+
+
+def test_too_little_is_not_read(loop: PrefillLoop):
+    loop.arrive(100, ROOM, held=LEAST - PAGE)
+    loop.run(14)
+    assert not reads(loop)
+    assert_served(loop, ROOM)
+
+
+def test_without_memory_it_is_computed(loop: PrefillLoop):
+    """At most half of the pool is taken for reads at once."""
+    hold_reads(loop)
+    loop.arrive(220, ROOM, held=200)
+    loop.arrive(120, OTHER, held=100)
+
+    def during(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == 2 and scheduler.tp_rank == 0:
+            assert len(reads(loop)) == loop.ranks.size
+            loop.wire.wire.held = False
+            finish(loop)
+
+    loop.during = during
+    loop.run(40)
+    for scheduler in loop.schedulers:
+        assert (computed(scheduler, ROOM), computed(scheduler, OTHER)) == (20, 120)
+    assert_served(loop, ROOM, OTHER)
+
+
+def test_what_is_cached_goes_for_it(loop: PrefillLoop):
+    for room in (OTHER, THIRD):
+        loop.arrive(240, room)
+    loop.run(50)
+    loop.arrive(120, ROOM, held=100)
+    loop.run(20)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 20
+    assert_served(loop, OTHER, THIRD, ROOM)
+
+
+def test_two_that_read_the_same(loop: PrefillLoop):
+    """The second finds the first's in the tree when its own has been read, and gives its pages back."""
+    loop.arrive(100, ROOM, held=80, token=9)
+    loop.arrive(96, OTHER, held=80, token=9)
+    loop.run(14)
+    assert len(reads(loop)) == 2 * loop.ranks.size
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) + computed(scheduler, OTHER) <= 36
+    assert_served(loop, ROOM, OTHER)
+
+
+def test_kv_of_other_weights_is_not_read(loop: PrefillLoop):
+    for rank in loop.wire.prefill:
+        rank.manager.weight_updates = 1
+    loop.arrive(100, ROOM, held=80)
+    loop.run(14)
+    assert not reads(loop)
+    for rank in loop.wire.decode:
+        rank.manager.weight_updates = 1
+    loop.arrive(100, OTHER, held=80)
+    loop.run(14)
+    assert len(reads(loop)) == loop.ranks.size
+    assert_served(loop, ROOM, OTHER)
+
+
+def test_what_is_read_is_for_requests_of_the_same_salt(loop: PrefillLoop):
+    """Of tenants, or of adapters: what tells the KV of the same tokens apart."""
+    loop.arrive(100, ROOM, held=80, token=9, salt="one")
+    loop.run(12)
+    loop.arrive(100, OTHER, token=9, salt="another")
+    loop.arrive(100, THIRD, token=9, salt="one")
+    loop.run(14)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 20
+        assert computed(scheduler, OTHER) == 100 and computed(scheduler, THIRD) <= PAGE
+    assert_served(loop, ROOM, OTHER, THIRD)
+
+
+def test_what_has_been_read_stays_until_it_is_used(loop: PrefillLoop):
+    """While others are computed that would have it evicted."""
+    loop.arrive(400, OTHER)
+    loop.arrive(100, ROOM, held=80)
+
+    def during(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == 8:
+            tree = scheduler.tree_cache
+            tree.evict(decode_reads.EvictParams(num_tokens=POOL))
+            assert scheduler.has_reads() and tree.protected_size() >= 80
+
+    loop.during = during
+    loop.run(50)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 20
+    assert_served(loop, OTHER, ROOM)
+
+
+def test_what_has_been_read_gives_way_to_who_waits_before_it(loop: PrefillLoop):
+    """Nothing runs that would end, and what is locked for the second is what the first one lacks."""
+    loop.arrive(40, THIRD)
+    loop.arrive(POOL - 60, OTHER)
+    loop.arrive(200, ROOM, held=180)
+    stuck: set[int] = set()
+
+    def before(scheduler: PrefillScheduler) -> None:
+        waiting = [req.bootstrap_room for req in scheduler.waiting_queue]
+        if waiting[:1] == [OTHER] and ROOM in waiting and scheduler.last_batch is None:
+            stuck.add(scheduler.tp_rank)
+
+    loop.before = before
+    loop.run(100)
+    assert len(stuck) == loop.ranks.size
+    assert_served(loop, THIRD, OTHER, ROOM)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_waits_for_memory_does_not_wait_for_all_that_come_to_read(monkeypatch: pytest.MonkeyPatch, overlap: bool):
+    """It wants more than reads leave of the pool, and there is always one more of these."""
+    loop = PrefillLoop(monkeypatch, 1, overlap, reads=LEAST)
+    loop.arrive(40, THIRD)
+    loop.arrive(POOL - 60, OTHER)
+    hold_reads(loop)
+    began: dict[int, int] = {}
+    turn, came = 0, 0
+
+    def before(scheduler: PrefillScheduler) -> None:
+        nonlocal turn, came
+        turn += 1
+        for transfer in loop.wire.wire.transfers:
+            # A read takes six turns.
+            if transfer.kind == "WRITE" or turn - began.setdefault(id(transfer), turn) >= 6:
+                transfer.finish()
+        if turn % 3 == 0 and not computed(scheduler, OTHER) and came < 30:
+            came += 1
+            loop.arrive(100, ROOM + 10 + came, held=80)
+
+    loop.before = before
+    loop.run(100)
+    assert 2 < came < 10
+    loop.before = lambda scheduler: finish(loop)
+    loop.run(100)
+    assert_served(loop, THIRD, OTHER, *range(ROOM + 11, ROOM + 11 + came))
+
+
+def test_pages_that_a_step_in_flight_may_write_to_are_read_into_when_it_is_over(monkeypatch: pytest.MonkeyPatch):
+    loop = PrefillLoop(monkeypatch, 1, True, reads=LEAST)
+    loop.arrive(64, OTHER)
+    posted: list[tuple[int, int]] = []
+
+    def during(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == 2:
+            loop.arrive(100, ROOM, held=80)
+        posted.append((len(scheduler.steps), len(reads(loop))))
+
+    loop.during = during
+    loop.run(14)
+    # It has its pages before step 3, while 2 is in flight; and is posted before step 4.
+    assert dict(posted)[3] == 0 and dict(posted)[4] == 1
+    assert_served(loop, OTHER, ROOM)
+
+
+def test_a_flush_waits_for_a_read(loop: PrefillLoop):
+    """And a weight update, which takes requests that have not begun for none."""
+    loop.arrive(100, ROOM, held=80)
+    hold_reads(loop)
+    loop.run(3)
+    for scheduler in loop.schedulers:
+        queue = scheduler.disagg_prefill_bootstrap_queue
+        asked, queue.queue = queue.queue, []
+        assert not scheduler.is_fully_idle()
+        queue.queue = asked
+        assert not scheduler.flush_cache()
+    loop.wire.wire.held = False
+    finish(loop)
+    loop.run(10)
+    assert_served(loop, ROOM)
+    assert all(scheduler.flush_cache() for scheduler in loop.schedulers)
+
+
+def test_an_offer_that_cannot_be_right_fails_its_request(loop: PrefillLoop):
+    loop.arrive(100, ROOM, asked=False, held=80)
+    wire = loop.not_asked
+    assert wire is not None
+    wire.start_decode()
+    for receiver in wire.receivers:
+        receiver.offered = np.arange(3, dtype=np.int32)
+    wire.ask()
+    for sender in wire.senders:
+        nixl_wire.until(lambda sender=sender: sender.poll() == 0, "it is refused")
+    loop.run(4)
+    for scheduler in loop.schedulers:
+        ((req, _),) = scheduler.told
+        assert scheduler.tp_rank or "it offers 3 pages of a prefix of 80 tokens" in req.finished_reason.message
+        assert_rests(scheduler)
+
+
+def test_a_chunk_is_as_long_as_it_was(loop: PrefillLoop):
+    """What is read changes where a prompt's first chunk begins, and nothing else of it."""
+    loop.arrive(80 + 3 * CHUNK, ROOM, held=80)
+    loop.run(14)
+    for scheduler in loop.schedulers:
+        assert [step[f"request-{ROOM}"] for step in scheduler.steps] == [CHUNK] * 3
+    assert_served(loop, ROOM)
+
+
+def test_a_word_that_decode_computes_it_ends_what_was_read(loop: PrefillLoop):
+    """It comes when all has been read and the request waits for its turn."""
+    loop.arrive(200, OTHER)
+    loop.arrive(100, ROOM, held=80)
+    heard: set[int] = set()
+
+    def before(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == 5 and scheduler.tp_rank not in heard:
+            heard.add(scheduler.tp_rank)
+            assert scheduler.has_reads()
+            scheduler.handle_computed_request(ComputedReq(ROOM))
+
+    loop.before = before
+    loop.run(30)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 0
+        assert_rests(scheduler)
+
+
+def test_a_health_check_is_answered_while_it_is_read(loop: PrefillLoop):
+    """Nothing is computed that would answer it in passing, and a decode worker may stand still for long."""
+    loop.arrive(100, ROOM, held=80)
+    hold_reads(loop)
+    loop.run(3)
+    for scheduler in loop.schedulers:
+        assert scheduler.has_reads() and not scheduler.is_fully_idle()
+        assert scheduler.is_fully_idle(for_health_check=True)
+    loop.wire.wire.held = False
+    finish(loop)
+    loop.run(10)
+    assert_served(loop, ROOM)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_read_that_cannot_be_posted_gives_its_handle_back(raises: bool):
+    released: list[str] = []
+
+    def transfer(handle: str) -> str:
+        if raises:
+            raise RuntimeError("NIXL could not post the transfer")
+        return "ERR"
+
+    agent = SimpleNamespace(
+        get_xfer_descs=lambda regions, kind: regions,
+        initialize_xfer=lambda *args: "handle",
+        transfer=transfer,
+        release_xfer_handle=released.append,
+    )
+    own = SimpleNamespace(kv_data_ptrs=[1 << 20], kv_item_lens=[64], gpu_id=0)
+    peer = SimpleNamespace(dst_kv_ptrs=[1 << 20], gpu_id=0)
+    few = np.arange(3, dtype=np.int32)
+    with pytest.raises(RuntimeError, match="could not post"):
+        PageReads(agent, own, {"decode": peer}, 1).post("decode", few, few)
+    assert released == ["handle"]
