@@ -71,7 +71,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="model directory (default: a made one)")
     parser.add_argument("--arch", default="qwen3", help="of the made one, as of `pd-radix make-model` (default: qwen3)")
     parser.add_argument("--options", default="", help="of all workers, as one argument: what the model needs")
-    parser.add_argument("--decode-options", default="", help="of decode workers, as one argument")
+    for role in ("decode", "prefill"):
+        parser.add_argument(f"--{role}-options", default="", help=f"of {role} workers, as one argument")
     parser.add_argument("--trace", type=Path, help="Mooncake-format trace (default: a made one of its shape)")
     parser.add_argument("--requests", type=int, default=10_000, help="of the storm (default: 10000)")
     parser.add_argument("--seconds", type=float, help="end the storm after so many, however many were asked")
@@ -123,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
                 log_dir,
                 options=options,
                 decode_options=shlex.split(args.decode_options),
+                prefill_options=shlex.split(args.prefill_options),
                 on_progress=print_ready,
                 gateway=gateway,
             )

@@ -2,11 +2,11 @@
 
     python benchmark/returning.py --runs 3
     python benchmark/returning.py --clients 24 --turns 4 --prefill-pool 16384 --json returning.json
-    python benchmark/returning.py --sides "off,tree and host,write_back"
+    python benchmark/returning.py --sides "off,tree and host,write_back,write_through_selective"
     sudo python benchmark/returning.py --runs 1 --link 2gbit,500mbit,125mbit
 
 One prefill and a decode worker for each side: the flag off, on, on with --enable-hierarchical-cache, and that with
---hicache-write-policy write_back (not without --sides). Each client has a
+another --hicache-write-policy (only with --sides). Each client has a
 conversation of its own, and a round is one turn of every client, so that before a conversation comes back all others
 have passed through the pool: the least recently used is always the one that is wanted next. The sides take turns, in
 every other run the other way round, with the same requests; answers must be the same.
@@ -39,7 +39,7 @@ from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import server_info
 
-SIDES = ("off", "tree", "tree and host", "write_back")
+SIDES = ("off", "tree", "tree and host", "write_back", "write_through_selective")
 # Tokens: of a first message, of a question, of an answer.
 DOCUMENT, QUESTION, ANSWER = 1000, 60, 64
 PAGE = 16
@@ -154,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pool = ["--max-total-tokens", str(args.pool)]
     on = [*pool, RADIX_FLAG, *args.decode_options.split()]
     host = [*on, "--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio)]
-    of_side = dict(zip(SIDES, (pool, on, host, [*host, "--hicache-write-policy", "write_back"]), strict=True))
+    policies = ([*host, "--hicache-write-policy", name] for name in SIDES[3:])
+    of_side = dict(zip(SIDES, (pool, on, host, *policies), strict=True))
     options = {
         "decode": len(args.sides),
         "decode_args": [of_side[name] for name in args.sides],

@@ -62,6 +62,7 @@ def cluster(
     decode_pool: int = DECODE_POOL,
     options: Sequence[str] = (),
     decode_options: Sequence[str] = (),
+    prefill_options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     router_args: Sequence[str] = ROUTER,
     on_progress: Callable[[Progress], None] | None = None,
@@ -76,7 +77,7 @@ def cluster(
         prefill=prefill,
         decode=decode,
         common_args=[*COMMON, *options],
-        prefill_args=["--max-total-tokens", "16384"],
+        prefill_args=["--max-total-tokens", "16384", *prefill_options],
         # Every answer says its weights' version, and so which worker it is from.
         decode_args=[
             [RADIX_FLAG, "--max-total-tokens", str(decode_pool), "--weight-version", f"decode-{i}", *decode_options]

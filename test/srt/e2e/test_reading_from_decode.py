@@ -1,4 +1,7 @@
-"""Prefill reads the KV that it lacks from decode's pages: a long turn after short ones is computed from there on."""
+"""Prefill reads the KV that it lacks from decode's pages: a long turn after short ones is computed from there on.
+
+With `make test-all`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import requests
 from pd import FLAG, TP2, Answer, Pair, ask, counter, tp_cluster, wait_idle, words
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
 READ, LOCAL = ["--disaggregation-prefill-read-decode", "64"], "--disaggregation-decode-local-prefill"
 TOKENS, READS = "sglang:prefill_read_tokens_total", "sglang:prefill_reads_total"

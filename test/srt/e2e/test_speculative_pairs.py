@@ -260,10 +260,7 @@ def test_drafts_come_back_from_host_memory(hosted, plain, decode):
     pair.check_idle()
 
 
-# Each storage over NIXL, and Mooncake's wire once: what is given to a storage has been copied to host memory before.
-@pytest.mark.parametrize(
-    "storage, backend", [*((name, "nixl") for name in STORAGES), ("file", "mooncake")], indirect=["backend"]
-)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
 def test_drafts_come_from_another_worker(request, clusters, eagle, plain, backend, version, storage, tmp_path):
     """Through a storage that both share: the second drafts as the first, from KV that nobody has sent it."""

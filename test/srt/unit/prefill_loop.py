@@ -22,6 +22,7 @@ from decode_worker import make_allocator
 from sglang.srt.disaggregation import heard_reasons, utils
 from sglang.srt.disaggregation import prefill as queues
 from sglang.srt.disaggregation.decode_reads import make_reads
+from sglang.srt.disaggregation.kv_weights import KvWeights
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
@@ -229,6 +230,8 @@ class PrefillLoop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, overlap: bool = True, reads: int | None = None):
         """reads: tokens, of which so many or more are read from decode."""
         self.overlap, self.ranks, self.wire = overlap, Ranks(ranks), nixl_wire.World(monkeypatch, ranks, ranks)
+        for rank in (*self.wire.prefill, *self.wire.decode):
+            rank.manager.kv_weights = KvWeights(torch.nn.Module)
         self.server_args = Args(page_size=PAGE, pp_max_micro_batch_size=MAX_REQS, disaggregation_mode="prefill")
         self.server_args.disaggregation_prefill_read_decode = reads
         self.server_args.enable_mamba_extra_buffer, self.server_args.attention_backend = lambda: False, "torch_native"

@@ -225,3 +225,5 @@ def test_prefill_says_that_it_reads_only_with_the_option(monkeypatch: pytest.Mon
     # Its KV alone is not all that such a model's prefix has.
     assert parse_capabilities(answer, True).reads == 0
     assert parse_capabilities(answer | {"version": 0}, False).reads == 0
+    for what in ("64", [1], -1, 1.5):
+        assert parse_capabilities(answer | {"reads": what}, False).reads == 0

@@ -29,6 +29,7 @@ def scheduler(monkeypatch):
     made.token_to_kv_pool_allocator, made.tree_cache = made.world.allocator, made.world.tree
     made.disagg_decode_prealloc_queue = made.world.queue
     made.max_total_num_tokens = 64
+    made.disaggregation_mode = DisaggregationMode.NULL
     return made
 
 

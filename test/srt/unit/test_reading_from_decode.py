@@ -11,6 +11,7 @@ import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PAGE, POOL, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation import decode_reads
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -292,18 +293,24 @@ def test_two_that_read_the_same(loop: PrefillLoop):
     assert_served(loop, ROOM, OTHER)
 
 
-def test_kv_of_other_weights_is_not_read(loop: PrefillLoop):
-    for rank in loop.wire.prefill:
-        rank.manager.weight_updates = 1
+@pytest.mark.parametrize("theirs, ours", [(1, 2), (None, 1), (1, None), (None, None)])
+def test_kv_of_other_weights_is_not_read(loop: PrefillLoop, theirs: int | None, ours: int | None):
+    """None: of several."""
+    set_weights(loop, ours, theirs)
     loop.arrive(100, ROOM, held=80)
     loop.run(14)
     assert not reads(loop)
-    for rank in loop.wire.decode:
-        rank.manager.weight_updates = 1
+    set_weights(loop, 3, 3)
     loop.arrive(100, OTHER, held=80)
     loop.run(14)
     assert len(reads(loop)) == loop.ranks.size
     assert_served(loop, ROOM, OTHER)
+
+
+def set_weights(loop: PrefillLoop, ours: int | None, theirs: int | None) -> None:
+    for ranks, weights in ((loop.wire.prefill, ours), (loop.wire.decode, theirs)):
+        for rank in ranks:
+            rank.manager.kv_weights = SimpleNamespace(current=lambda weights=weights: weights, flushed=lambda: None)
 
 
 def test_what_is_read_is_for_requests_of_the_same_salt(loop: PrefillLoop):
@@ -499,3 +506,14 @@ def test_a_read_that_cannot_be_posted_gives_its_handle_back(raises: bool):
     with pytest.raises(RuntimeError, match="could not post"):
         PageReads(agent, own, {"decode": peer}, 1).post("decode", few, few)
     assert released == ["handle"]
+
+
+def test_a_read_in_too_many_runs_is_not_posted(monkeypatch: pytest.MonkeyPatch):
+    """It would hold the scheduler up: the request is computed, on all ranks."""
+    loop = PrefillLoop(monkeypatch, 2, True, reads=LEAST)
+    monkeypatch.setattr(page_reads, "MOST_RUNS", 1)
+    loop.arrive(100, ROOM, held=80)
+    loop.run(14)
+    assert not reads(loop)
+    assert all(computed(scheduler, ROOM) == 100 for scheduler in loop.schedulers)
+    assert_served(loop, ROOM)

@@ -62,8 +62,8 @@ class Rank(Scheduler):
         self._pending_flush, self.draft_worker = None, None
         self.send_to_tokenizer = SimpleNamespace(send_output=lambda answer, to: self.answered.append(to))
         self.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
-        # As one of the engine's, which does not count updates.
-        self.manager: Any = SimpleNamespace()
+        self.changes = 0
+        self.manager: Any = SimpleNamespace(kv_weights=SimpleNamespace(changing=self._changing))
         self.offload_tags: set[str] = set()
         noted = {f"update_weights_from_{name}": self._note(name) for name in ("disk", "distributed", "tensor", "ipc")}
         self.tp_worker = SimpleNamespace(**noted)
@@ -72,6 +72,9 @@ class Rank(Scheduler):
 
     def kv_manager(self) -> Any:
         return self.manager
+
+    def _changing(self) -> None:
+        self.changes += 1
 
     def _note(self, name: str) -> Callable[[Any], tuple[bool, str]]:
         def update(_: Any) -> tuple[bool, str]:
@@ -109,8 +112,8 @@ def with_dp_attention(rank: int, script: Script, busy: list[dict[int, int]], tur
         dist.all_gather_into_tensor(met, torch.tensor([scheduler.turn]))
         assert met.tolist() == [scheduler.turn] * 2, "the ranks are in different collectives"
     assert scheduler.answered == sent and not scheduler.postponed_updates
-    # Prefill and decode compare how many there have been.
-    assert getattr(scheduler.manager, "weight_updates", 0) == sum(name in UPDATES for _, name in scheduler.done)
+    # Prefill and decode compare their weights anew after each.
+    assert scheduler.changes == sum(name in UPDATES for _, name in scheduler.done)
     return scheduler.done
 
 
@@ -163,15 +166,17 @@ class Saving(PegaFlowRadixCache):
         return False
 
 
-def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int], pegaflow: bool = False) -> list[tuple]:
-    """What comes of a flush that may wait, and when. ahead: how far each rank's clock is when it has begun to."""
+def flush_by_clocks(
+    rank: int, ahead: list[float], idle_from: list[int], pegaflow: bool = False, timeout_s: float = 1000
+) -> list[tuple]:
+    """What comes of a flush, and when. ahead: how far each rank's clock is when it has begun to wait."""
     scheduler, said = Rank(DisaggregationMode.NULL if pegaflow else DisaggregationMode.DECODE), []
     scheduler.tree_cache = Saving() if pegaflow else None
     scheduler.attn_tp_size, scheduler.attn_tp_cpu_group = 2, dist.group.WORLD
     scheduler.busy_until = idle_from[rank]
     scheduler.send_to_tokenizer.send_output = lambda answer, to: said.append((scheduler.turn, answer.success))
     for scheduler.turn in range(8):
-        scheduler.process_input_requests([FlushCacheReqInput(timeout_s=1000)] if scheduler.turn == 1 else [])
+        scheduler.process_input_requests([FlushCacheReqInput(timeout_s=timeout_s)] if scheduler.turn == 1 else [])
         if scheduler.turn == 2 and scheduler._pending_flush is not None:
             waiting, deadline = scheduler._pending_flush
             scheduler._pending_flush = waiting, deadline - ahead[rank]
@@ -193,6 +198,13 @@ def flush_by_clocks(rank: int, ahead: list[float], idle_from: list[int], pegaflo
 def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, pegaflow):
     """A tree that only one of them has emptied is not that of the other. With PegaFlow they meet in the flush, too."""
     assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, pegaflow)) == said
+
+
+@pytest.mark.parametrize(("idle_from", "flushed"), [([0, 0], True), ([0, 4], False), ([4, 0], False), ([4, 4], False)])
+@pytest.mark.parametrize("timeout_s", [0, -1])
+def test_tp_ranks_that_do_not_wait_flush_together_or_not_at_all(pair, idle_from, flushed, timeout_s):
+    """What prefill may read of the pages of one rank keeps that one alone from being idle."""
+    assert assert_same(pair.run(flush_by_clocks, [0, 0], idle_from, False, timeout_s)) == [(1, flushed)]
 
 
 messages = st.lists(st.tuples(st.sampled_from(UPDATES), st.booleans()), min_size=1, max_size=3)

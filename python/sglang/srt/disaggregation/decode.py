@@ -1,7 +1,6 @@
 """Decode worker with a prefix cache: admission matches, locks and allocates the delta only.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with #24230 and, for Mooncake, #24257
-(merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746), with #24230 and, for Mooncake, #24257; all merged.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,6 +38,7 @@ from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_aro
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.heard_reasons import hear_reasons
 from sglang.srt.disaggregation.itl_gate import ItlGate
+from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, measured, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
@@ -237,7 +237,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
-        manager: Any = super()._init_kv_manager()
+        manager = know_weights(super()._init_kv_manager(), self.scheduler)
         if self.scheduler.server_args.disaggregation_decode_verify_pages:
             manager.page_digests = PageDigests.of_rank(
                 self.token_to_kv_pool,

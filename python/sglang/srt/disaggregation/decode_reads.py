@@ -23,6 +23,7 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.wire import Offer, asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl.page_reads import PageReads
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
@@ -172,10 +173,10 @@ class DecodeReads:
     """The reads of one prefill rank: the same on all ranks of its group, in the same order."""
 
     def __init__(
-        self, tree: Any, reader: Reader, least: int, counters: ReadCounters, weights: Callable[[], int]
+        self, tree: Any, reader: Reader, least: int, counters: ReadCounters, weights: Callable[[], int | None]
     ) -> None:
-        """tree: the engine's radix cache. least: tokens; for fewer nothing is read. weights: updates of this worker's
-        weights so far, of which decode must have had as many."""
+        """tree: the engine's radix cache. least: tokens; for fewer nothing is read. weights: what the KV here
+        is of, `sum_of_weights`, as decode's must be; None if of several."""
         self._tree, self._reader, self._counters, self._weights = tree, reader, counters, weights
         self.least = least
         self._allocator = tree.token_to_kv_pool_allocator
@@ -342,7 +343,8 @@ def make_reads(scheduler: Any, manager: Any) -> DecodeReads | None:
             f"RadixCache, is read, and the engine chose {type(tree).__name__}. Start this prefill worker without it."
         )
     reader = PageReads(manager.agent, manager.kv_args, manager.decode_kv_args_table, manager.attn_tp_size)
-    reads = DecodeReads(tree, reader, least, ReadCounters(KvTransferCounters.get(args)), lambda: manager.weight_updates)
+    counters = ReadCounters(KvTransferCounters.get(args))
+    reads = DecodeReads(tree, reader, least, counters, lambda: weights_of(manager).current())
     reads.step_in_flight = lambda: bool(getattr(scheduler, "result_queue", None))
     reads.promised = lambda: 0 if scheduler.chunked_req is None else len(scheduler.chunked_req.origin_input_ids)
     manager.reads = reads

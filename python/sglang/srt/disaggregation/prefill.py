@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSende
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
+from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.page_digest import PageDigests
@@ -58,7 +59,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     def _init_kv_manager(self):
         """Adds how many layers all pipeline stages have, what digests of pages are computed from, and what reads."""
         KvTransferCounters.of(self.scheduler)
-        manager = super()._init_kv_manager()
+        manager = know_weights(super()._init_kv_manager(), self.scheduler)
         if isinstance(manager, CommonKVManager):
             manager.num_layers = self.scheduler.model_config.num_hidden_layers
             # A decode worker with such a pool has been refused the option, and does not ask.

@@ -6,17 +6,16 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); th
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers
 from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.io_struct import FlushCacheReqOutput
+from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
@@ -249,32 +248,26 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         """
         self.kv_used_peak, self.longest_queue_step = 0, 0.0
         self.end_step_of_none()
+        flush = super().flush_cache
         if self.has_quarantine():
-            return self.disagg_decode_transfer_queue.flush_around_quarantine(super().flush_cache)
-        return super().flush_cache()
+            flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
+        flushed = flush()
+        if flushed:
+            weights_of(self.kv_manager()).flushed()
+        return flushed
 
     def flush_cache_wrapped(self, recv_req):
-        """Several TP ranks, or a worker with PegaFlow, decide together on a flush that may wait."""
-        if self._flushes_alone() or self._pending_flush is not None or not recv_req.timeout_s or recv_req.timeout_s < 0:
+        """Several TP ranks, or a worker with PegaFlow, decide together."""
+        if self._flushes_alone() or self._pending_flush is not None:
             return super().flush_cache_wrapped(recv_req)
-        self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
-        return None
+        return begin_flush(self, recv_req, super().flush_cache_wrapped)
 
     def _check_pending_flush(self) -> None:
-        """Ranks give up together: by its own clock, one would do so while another flushes a turn later."""
+        """Several ranks look together whether the flush that waits can be done, and give it up together."""
         if self._pending_flush is None or self._flushes_alone():
             super()._check_pending_flush()
-            return
-        recv_req, deadline = self._pending_flush
-        state = torch.tensor([int(self.is_fully_idle()), int(time.monotonic() < deadline)])
-        dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self.attn_tp_cpu_group)
-        idle, in_time = state.tolist()
-        if idle:
-            super()._check_pending_flush()
-        elif not in_time:
-            self._pending_flush = None
-            answer = FlushCacheReqOutput(success=False, message="Requests were left until the time was up.")
-            self.send_to_tokenizer.send_output(answer, recv_req)
+        else:
+            check_pending_flush(self, super()._check_pending_flush)
 
     def _flushes_alone(self) -> bool:
         plain = self.disaggregation_mode == engine.DisaggregationMode.NULL and self.pegaflow is None

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_update_weights_mixin as engine
 
@@ -98,10 +99,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def _update(self, update: Callable[[Any], Any], recv_req):
         self.before_weight_update()
-        manager = self.kv_manager()
-        if manager is not None:
-            # Prefill reads no KV of other weights than its own from decode: see decode_reads.py.
-            manager.weight_updates = getattr(manager, "weight_updates", 0) + 1
+        weights_of(self.kv_manager()).changing()
         return update(recv_req)
 
     def _when_idle(self, one: Postponed):

@@ -71,8 +71,7 @@ class CommonKVManager(engine.CommonKVManager):
         self.rooms = Rooms()
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
-        # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler, and
-        # how often this worker's weights have been updated.
+        # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
             lambda: self.has_state,
@@ -80,7 +79,7 @@ class CommonKVManager(engine.CommonKVManager):
             lambda addr: super(CommonKVManager, self).try_ensure_parallel_info(addr),
         )
         self.connections = Connections()
-        self.liveness, self.weight_updates = PeerLiveness(), 0
+        self.liveness = PeerLiveness()
         super().__init__(*args, **kwargs)
         if (key := secret()) is not None:
             own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()

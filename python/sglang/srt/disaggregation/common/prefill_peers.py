@@ -78,7 +78,8 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
         return takes and any(answer.get(name) for name in names)
 
     each = can("pieces"), can("digests", "stage_digests"), can("queued"), can("drops")
-    reads = max(0, int(answer.get("reads") or 0)) if takes and not needs_state else 0
+    reads = answer.get("reads") if takes and not needs_state else 0
+    reads = reads if isinstance(reads, int) and reads > 0 else 0
     return Capabilities(version, *each, drafts, draft_model, reads)
 
 

@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.common.wire import (
     wire_int,
 )
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
+from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
 from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
@@ -523,7 +524,9 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
         verify = self.ask_for_digest(kv_indices)
-        offer = None if self.offered is None else Offer(self.offered, self.kv_mgr.weight_updates)
+        # Nothing can be read of a tree with KV of several weights.
+        weights = None if self.offered is None else weights_of(self.kv_mgr).current()
+        offer = None if weights is None else Offer(self.offered, weights)
         self.send_requests(
             delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body, offer)
         )
