@@ -45,6 +45,35 @@ def test_names_shapes_and_types_count():
     assert len({sum_of_weights([one]) for one in told}) == 4
 
 
+@pytest.mark.parametrize("first", range(1, 9))
+def test_every_byte_counts_wherever_it_lies(first: int):
+    """As of a parameter that is a part of another; and of the last bytes, which make no whole word."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    data = memory[first : first + 27]
+    sums = {sum_of_weights([("w", data)])}
+    for i in range(27):
+        data[i] += 1
+        sums.add(sum_of_weights([("w", data)]))
+        data[i] -= 1
+    # Of words those with the same bit of the same byte are alike: 8 of whole words, 3 bytes of the rest with one sum.
+    assert len(sums) == 1 + 8 + 1
+
+
+def test_the_pass_makes_no_copy_of_a_parameter():
+    """Nor of one whose kernel wants it transposed: a GPU's memory is full when it is made."""
+    data = torch.ones(1024, 512, dtype=torch.bfloat16)
+    for parameter in (data, data.T):
+        with torch.profiler.profile(profile_memory=True) as made:
+            sum_of_weights([("w", parameter)])
+        assert max(event.cpu_memory_usage for event in made.key_averages()) < 1024
+
+
+def test_nothing_is_known_of_weights_without_data():
+    """As where the engine keeps layers elsewhere until they are computed."""
+    assert sum_of_weights([("v", torch.ones(4)), ("w", torch.ones(4, device="meta"))]) is None
+    assert sum_of_weights([]) == sum_of_weights([]) != sum_of_weights([("w", torch.ones(0))])
+
+
 def test_an_update_counts_from_the_flush_after_it():
     """Of the tree's KV some is of the weights before; as after one that has failed, of which nobody knows."""
     model, manager = Model(), SimpleNamespace()

@@ -16,24 +16,39 @@ import torch
 
 __all__ = ["KvWeights", "know_weights", "sum_of_weights", "weights_of"]
 
-# Integers of the size of a parameter's elements: all bits count, whatever the type.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def sum_of_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
+def sum_of_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> int | None:
     """A figure from 0 to 2**63 - 1 of a rank's parameters: of each the name, shape, type, and the sum of its bits.
 
-    Reads all of them once, on their device.
+    Reads all of them once, where they are. None if one has no data (is of the device ``meta``).
     """
-    told, sums = [], []
+    told: list[str] = []
+    sums: list[torch.Tensor] = []
     for name, parameter in parameters:
         data = parameter.detach()
+        if data.is_meta:
+            return None
         told.append(f"{name} {tuple(data.shape)} {data.dtype}")
-        sums.append(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64).reshape(1))
+        sums += [one.to(sums[0].device if sums else one.device, non_blocking=True) for one in _sums_of_bits(data)]
     # One wait for the device, and not one for each.
-    all_sums = torch.cat(sums).tolist() if sums else []
+    all_sums = torch.stack(sums).tolist() if sums else []
     text = repr((told, all_sums)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def _sums_of_bits(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of its memory's words of 8 bytes, modulo 2**64, and of the bytes after them.
+
+    Torch sums integers of 8 bytes where they are. Of others it makes a copy in that type first: of an embedding in
+    bfloat16 one of four times its size.
+    """
+    # What is transposed is taken as it lies.
+    as_it_lies = data.permute(sorted(range(data.dim()), key=data.stride, reverse=True))
+    octets = as_it_lies.reshape(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    whole = octets.numel() // 8 * 8
+    return octets[:whole].view(torch.int64).sum(), octets[whole:].sum(dtype=torch.int64)
 
 
 class KvWeights:

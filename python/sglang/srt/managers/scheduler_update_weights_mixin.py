@@ -85,7 +85,8 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def release_memory_occupation(self, recv_req):
         """Puts the engine's off, which ends where a request is left, until no rank has one."""
-        return self._when_idle(Postponed(super().release_memory_occupation, recv_req, flushes=True, memory=True))
+        release = partial(self._change, super().release_memory_occupation)
+        return self._when_idle(Postponed(release, recv_req, flushes=True, memory=True))
 
     def resume_memory_occupation(self, recv_req):
         """Has the engine's wait for what came before it."""
@@ -99,6 +100,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def _update(self, update: Callable[[Any], Any], recv_req):
         self.before_weight_update()
+        return self._change(update, recv_req)
+
+    def _change(self, update: Callable[[Any], Any], recv_req):
+        """With memory that is given back go the weights; what is there when it is taken again may be others."""
         weights_of(self.kv_manager()).changing()
         return update(recv_req)
 
