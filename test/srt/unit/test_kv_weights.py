@@ -74,6 +74,18 @@ def test_nothing_is_known_of_weights_without_data():
     assert sum_of_weights([]) == sum_of_weights([]) != sum_of_weights([("w", torch.ones(0))])
 
 
+def test_weights_that_cannot_be_summed_up_are_not_known(caplog):
+    """And end nobody: prefill reads nothing then, and it is said once."""
+    manager, model = SimpleNamespace(), Model()
+    model.w0.__dict__["detach"] = lambda: torch.ones(4).to_sparse()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    weights = know_weights(manager, SimpleNamespace(tp_worker=worker)).kv_weights
+    assert weights.current() is None and weights.current() is None
+    assert [record.message for record in caplog.records] == [
+        "The weights cannot be summed up: prefill reads nothing from decode"
+    ]
+
+
 def test_an_update_counts_from_the_flush_after_it():
     """Of the tree's KV some is of the weights before; as after one that has failed, of which nobody knows."""
     model, manager = Model(), SimpleNamespace()

@@ -9,12 +9,15 @@ Upstream: none is known.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 __all__ = ["KvWeights", "know_weights", "sum_of_weights", "weights_of"]
+
+logger = logging.getLogger(__name__)
 
 
 def sum_of_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> int | None:
@@ -69,7 +72,12 @@ class KvWeights:
         if self._is_mixed or self._model is None:
             return None
         if self._sum is None:
-            self._sum = sum_of_weights(self._model().named_parameters())
+            try:
+                self._sum = sum_of_weights(self._model().named_parameters())
+            except Exception:
+                # Of torchao's tensors there are no bits to be had, on a full device no memory: no reason to end here.
+                logger.exception("The weights cannot be summed up: prefill reads nothing from decode")
+                self._model = None
         return self._sum
 
     def changing(self) -> None:
