@@ -32,7 +32,7 @@ def sum_of_weights(parameters: Iterable[tuple[str, torch.Tensor]]) -> int | None
         if data.is_meta:
             return None
         told.append(f"{name} {tuple(data.shape)} {data.dtype}")
-        sums += [one.to(sums[0].device if sums else one.device, non_blocking=True) for one in _sums_of_bits(data)]
+        sums += [one.to(sums[0].device if sums else one.device) for one in _sums_of_bits(data)]
     # One wait for the device, and not one for each.
     all_sums = torch.stack(sums).tolist() if sums else []
     text = repr((told, all_sums)).encode()

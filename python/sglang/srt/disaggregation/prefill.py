@@ -99,7 +99,8 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 
     def _turn_reads(self, reads: DecodeReads) -> None:
         scheduler = self.scheduler
-        runs = scheduler.last_batch or scheduler.chunked_req or scheduler.disagg_prefill_inflight_queue
+        # What is being sent does not count: a transfer may stand still for as long as decode waits.
+        runs = scheduler.last_batch or scheduler.chunked_req
         groups = scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group
         reads.turn(
             self.queue,
