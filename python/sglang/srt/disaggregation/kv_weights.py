@@ -77,6 +77,8 @@ class KvWeights:
             except Exception:
                 # Of torchao's tensors there are no bits to be had, on a full device no memory: no reason to end here.
                 logger.exception("The weights cannot be summed up: prefill reads nothing from decode")
+            if self._sum is None:
+                # Who asks is a request: the pass would be made for each.
                 self._model = None
         return self._sum
 

@@ -24,6 +24,7 @@ def begin_flush(scheduler: Any, recv_req: Any, flush: Callable[[Any], Any]) -> A
     if recv_req.timeout_s and recv_req.timeout_s > 0:
         scheduler._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
         return None
+    scheduler.end_step_of_none()
     (idle,) = _said_by_all(scheduler, scheduler.is_fully_idle())
     return flush(recv_req) if idle else FlushCacheReqOutput(success=False)
 

@@ -260,7 +260,6 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         """Several TP ranks, or a worker with PegaFlow, decide together."""
         if self._flushes_alone() or self._pending_flush is not None:
             return super().flush_cache_wrapped(recv_req)
-        self.end_step_of_none()
         return begin_flush(self, recv_req, super().flush_cache_wrapped)
 
     def _check_pending_flush(self) -> None:
