@@ -362,6 +362,29 @@ def test_what_has_been_read_gives_way_to_who_waits_before_it(loop: PrefillLoop):
     assert_served(loop, THIRD, OTHER, ROOM)
 
 
+@pytest.mark.parametrize("readers", [0, 2], ids=["without reads", "with reads"])
+def test_a_transfer_that_stands_still_stops_nobody_who_waits(loop: PrefillLoop, readers: int):
+    """It may for as long as decode waits. What is locked for those behind the first one is what that one lacks."""
+    loop.arrive(20, THIRD)
+    loop.wire.wire.held = True
+    loop.run(6)
+    loop.wire.wire.held = False
+    stalled = [transfer for transfer in loop.wire.wire.transfers if transfer.kind == "WRITE"]
+    loop.arrive(400, OTHER)
+    behind = [ROOM + 10 + i for i in range(readers)]
+    for room in behind:
+        loop.arrive(140, room, held=120)
+    loop.run(80)
+    assert len(reads(loop)) == readers * loop.ranks.size
+    for scheduler in loop.schedulers:
+        assert [req.bootstrap_room for req in scheduler.disagg_prefill_inflight_queue] == [THIRD]
+        assert [req.bootstrap_room for req, _ in scheduler.told] == [OTHER, *behind]
+    for transfer in stalled:
+        transfer.finish()
+    loop.run(4)
+    assert_served(loop, THIRD, OTHER, *behind)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_who_waits_for_memory_does_not_wait_for_all_that_come_to_read(monkeypatch: pytest.MonkeyPatch, overlap: bool):
     """It wants more than reads leave of the pool, and there is always one more of these."""

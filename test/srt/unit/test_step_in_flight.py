@@ -17,7 +17,8 @@ from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.no_prefill import is_taken_over
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers import flush_agreement
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 
 CODE = vars(step_in_flight)
 
@@ -496,9 +497,13 @@ def test_the_state_of_a_retracted_request_is_that_of_its_tokens(monkeypatch, fla
     assert play().wrong
 
 
-def test_a_flush_comes_through_right_after_the_last_answer():
-    """Though a step is in flight; while an answer goes on it is refused."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_flush_comes_through_right_after_the_last_answer(ranks: int, monkeypatch: pytest.MonkeyPatch):
+    """Though a step is in flight; while an answer goes on it is refused. Of two ranks the other one is idle."""
+    monkeypatch.setattr(flush_agreement.dist, "all_reduce", lambda *args, **kwargs: None)
     loop = Loop(size=32)
+    loop.scheduler.attn_tp_size, loop.scheduler._pending_flush = ranks, None
+    loop.scheduler.attn_tp_cpu_group = None
     made: list[DecodeRequest] = []
     flushed: list[bool] = []
 
@@ -509,7 +514,7 @@ def test_a_flush_comes_through_right_after_the_last_answer():
         for decode_req in loop.asked:
             loop.complete(decode_req)
         if loop.in_flight is not None and not flushed[-1:] == [True]:
-            flushed.append(loop.scheduler.flush_cache())
+            flushed.append(loop.scheduler.flush_cache_wrapped(FlushCacheReqInput()).success)
             loop.weights += flushed[-1]
             loop.check()
             assert flushed[-1] == bool(loop.told)
