@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,17 +295,35 @@ def test_two_that_read_the_same(loop: PrefillLoop):
 
 
 @pytest.mark.parametrize("theirs, ours", [(1, 2), (None, 1), (1, None), (None, None)])
-def test_kv_of_other_weights_is_not_read(loop: PrefillLoop, theirs: int | None, ours: int | None):
-    """None: of several."""
+def test_kv_of_other_weights_is_not_read(loop: PrefillLoop, theirs: int | None, ours: int | None, caplog):
+    """None: of several. Of which nothing is offered; of what is, it is counted, and told once until they are alike."""
+    counted = count_outcomes(loop)
     set_weights(loop, ours, theirs)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(14)
+    for room in (ROOM, THIRD):
+        loop.arrive(100, room, held=80)
+        loop.run(14)
     assert not reads(loop)
+    told = [record for record in caplog.records if "is of other weights than those here" in record.message]
+    assert len(told) == (theirs is not None) * loop.ranks.size
+    for outcomes in counted:
+        assert outcomes == ["weights"] * 2 * (theirs is not None)
     set_weights(loop, 3, 3)
     loop.arrive(100, OTHER, held=80)
     loop.run(14)
     assert len(reads(loop)) == loop.ranks.size
-    assert_served(loop, ROOM, OTHER)
+    assert all(outcomes[-1] == "read" for outcomes in counted)
+    assert_served(loop, ROOM, OTHER, THIRD)
+
+
+def count_outcomes(loop: PrefillLoop) -> list[list[str]]:
+    """Of each rank what comes of its reads from here on."""
+    counted: list[list[str]] = []
+    for scheduler in loop.schedulers:
+        outcomes: list[str] = []
+        counters = SimpleNamespace(ended=lambda outcome, *args, outcomes=outcomes: outcomes.append(outcome))
+        scheduler.disagg_prefill_bootstrap_queue.reads._counters = counters
+        counted.append(outcomes)
+    return counted
 
 
 def set_weights(loop: PrefillLoop, ours: int | None, theirs: int | None) -> None:
@@ -534,9 +553,30 @@ def test_a_read_that_cannot_be_posted_gives_its_handle_back(raises: bool):
 def test_a_read_in_too_many_runs_is_not_posted(monkeypatch: pytest.MonkeyPatch):
     """It would hold the scheduler up: the request is computed, on all ranks."""
     loop = PrefillLoop(monkeypatch, 2, True, reads=LEAST)
-    monkeypatch.setattr(page_reads, "MOST_RUNS", 1)
+    monkeypatch.setattr(page_reads, "MOST_REGIONS", 1)
     loop.arrive(100, ROOM, held=80)
     loop.run(14)
     assert not reads(loop)
     assert all(computed(scheduler, ROOM) == 100 for scheduler in loop.schedulers)
     assert_served(loop, ROOM)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch, ranks: int):
+    """That of a request that comes with others is posted a turn later, and none goes without."""
+    loop = PrefillLoop(monkeypatch, ranks, True, reads=LEAST)
+    monkeypatch.setattr(page_reads, "MOST_REGIONS", 5)
+    rooms = [ROOM + 10 + i for i in range(3)]
+    hold_reads(loop)
+    for room in rooms:
+        # Two buffers.
+        loop.arrive(60, room, held=40)
+    posted: list[int] = []
+    loop.before = lambda scheduler: posted.append(len(reads(loop, 0))) if scheduler.tp_rank == 0 else None
+    loop.run(6)
+    assert [now - before for before, now in itertools.pairwise(posted)] == [2, 1, 0, 0, 0]
+    loop.wire.wire.held, loop.before = False, lambda scheduler: None
+    finish(loop)
+    loop.run(20)
+    assert all(computed(scheduler, room) == 20 for scheduler in loop.schedulers for room in rooms)
+    assert_served(loop, *rooms)

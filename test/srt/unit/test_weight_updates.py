@@ -21,6 +21,7 @@ from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
     FlushCacheReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -112,8 +113,8 @@ def with_dp_attention(rank: int, script: Script, busy: list[dict[int, int]], tur
         dist.all_gather_into_tensor(met, torch.tensor([scheduler.turn]))
         assert met.tolist() == [scheduler.turn] * 2, "the ranks are in different collectives"
     assert scheduler.answered == sent and not scheduler.postponed_updates
-    # Prefill and decode compare their weights anew after each; those that memory is given back with may be gone.
-    assert scheduler.changes == sum(name != "resume" for _, name in scheduler.done)
+    # Prefill and decode compare their weights anew after each.
+    assert scheduler.changes == sum(name in UPDATES for _, name in scheduler.done)
     return scheduler.done
 
 
@@ -154,6 +155,32 @@ def with_quarantine(rank: int, name: str) -> list[tuple[int, str]]:
 def test_memory_that_a_prefill_may_still_write_to_is_not_taken_away(pair, name, turn):
     """An update flushes around it. Where memory is taken away, tables are read that have gone with it."""
     assert assert_same(pair.run(with_quarantine, name)) == [(turn, name)]
+
+
+@pytest.mark.parametrize(
+    "message, changes",
+    [
+        *((ReleaseMemoryOccupationReqInput(tags), 1) for tags in (None, [], ["weights"], ["kv_cache", "weights"])),
+        *((ReleaseMemoryOccupationReqInput(tags), 0) for tags in (["kv_cache"], ["cuda_graph"])),
+        *((CheckWeightsReqInput(action), 0) for action in ("snapshot", "compare")),
+        (CheckWeightsReqInput("reset_tensors"), 1),
+    ],
+    ids=lambda value: str(getattr(value, "action", getattr(value, "tags", value))),
+)
+def test_what_may_change_the_weights(message, changes, monkeypatch):
+    """Memory that is given back with them, and an action of /weights_checker that overwrites them."""
+    scheduler, done = Rank(), []
+    scheduler.tp_size = 1
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+
+    def check_weights(action: str) -> None:
+        done.append((action, scheduler.changes))
+
+    scheduler.tp_worker.model_runner = SimpleNamespace(model=torch.nn.Module(), check_weights=check_weights)
+    scheduler.process_input_requests([message])
+    assert scheduler.answered == [message] and scheduler.changes == changes
+    # Before it is done.
+    assert all(so_far == changes for _, so_far in done)
 
 
 class Saving(PegaFlowRadixCache):

@@ -61,7 +61,9 @@ class Reader(Protocol):
 
     def fits(self, agent_name: str) -> bool: ...
 
-    def post(self, agent_name: str, theirs: Any, ours: Any) -> Posted: ...
+    def begin_turn(self) -> None: ...
+
+    def post(self, agent_name: str, theirs: Any, ours: Any) -> Posted | None: ...
 
 
 class Phase(enum.Enum):
@@ -101,6 +103,8 @@ class DecodeRead:
         self.target: Target | None = None
         self.posted: Posted | None = None
         self.failed = False
+        # The decode rank that offers KV of other weights, by its agent's name.
+        self.unlike: str | None = None
         self.began_at, self.posted_at, self.began_in = 0.0, 0.0, 0
 
     # ---- this rank ----
@@ -108,7 +112,7 @@ class DecodeRead:
     def poll(self, asked: Mapping[str, Any]) -> int:
         """How far it is on this rank, for a request that decode has asked for. asked: what, by the rank's name."""
         if self.phase is Phase.UNDECIDED:
-            self.source = self._reads.source_of(asked)
+            self.source = self._reads.source_of(asked, self)
             return GO_ON if self.source is None else READABLE
         if self.phase is Phase.OVER:
             return GO_ON
@@ -134,7 +138,7 @@ class DecodeRead:
         if self.phase is Phase.UNDECIDED:
             if poll == READABLE and self._reads.is_stuck:
                 return KVPoll.Bootstrapping
-            began = poll == READABLE and self._reads.begin(self)
+            began = self._reads.begin(self) if poll == READABLE else self._reads.pass_over(self)
             self.phase = Phase.READING if began else Phase.OVER
             return KVPoll.Bootstrapping if began else GO_ON
         self.phase = Phase.OVER
@@ -186,6 +190,8 @@ class DecodeReads:
         self.ending: list[DecodeRead] = []
         self.held: list[Held] = []
         self._turn = 0
+        # Decode ranks of whose weights it has been told that they are others than those here.
+        self._told_unlike: set[str] = set()
         # Whether those that wait for their turn wait for memory, which no read may take before them.
         self.is_stuck = False
         # Whether a step is in flight, and tokens that the prompt being computed may still take.
@@ -202,13 +208,15 @@ class DecodeReads:
 
     # ---- this rank ----
 
-    def source_of(self, asked: Mapping[str, Any]) -> Source | None:
+    def source_of(self, asked: Mapping[str, Any], read: DecodeRead) -> Source | None:
         """Where decode has the KV of a prompt's prefix; None if it offers none that can be read here."""
         wanted = [info for info in asked.values() if not asks_for_nothing(info)]
         offer: Offer | None = wanted[0].offer if len(wanted) == 1 else None
-        if offer is None or offer.weights != self._weights() or not self._reader.fits(wanted[0].agent_name):
+        if offer is None or not self._reader.fits(wanted[0].agent_name):
             return None
-        return Source(wanted[0].agent_name, offer.pages)
+        name = wanted[0].agent_name
+        read.unlike = name if offer.weights != self._weights() else None
+        return None if read.unlike else Source(name, offer.pages)
 
     def post(self, read: DecodeRead) -> None:
         """Post a read that has its pages, once no step can write to them.
@@ -221,6 +229,7 @@ class DecodeReads:
         first = len(read.target.own) // self._tree.page_size
         ours = kv_to_page_indices(read.target.slots.cpu().numpy(), self._tree.page_size).astype(np.int32)
         try:
+            # None: others of this turn have taken its time.
             read.posted = self._reader.post(read.source.agent_name, read.source.pages[first:], ours)
             read.posted_at = time.monotonic()
         except Exception as e:
@@ -228,6 +237,22 @@ class DecodeReads:
             read.failed = True
 
     # ---- all ranks, in the same step ----
+
+    def pass_over(self, read: DecodeRead) -> bool:
+        """Some rank is offered nothing that it can read. Returns False: no read has begun.
+
+        That the weights differ may be for good, and would else be seen nowhere.
+        """
+        if read.unlike is not None:
+            self._counters.ended("weights")
+            if read.unlike not in self._told_unlike:
+                logger.warning(
+                    "The KV of decode worker %s is of other weights than those here, or one of both has been updated "
+                    "and not flushed: it is not read",
+                    read.unlike,
+                )
+                self._told_unlike.add(read.unlike)
+        return False
 
     def begin(self, read: DecodeRead) -> bool:
         """Take the pages for a read; False if there is too little to read, or no memory for it.
@@ -240,6 +265,7 @@ class DecodeReads:
         match = tree.match_prefix(MatchPrefixParams(key=self._key(req, end)))
         node, own = match.last_device_node, match.device_indices
         lacks = end - len(own)
+        self._told_unlike.discard(read.source.agent_name)
         if lacks < self.least:
             return False
         tree.inc_lock_ref(node)
@@ -306,6 +332,7 @@ class DecodeReads:
         none of those that wait could begin, and nothing runs that would end. poll_all: polls on all ranks.
         """
         self._turn, self.is_stuck = self._turn + 1, is_stuck
+        self._reader.begin_turn()
         if not len(self):
             return
         queued = {id(req) for req in not_begun}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_update_weights_mixin as engine
@@ -85,12 +86,20 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def release_memory_occupation(self, recv_req):
         """Puts the engine's off, which ends where a request is left, until no rank has one."""
-        release = partial(self._change, super().release_memory_occupation)
+        release = super().release_memory_occupation
+        if not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags:
+            release = partial(self._change, release)
         return self._when_idle(Postponed(release, recv_req, flushes=True, memory=True))
 
     def resume_memory_occupation(self, recv_req):
         """Has the engine's wait for what came before it."""
         return self._when_idle(Postponed(super().resume_memory_occupation, recv_req, flushes=False))
+
+    def check_weights(self, recv_req):
+        """One of its actions overwrites the weights, at once and whatever is under way."""
+        if recv_req.action == "reset_tensors":
+            weights_of(self.kv_manager()).changing()
+        return super().check_weights(recv_req)
 
     def before_weight_update(self) -> None:
         """Called when no request is left and the weights are about to change. Who keeps KV elsewhere overrides it."""

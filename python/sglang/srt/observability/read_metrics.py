@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadCounters"]
 
-# What was read is in the tree; there was no memory for it; it failed, was late, or was for a request that has ended.
-OUTCOMES = ("read", "memory", "failed")
+# What was read is in the tree; there was no memory for it; it is of other weights; it failed, was late, or was for a
+# request that has ended.
+OUTCOMES = ("read", "memory", "weights", "failed")
 
 
 class ReadCounters:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 __all__ = ["PageReads", "PostedRead"]
 
-# Runs of pages, times buffers. NIXL takes 2.3 us for each on the thread that posts, the scheduler's, which a read may
-# hold up as a chunk of a prompt does and no longer.
-MOST_RUNS = 65536
+# Regions, which are runs of pages times buffers. NIXL takes 2.3 us for each on the thread that posts, the scheduler's,
+# which the reads of a turn may hold up as a chunk of a prompt does and no longer.
+MOST_REGIONS = 65536
 
 
 class PostedRead:
@@ -61,6 +61,8 @@ class PageReads:
 
     def __init__(self, agent: Any, kv_args: Any, peers: Mapping[str, Any], tp_size: int) -> None:
         self._agent, self._kv_args, self._peers, self._tp_size = agent, kv_args, peers, tp_size
+        # Regions, in this turn.
+        self._posted = 0
 
     def fits(self, agent_name: str) -> bool:
         """Whether a page of that decode rank is as a page here, so that it can be read as it is."""
@@ -72,13 +74,24 @@ class PageReads:
             and peer.dst_kv_item_len == own.kv_item_lens[0]
         )
 
-    def post(self, agent_name: str, theirs: npt.NDArray[np.int32], ours: npt.NDArray[np.int32]) -> PostedRead:
-        """Begin to read pages ``theirs`` into pages ``ours``, of which there are as many. Raises what NIXL raises."""
+    def begin_turn(self) -> None:
+        """What is posted from here on is of another turn of the scheduler's loop."""
+        self._posted = 0
+
+    def post(self, agent_name: str, theirs: npt.NDArray[np.int32], ours: npt.NDArray[np.int32]) -> PostedRead | None:
+        """Begin to read pages ``theirs`` into pages ``ours``, of which there are as many.
+
+        None if so much has been posted in this turn that it has to wait for another. Raises what NIXL raises.
+        """
         peer, own = self._peers[agent_name], self._kv_args
         cuts = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(ours) != 1)) + 1
         starts = np.concatenate(([0], cuts))
-        if len(starts) * len(own.kv_data_ptrs) > MOST_RUNS:
+        num_regions = len(starts) * len(own.kv_data_ptrs)
+        if num_regions > MOST_REGIONS:
             raise RuntimeError(f"its pages are in {len(starts)} runs, times {len(own.kv_data_ptrs)} buffers")
+        if self._posted and self._posted + num_regions > MOST_REGIONS:
+            return None
+        self._posted += num_regions
         lengths = np.diff(np.concatenate((starts, [len(ours)])))
 
         def regions(bases: list[int], pages: npt.NDArray[np.int32], gpu: int) -> Any:
