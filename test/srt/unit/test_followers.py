@@ -211,9 +211,20 @@ def test_a_prefill_that_nothing_is_known_of():
     assert wait_limit.allowed(False, None, 50_000, 50_000) == wait_limit.least
     for n in range(100):
         transfers.done("a", 1000, 10.0 + 10 * n)
-    assert transfers.pace("a") == 1.0, "the slowest of the last, 1000 s for 1000 tokens"
+    assert transfers.pace("a") == (1.0, 1000.0), "the slowest of the last, 1000 s for 1000 tokens"
     transfers.done("b", 0, 0.512)
-    assert transfers.pace("b") == 0.002, "one without tokens says little of what a token takes"
+    assert transfers.pace("b") == (0.002, 0.512), "one without tokens says little of what a token takes"
+
+
+@pytest.mark.parametrize("seconds, allowed", [(0.1, 1.0), (1.0, 4.0), (4.0, 16.0)])
+def test_a_short_transfer_says_little_of_a_long_one(seconds: float, allowed: float):
+    """Of another prefill, which would begin at once: a chat turn's time is its turn, and not that of its 200 tokens."""
+    wait_limit, transfers = WaitLimit(), Transfers()
+    transfers.done("a", 200, seconds)
+    assert wait_limit.allowed(False, transfers.pace("a"), 4000, 4000) == pytest.approx(allowed)
+    # What it is known to take for as many.
+    transfers.done("a", 4000, 20.0)
+    assert wait_limit.allowed(False, transfers.pace("a"), 4000, 4000) == pytest.approx(max(20, seconds / 256 * 4000))
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

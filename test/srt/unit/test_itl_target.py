@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
+from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_adder import DecodeAdder
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, Load
 from sglang.srt.disaggregation.local_prefill import Policy
@@ -440,6 +441,21 @@ def test_a_retracted_request_waits_for_time_and_goes_before_others():
     world.step()
     assert other.wire.asked
     world.check()
+
+
+def test_one_odd_measurement_keeps_no_retracted_request_back():
+    """Until somebody ends, which may take minutes."""
+    world = World(size=512, max_reqs=16, options=target(4.5))
+    known(world, estimate())
+    running = [serve(world, tokens(n, 8), max_new=90).req for n in (1, 2)]
+    world.retract(running[1])
+    known(world, estimate(per_request=9.0))
+    world.step()
+    known(world, estimate())
+    for _ in range(ABORT_INTERVAL):
+        assert running[1] not in world.running
+        world.step()
+    assert running[1] in world.running
 
 
 def test_alone_a_retracted_request_comes_back_whatever_it_takes():

@@ -196,6 +196,24 @@ def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pyte
     assert_ends(loop, 4, "is gone: it refuses connections")
 
 
+def test_what_a_decode_that_is_gone_has_asked_for_is_forgotten(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """Also of requests that have not come here, and may never; those of others stay."""
+    loop.arrive(100, ROOM)
+    for room in (OTHER, OTHER + 1):
+        loop.wire.request(room, 100).start_decode().ask()
+    manager = loop.wire.prefill[0].manager
+    nixl_wire.until(lambda: {OTHER, OTHER + 1} <= {*manager.transfer_infos}, "decode has asked")
+    watch, gone = manager.decode_watch, manager._askers(OTHER)
+    monkeypatch.setattr(peer_liveness, "gone", lambda endpoints: set())
+    watch._check()
+    assert {ROOM, OTHER, OTHER + 1} <= {*manager.transfer_infos}
+    monkeypatch.setattr(peer_liveness, "gone", lambda endpoints: gone & {*endpoints})
+    watch._check()
+    # It is here, and ends with its poll.
+    assert {*manager.transfer_infos} == {ROOM}
+    assert not {OTHER, OTHER + 1} & {*manager.request_status}
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_waits_for_its_turn_is_not_computed_at_all(loop: PrefillLoop, late: bool):
     """late: decode stands still, or is slow to give it up itself."""

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 ROOM, OTHER, THIRD = 7001, 7002, 7003
 LEAST = 16
@@ -580,3 +581,35 @@ def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch,
     loop.run(20)
     assert all(computed(scheduler, room) == 20 for scheduler in loop.schedulers for room in rooms)
     assert_served(loop, *rooms)
+
+
+@pytest.mark.parametrize("held", [0, 80])
+@pytest.mark.parametrize("order", ["priority", "lpm"])
+def test_who_may_overtake_does_not_wait_to_read(loop: PrefillLoop, order: str, held: int):
+    """The first one waits for memory, for as long as a transfer stands still: no read begins, but others may."""
+
+    def arrive(prompt_len: int, room: int, priority: int, **options: Any) -> None:
+        for req in loop.arrive(prompt_len, room, **options):
+            req.priority = priority
+
+    for scheduler in loop.schedulers:
+        by_priority = scheduler.enable_priority_scheduling = order == "priority"
+        scheduler.schedule_low_priority_values_first = False
+        policy = "fcfs" if by_priority else order
+        scheduler.policy = SchedulePolicy(policy, scheduler.tree_cache, False, by_priority, False)
+    # Of which the tree has something, which the longest prefix goes by.
+    arrive(40, ROOM + 10, 0, token=9)
+    loop.run(10)
+    arrive(20, THIRD, 0)
+    loop.wire.wire.held = True
+    loop.run(6)
+    loop.wire.wire.held = False
+    arrive(POOL - 10, OTHER, 0)
+    loop.run(6)
+    arrive(100, ROOM, 9, held=held, token=9)
+    loop.run(40)
+    for scheduler in loop.schedulers:
+        assert [req.bootstrap_room for req, _ in scheduler.told] == [ROOM + 10, ROOM]
+    finish(loop)
+    loop.run(60)
+    assert_served(loop, ROOM + 10, ROOM, THIRD, OTHER)

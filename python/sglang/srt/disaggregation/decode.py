@@ -73,8 +73,6 @@ __all__ = [
 ]
 
 LOCAL = Phase.LOCAL
-# Tokens of its answer, at most, for which a request must find room.
-MOST_NEW_TOKENS = engine.CLIP_MAX_NEW_TOKEN
 
 
 @dataclass
@@ -105,6 +103,11 @@ class DecodeRequest(engine.DecodeRequest):
     @waiting_for_input.setter
     def waiting_for_input(self, ready: bool) -> None:
         self.phase = Phase.READY if ready else Phase.HANDSHAKE
+
+    @property
+    def priority(self) -> int | None:
+        """By which the engine counts the requests of a queue."""
+        return self.req.priority
 
     @property
     def is_aborted(self) -> bool:
@@ -224,7 +227,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.ranks = Ranks(self.gloo_group, tree.drop_unlocked)
         local, gate = self.transfer_queue.local, self.transfer_queue.gate
         drafts = DraftSlots.of(self.scheduler)
-        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, MOST_NEW_TOKENS, drafts)
+        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, local)
         figures = measured(self.transfer_queue)
@@ -426,10 +429,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not self.retracted_queue:
             return []
         resumed, num_failed = self.resumption.resume(
-            self.retracted_queue,
-            self.live(),
-            self.schedule.version,
-            lambda req: report_end(req, self.scheduler),
+            self.retracted_queue, self.live(), self.schedule.version, lambda req: report_end(req, self.scheduler)
         )
         self.retracted_queue = self.retracted_queue[len(resumed) + num_failed :]
         return resumed

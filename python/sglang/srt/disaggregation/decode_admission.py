@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
@@ -96,6 +96,13 @@ def least_to_follow(leader_delta: int) -> int:
     return -(-leader_delta // 2)
 
 
+class Pace(NamedTuple):
+    """Of the transfers of a prefill of late: the most seconds that one took for a token, and that one took at all."""
+
+    seconds_per_token: float
+    longest: float
+
+
 @dataclasses.dataclass(slots=True)
 class WaitLimit:
     """How long a request waits for the transfer of another, seconds.
@@ -103,21 +110,26 @@ class WaitLimit:
     A leader's prefill works in the order in which it was asked. A copy that a follower asked of the *same* prefill
     would come after the leader's, so it may wait for as long as that is alive: twice as long as the slowest transfer of
     late would take for as many tokens. Another prefill would start at once, and the wait is for what the wait saves:
-    the transfer, at the pace of that prefill.
+    the transfer, at the pace of that prefill, as far as that tells of so many tokens: what a short one took is mostly
+    its turn, which a long one waits for no longer.
     """
 
     # Of a transfer of any size, and while nothing is known of a prefill yet.
     least: float = 1.0
     unknown_same: float = 10.0
+    # Over the longest transfer of late.
+    most_of_longest: float = 4.0
 
-    def allowed(self, same: bool, seconds_per_token: float | None, delta: int, coming: int) -> float:
-        """same: whether leader and follower have one prefill. seconds_per_token: the slowest of late of the follower's.
+    def allowed(self, same: bool, pace: Pace | None, delta: int, coming: int) -> float:
+        """same: whether leader and follower have one prefill. pace: of the follower's.
 
         delta: tokens that the leader's transfer brings. coming: how many of them the follower shares.
         """
         if same:
-            return self.unknown_same if seconds_per_token is None else max(self.least, 2 * seconds_per_token * delta)
-        return self.least if seconds_per_token is None else seconds_per_token * coming
+            return self.unknown_same if pace is None else max(self.least, 2 * pace.seconds_per_token * delta)
+        if pace is None:
+            return self.least
+        return min(pace.seconds_per_token * coming, max(self.least, self.most_of_longest * pace.longest))
 
 
 class Transfers:
@@ -130,13 +142,17 @@ class Transfers:
     LATE_S = 30.0
 
     def __init__(self) -> None:
-        self._paces: dict[Hashable, deque[float]] = {}
+        self._paces: dict[Hashable, deque[Pace]] = {}
+        # Each follower asks in each step.
+        self._slowest: dict[Hashable, Pace] = {}
         # When the last short ones ended, and their seconds.
         self._short: deque[tuple[float, float]] = deque(maxlen=8)
 
     def done(self, prefill: Hashable, tokens: int, seconds: float) -> None:
         """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
-        self._paces.setdefault(prefill, deque(maxlen=self.KEPT)).append(seconds / max(tokens, self.LEAST_TOKENS))
+        paces = self._paces.setdefault(prefill, deque(maxlen=self.KEPT))
+        paces.append(Pace(seconds / max(tokens, self.LEAST_TOKENS), seconds))
+        self._slowest[prefill] = Pace(*map(max, zip(*paces, strict=True)))
         self._short.append((time.monotonic(), seconds * self.LEAST_TOKENS / max(tokens, self.LEAST_TOKENS)))
 
     def short(self) -> float | None:
@@ -144,10 +160,9 @@ class Transfers:
         since = time.monotonic() - self.LATE_S
         return median(found) if (found := [seconds for at, seconds in self._short if at > since]) else None
 
-    def pace(self, prefill: Hashable) -> float | None:
-        """Seconds per token of the slowest of the last transfers; None if there were none."""
-        paces = self._paces.get(prefill)
-        return max(paces) if paces else None
+    def pace(self, prefill: Hashable) -> Pace | None:
+        """Of the last transfers; None if there were none."""
+        return self._slowest.get(prefill)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

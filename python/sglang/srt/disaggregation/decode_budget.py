@@ -83,7 +83,7 @@ class AdmissionPlan(NamedTuple):
 class Uses(NamedTuple):
     """What requests that have been admitted have of the pool. held: of each, all of it. shared: of these, in the tree.
 
-    at_length: what each will have when it has generated all that it may, see `Lengths`.
+    at_length: what each will have when it has generated all that it may, see `Lengths.of`.
     """
 
     held: list[int]
@@ -143,6 +143,22 @@ class Lengths(NamedTuple):
         drafting = pages(most + held, page) * page + free
         return max(pages(most, page) * page, min(drafting, self.pool_size // page * page))
 
+    def of(self, req: Req) -> int:
+        """The same of a request that has been admitted, which remembers it.
+
+        Where its answer may be longer than is planned for, from its present length on: else it would lack nothing once
+        it has come as far, and others be given what it needs.
+        """
+        if req.kv_at_length:
+            return req.kv_at_length
+        prompt, left = len(req.origin_input_ids), req.sampling_params.max_new_tokens
+        if left > self.most_new_tokens:
+            # Of its last token there is no KV yet.
+            done = max(0, len(req.output_ids) - 1)
+            return self.at_end(prompt + done, left - done)
+        req.kv_at_length = self.at_end(prompt, left)
+        return req.kv_at_length
+
     @property
     def lacked_at_most(self) -> int:
         """By a request that has the pages of its prompt."""
@@ -157,19 +173,13 @@ def uses_of(reqs: Sequence[Req], lengths: Lengths) -> Uses:
     """
     page_size = lengths.page_size
     held = [-(-req.kv_allocated_len // page_size) * page_size for req in reqs]
-    at_length = [req.kv_at_length or _at_length(req, lengths) for req in reqs]
+    at_length = [req.kv_at_length or lengths.of(req) for req in reqs]
     return Uses(held, sum([req.cache_protected_len for req in reqs]), at_length)
 
 
 def lacked(uses: Uses) -> int:
     """What the neediest lacks to its end; 0 if there is none."""
     return max([most - held for held, most in zip(uses.held, uses.at_length, strict=True)], default=0)
-
-
-def _at_length(req: Req, lengths: Lengths) -> int:
-    """What ``req`` will have in the end, which it remembers."""
-    req.kv_at_length = lengths.at_end(len(req.origin_input_ids), req.sampling_params.max_new_tokens)
-    return req.kv_at_length
 
 
 class WindowsKept(NamedTuple):

@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl.page_reads import PageReads
 from sglang.srt.disaggregation.utils import kv_to_page_indices
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_support import READ_FLAG
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -137,7 +138,11 @@ class DecodeRead:
             return poll
         if self.phase is Phase.UNDECIDED:
             if poll == READABLE and self._reads.is_stuck:
-                return KVPoll.Bootstrapping
+                if self._reads.by_arrival():
+                    return KVPoll.Bootstrapping
+                # It may come before the first one, who could wait for as long as a transfer stands still.
+                self.phase = Phase.OVER
+                return GO_ON
             began = self._reads.begin(self) if poll == READABLE else self._reads.pass_over(self)
             self.phase = Phase.READING if began else Phase.OVER
             return KVPoll.Bootstrapping if began else GO_ON
@@ -196,6 +201,8 @@ class DecodeReads:
         self.is_stuck = False
         # Whether a step is in flight, and tokens that the prompt being computed may still take.
         self.step_in_flight: Callable[[], bool] = lambda: False
+        # Whether requests are computed in the order in which they come, so that nobody overtakes who waits for memory.
+        self.by_arrival: Callable[[], bool] = lambda: True
         self.promised: Callable[[], int] = lambda: 0
 
     def __len__(self) -> int:
@@ -373,6 +380,9 @@ def make_reads(scheduler: Any, manager: Any) -> DecodeReads | None:
     counters = ReadCounters(KvTransferCounters.get(args))
     reads = DecodeReads(tree, reader, least, counters, lambda: weights_of(manager).current())
     reads.step_in_flight = lambda: bool(getattr(scheduler, "result_queue", None))
+    reads.by_arrival = lambda: (
+        scheduler.policy.policy is CacheAgnosticPolicy.FCFS and not scheduler.enable_priority_scheduling
+    )
     reads.promised = lambda: 0 if scheduler.chunked_req is None else len(scheduler.chunked_req.origin_input_ids)
     manager.reads = reads
     logger.info("Prefill reads KV that it lacks from decode, where that is %d tokens or more.", least)

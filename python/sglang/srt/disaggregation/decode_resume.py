@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.admission_step import Blocked
+from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL, Blocked
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, LiveReqs, Memory
 from sglang.srt.disaggregation.utils import prepare_abort
@@ -48,6 +48,8 @@ class Resumption:
         # The first that did not fit; and the first with which steps would become too long, and when.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
+        # Steps since that was found: one odd measurement must not keep it back until somebody ends.
+        self._held_for = 0
         # Steps in a row in which the ranks had other memory.
         self._differed = 0
 
@@ -66,9 +68,10 @@ class Resumption:
         failed = 0
         if not retracted or not self._is_alike():
             return resumed, failed
-        if self._held is not None and self._held == (retracted[0].rid, version()):
+        self._held_for += 1
+        if self._held is not None and self._held_for % ABORT_INTERVAL and self._held == (retracted[0].rid, version()):
             return resumed, failed
-        self._held = None
+        self._held, self._held_for = None, 0
         kept = self._accounts.kept_for_resume(live)
         # A look at each that runs: from here on a resume takes its window of it, and one that fails gives its own back.
         windows = self._accounts.free(live.running).windows

@@ -101,7 +101,8 @@ class SchedulerRefusalMixin(Base):
         A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
         that has long finished them, and wait for ever.
 
-        With priorities, a prefill sorts by them what waits, and one without any ends it: it gets the least.
+        With priorities, prefill, and decode with the flag, sort by them what waits, and one without any ends them: it
+        gets the least. Warm-ups have none.
         """
         if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
             is_retracted = True
@@ -114,7 +115,8 @@ class SchedulerRefusalMixin(Base):
                 self.stream_output([req], req.return_logprob)
                 self._tell_peer(req, reason)
                 return
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.enable_priority_scheduling:
+        sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
+        if sorts and self.enable_priority_scheduling:
             self._set_or_validate_priority(req)
         began = thread_time.now()
         super()._add_request_to_queue(req, is_retracted)

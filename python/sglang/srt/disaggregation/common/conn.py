@@ -23,7 +23,13 @@ from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
-from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, PrefillWatch, SocketSweep, ports_of
+from sglang.srt.disaggregation.common.peer_watch import (
+    DecodeWatch,
+    PrefillWatch,
+    SocketSweep,
+    Unclaimed,
+    ports_of,
+)
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes, requests
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, Rooms, rooms_held
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -97,7 +103,8 @@ class CommonKVManager(engine.CommonKVManager):
             )
             self.prefill_watch.start()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.decode_watch = DecodeWatch(self.rooms, self._askers, self.sweep, self.counters.lost_peer)
+            lost_peer = self.counters.lost_peer
+            self.decode_watch = DecodeWatch(self.rooms, self._askers, self.sweep, Unclaimed(self), lost_peer)
             self.decode_watch.start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):

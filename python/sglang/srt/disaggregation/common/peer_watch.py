@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
@@ -119,6 +119,36 @@ class PrefillWatch:
                 self._on_gone(addr)
 
 
+class Books(Protocol):
+    """What a prefill rank has of rooms."""
+
+    rooms: Rooms
+    transfer_infos: dict[int, Any]
+
+    def end_room(self, room: int, reason: str | None = None) -> None: ...
+
+    def forget(self, room: int) -> None: ...
+
+
+class Unclaimed:
+    """What decode has asked for, and of which no request has come here. None may come any more."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def rooms(self) -> list[int]:
+        """Called with the rooms' lock."""
+        return [room for room in list(self._books.transfer_infos) if room not in self._books.rooms.live]
+
+    def drop(self, rooms: Iterable[int], reason: str) -> None:
+        """Who asked for ``rooms`` is gone; of these nothing is kept whose request is not here."""
+        books = self._books
+        with books.rooms.lock:
+            for room in set(rooms).intersection(self.rooms()):
+                books.end_room(room, reason)
+                books.forget(room)
+
+
 class DecodeWatch:
     """Prefill: fails the requests of a decode rank as soon as the operating system says that it is gone.
 
@@ -132,6 +162,7 @@ class DecodeWatch:
         rooms: Rooms,
         asked: Callable[[int], Iterable[Endpoint]],
         sweep: SocketSweep,
+        unclaimed: Unclaimed,
         on_gone: Callable[[], None] = lambda: None,
     ):
         """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock.
@@ -139,6 +170,7 @@ class DecodeWatch:
         on_gone: called for each that is gone.
         """
         self._rooms, self._asked, self._sweep, self._on_gone = rooms, asked, sweep, on_gone
+        self._unclaimed = unclaimed
         # Decode ranks that have not refused a connection.
         self.reachable: set[Endpoint] = set()
 
@@ -168,11 +200,16 @@ class DecodeWatch:
         for host, port in gone & self.reachable & rooms.keys():
             lost = rooms[host, port]
             logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
+            reason = f"decode {host}:{port} is gone: it refuses connections"
             self._on_gone()
-            self._rooms.lose_decode(lost, f"decode {host}:{port} is gone: it refuses connections")
+            self._unclaimed.drop(lost, reason)
+            self._rooms.lose_decode(lost, reason)
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
-        """The live requests that go on, by the decode ranks in which they wait or that have asked for them."""
+        """The live requests that go on, by the decode ranks in which they wait or that have asked for them.
+
+        And what has been asked for whose request has not come here, and may never.
+        """
         found: dict[Endpoint, list[int]] = {}
         with self._rooms.lock:
             for room, sender in self._rooms.live.items():
@@ -180,4 +217,7 @@ class DecodeWatch:
                 if room not in self._rooms.refused and not sender.has_failed():
                     for rank in {*self._asked(room), *self._rooms.waiting.get(room, ())}:
                         found.setdefault(rank, []).append(room)
+            for room in self._unclaimed.rooms():
+                for rank in self._asked(room):
+                    found.setdefault(rank, []).append(room)
         return found
