@@ -49,6 +49,13 @@ class Variable:
 VARIABLES = (
     Variable("SGLANG_PD_RADIX", "1", "all", "0 switches the patch set off in a process"),
     Variable(
+        "SGLANG_PD_RADIX_API_KEY",
+        "none",
+        "pd-radix",
+        "the key that `top`, `trace`, `drain` and `join` send to servers that are started with `--api-key`; `up` takes "
+        "it from the workers' options",
+    ),
+    Variable(
         "SGLANG_DISAGGREGATION_SECRET_FILE",
         "none",
         "prefill, decode",

@@ -15,7 +15,8 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .. import process_group
-from .local_http import freeze, http
+from .local_http import API_KEY, freeze, http
+from .options import api_key, has_option
 from .plan import lay_out
 from .process import Family, Process, Progress, check_alive, first_dead
 from .spec import Spec
@@ -130,6 +131,10 @@ class Cluster:
         if self.processes:
             raise PdRadixError("this cluster was started before: make a new one")
         self.processes = self.plan()
+        options = [args for _, _, args in self.spec.engines()]
+        key = api_key(options)
+        if key is not None:
+            os.environ[API_KEY] = key
         startup = self._startup(self.processes)
         try:
             for wave in sorted({process.wave for process in self.processes}):
@@ -139,8 +144,9 @@ class Cluster:
                     startup.report(process, "starting")
                 startup.wait_ready(together)
             startup.report(None, "sending a request through")
+            tokenizes = not any(has_option(args, "--skip-tokenizer-init") for args in options)
             for url in self.router_urls.values() or [self.router_url]:
-                startup.wait_served(url)
+                startup.wait_served(url, tokenizes)
             startup.call(self._settle, lambda: "a worker does not answer /flush_cache or /freeze_gc")
             startup.report(None, "serving")
         except BaseException:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import requests
+
+#: The variable that has the key of servers that are started with ``--api-key``.
+API_KEY = "SGLANG_PD_RADIX_API_KEY"
 
 
 def local_session() -> requests.Session:
     """A session for the servers of this machine, on which a proxy of the environment has no business."""
     session = requests.Session()
     session.trust_env = False
+    if key := os.environ.get(API_KEY):
+        session.headers["Authorization"] = f"Bearer {key}"
     return session
 
 

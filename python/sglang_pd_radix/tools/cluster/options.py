@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -46,6 +46,17 @@ def option_value(args: Sequence[str], *names: str) -> str | None:
         if name in names:
             found = value if equals else (args[i + 1] if i + 1 < len(args) else None)
     return found
+
+
+def api_key(workers: Iterable[Sequence[str]]) -> str | None:
+    """The key that all of these workers ask for; None if they ask for none.
+
+    Raises PdRadixError if it is not the same of all: what asks them, a router first of all, has one.
+    """
+    keys = {option_value(args, "--api-key") for args in workers}
+    if len(keys) > 1:
+        raise PdRadixError("--api-key: the router has one key for all workers; give all of them the same, or none")
+    return keys.pop() if keys else None
 
 
 def with_defaults(given: Sequence[str], defaults: Mapping[str, str | None]) -> list[str]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -54,9 +55,10 @@ class Startup:
             time.sleep(0.1)
         self._report_ready(processes)
 
-    def wait_served(self, url: str) -> None:
-        """Send short requests there until one has gone all the way through."""
-        body = {"text": "ready", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}}
+    def wait_served(self, url: str, tokenizes: bool = True) -> None:
+        """Send short requests there until one has gone all the way through. tokenizes: else token ids are sent."""
+        body: dict[str, Any] = {"text": "ready"} if tokenizes else {"input_ids": [1, 2, 3, 4]}
+        body["sampling_params"] = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
         answers: list[tuple[int, bytes]] = []
 
         def ask() -> None:
