@@ -50,7 +50,8 @@ def test_those_who_wait_for_one_transfer_hide_nobody(followers: int):
     world.step()
     assert not other.kv_receiver.asked
     world.pool.free_slots.extend(rows)
-    world.step()
+    for _ in range(3 * followers // WINDOW + 3):
+        world.step()
     assert other.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in herd)
     # Nor are they forgotten.
     for _ in range(8):
@@ -62,7 +63,7 @@ def test_those_who_wait_for_one_transfer_hide_nobody(followers: int):
 
 @pytest.mark.parametrize("others", [WINDOW, 400])
 def test_followers_are_not_hidden_by_those_who_follow_nobody(others: int):
-    """They keep their places for a half, and go as soon as what they wait for has come."""
+    """They go as soon as what they wait for has come."""
     world = World(size=8192, page_size=4, reserved=2, max_reqs=8)
     shared = tokens(1, 64)
     (leader,) = queue(world, shared)

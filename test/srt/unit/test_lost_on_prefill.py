@@ -212,6 +212,14 @@ def test_what_a_decode_that_is_gone_has_asked_for_is_forgotten(loop: PrefillLoop
     # It is here, and ends with its poll.
     assert {*manager.transfer_infos} == {ROOM}
     assert not {OTHER, OTHER + 1} & {*manager.request_status}
+    for scheduler in loop.schedulers[1:]:
+        scheduler.disagg_prefill_bootstrap_queue.kv_manager.decode_watch._unclaimed.drop([OTHER], "decode is gone")
+    # One that comes all the same is told at once.
+    loop.arrive(100, OTHER, asked=False)
+    loop.run(6)
+    for scheduler in loop.schedulers:
+        reasons = [req.finished_reason.message for req, _ in scheduler.told if req.bootstrap_room == OTHER]
+        assert len(reasons) == 1 and "gone" in reasons[0]
 
 
 @pytest.mark.parametrize("late", [False, True])

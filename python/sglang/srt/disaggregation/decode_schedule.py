@@ -23,33 +23,25 @@ if TYPE_CHECKING:
 __all__ = ["Agreed", "Measured", "OwnFigures", "Schedule", "Window", "peer_drops", "priority_sign", "takes_prefix"]
 
 READY = Phase.READY
-# Places of the window, where the queue is longer than it: of those whose handshake is not done, by turns; and of those
-# whose is, but who are not in the order yet. They are polled, as an abort or a lost prefill is to be told.
+# Places of the window that go by turns where the queue is longer than it: to those whose handshake is not done, and to
+# those behind the first whose is. Hundreds before them may wait for one transfer, and who fails is to be told.
 HANDSHAKES = WINDOW // 4
-POLLED = WINDOW // 8
-IN_ORDER = WINDOW - HANDSHAKES - POLLED
+BEHIND = WINDOW // 4
 # Turns by this part of a circle leave nobody out for long, whether each step has one or every sixteenth.
 GOLDEN = (5**0.5 - 1) / 2
 
 
 class Window(NamedTuple):
-    """The requests that a step looks at, and of each its entry. polled: how many of them, the last ones, cannot be
-    admitted in it."""
+    """The requests that a step looks at, and of each its entry."""
 
     requests: Sequence[DecodeRequest]
     entries: list[QueueEntry]
-    polled: int = 0
-
-    @property
-    def in_order(self) -> Sequence[DecodeRequest]:
-        """Those that may be admitted."""
-        return self.requests[: len(self.requests) - self.polled] if self.polled else self.requests
 
 
 class Agreed(NamedTuple):
     """What a step of admission works on.
 
-    candidates: in order, each with whether it may match. window: all that could be, candidates or not.
+    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not.
     """
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
@@ -156,47 +148,33 @@ class Schedule:
 
         turn: advanced with each step. All ranks find the same: they have agreed on whose handshake is done.
         """
-        requests, polled = self._first(queue, turn) if len(queue) > WINDOW else (queue, 0)
+        requests = self._first(queue, turn) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
-        return Window(requests, [dr.entry or entry_of(dr) for dr in requests], polled)
+        return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
-    def _first(self, queue: Sequence[DecodeRequest], turn: int) -> tuple[list[DecodeRequest], int]:
+    def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
         ready = [dr for dr in queue if dr.phase is READY]
         if self._priority_sign():
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
-        first = self._in_order(ready)
-        chosen = set(map(id, first))
-        # By turns: those of a prefill that does not answer must not hide all that come after them.
-        rest = _turn([dr for dr in ready if id(dr) not in chosen], POLLED, turn)
-        others = _turn([dr for dr in queue if dr.phase is not READY], WINDOW - len(first) - len(rest), turn)
-        return [*first, *others, *rest], len(rest)
-
-    def _in_order(self, ready: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """The first of ``ready``, half of the places for those that wait for no transfer if there are as many.
-
-        One transfer may have hundreds that wait for it, and who comes after them need not. Each kind keeps its order:
-        the first of both are looked at, and who waits no longer is found out.
-        """
-        if len(ready) <= IN_ORDER:
-            return [*ready]
-        waits = [dr.entry is not None and dr.entry.coming > 0 for dr in ready]
-        alone = [i for i, one in enumerate(waits) if not one]
-        follow = [i for i, one in enumerate(waits) if one]
-        alone = alone[: max(IN_ORDER // 2, IN_ORDER - len(follow))]
-        return [ready[i] for i in sorted(alone + follow[: IN_ORDER - len(alone)])]
+        most = WINDOW - HANDSHAKES
+        first = ready if len(ready) <= most else ready[: most - BEHIND]
+        # Of what ranks have agreed on only: what a request waits for, they may see differently for some steps.
+        behind = _turn(ready[len(first) :], BEHIND, turn)
+        others = [dr for dr in queue if dr.phase is not READY]
+        return [*first, *behind, *_turn(others, WINDOW - len(first) - len(behind), turn)]
 
     # ---- what is decided, by one rank or by several ----
 
     def decide(self, window: Window) -> Agreed:
         """What a single rank goes on to do, when it has taken in what has been polled."""
-        requests, entries, _ = window
+        requests, entries = window
         for i in self._follow(window, alone=True):
             self._policy.give_up(entries[i])
         for one in self._measured:
             one.take(one.own())
         ready = [requests[i] for i in self._order(window)]
         # Asked one by one: most of a long queue stands behind the first that does not fit.
-        return Agreed(((dr, takes_prefix(dr)) for dr in ready), window.in_order)
+        return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
 
     def agree(
         self,
@@ -213,13 +191,13 @@ class Schedule:
 
         take_polls: takes in what all have polled.
         """
-        requests, entries, _ = window
+        requests, entries = window
         policy = self._policy
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
         expired = self._follow(window, alone=False)
         order = self._order(window)
         picked = list(islice((i for i in order if not entries[i].coming), CANDIDATES))
-        late = [i for i, dr in enumerate(window.in_order) if dr.phase is not READY][: CANDIDATES - len(picked)]
+        late = [i for i, dr in enumerate(requests) if dr.phase is not READY][: CANDIDATES - len(picked)]
         chosen = set(picked)
         order = [i for i in order if i in chosen or entries[i].coming]
         picked += late
@@ -250,7 +228,7 @@ class Schedule:
             policy.give_up(entries[i])
         same = dict(zip(picked, told.same, strict=True))
         going = [i for i in (*order, *late) if requests[i].phase is READY]
-        return Agreed([(requests[i], bool(told.capable[i]) and same.get(i, True)) for i in going], window.in_order)
+        return Agreed([(requests[i], bool(told.capable[i]) and same.get(i, True)) for i in going], requests)
 
     def _held(self, entry: QueueEntry) -> tuple[int, int]:
         """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""
@@ -276,7 +254,7 @@ class Schedule:
             policy.stop_following(window.entries)
             return []
         now, expired = time.monotonic(), []
-        for i, decode_req in enumerate(window.in_order):
+        for i, decode_req in enumerate(window.requests):
             if decode_req.phase is not READY:
                 continue
             entry = window.entries[i]
@@ -293,21 +271,14 @@ class Schedule:
 
     def _order(self, window: Window) -> list[int]:
         """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
-        requests, entries, _ = window
-        ready = [i for i, dr in enumerate(window.in_order) if dr.phase is READY]
+        requests, entries = window
+        ready = [i for i, dr in enumerate(requests) if dr.phase is READY]
         if len(ready) < 2:
             return ready
         # The same requests, of which the same wait for others, and the same tree: the same order.
         tree = self._tree
         coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
-        seen: tuple[Any, ...] = (
-            self.version(),
-            tree.evictable_size(),
-            tree.protected_size(),
-            ready,
-            coming,
-            entries[: len(window.in_order)],
-        )
+        seen: tuple[Any, ...] = (self.version(), tree.evictable_size(), tree.protected_size(), ready, coming, entries)
         if self._ordered is None or self._ordered[0] != seen:
             candidates = [self._candidate(requests[i], entries[i]) for i in ready]
             order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]

@@ -141,12 +141,13 @@ class Unclaimed:
         return [room for room in list(self._books.transfer_infos) if room not in self._books.rooms.live]
 
     def drop(self, rooms: Iterable[int], reason: str) -> None:
-        """Who asked for ``rooms`` is gone; of these nothing is kept whose request is not here."""
+        """Who asked for ``rooms`` is gone. Of one whose request is not here, only why it fails is kept."""
         books = self._books
         with books.rooms.lock:
             for room in set(rooms).intersection(self.rooms()):
-                books.end_room(room, reason)
+                books.end_room(room)
                 books.forget(room)
+                books.rooms.refuse(room, reason)
 
 
 class DecodeWatch:
