@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from decode_world import World
 from overlapped_loop import Loop
+from sglang.srt.disaggregation import decode_schedule
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.refusal import RefusedRooms
@@ -100,6 +101,18 @@ def test_each_handshake_has_its_turn(length: int, retracted: bool):
     for _ in range(rounds * (ABORT_INTERVAL if retracted else 1)):
         world.queue.pop_preallocated()
     assert len(looked) == length
+
+
+@pytest.mark.parametrize("stride", [1, ABORT_INTERVAL])
+@pytest.mark.parametrize("places", [64, 128])
+def test_turns_leave_nobody_out_for_long(stride: int, places: int):
+    """Whichever steps look: never for much longer than if places went one after another."""
+    for length in range(260, 4000, 170):
+        left, looks = set(range(length)), 0
+        while left:
+            left.difference_update(decode_schedule._turn(range(length), places, 7 + looks * stride))
+            looks += 1
+        assert looks <= 2.5 * -(-length // places), length
 
 
 @pytest.mark.parametrize("lower_first", [False, True])

@@ -346,8 +346,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Poll the handshakes and find out, with the other ranks, what to do next; None to skip the step."""
         window = self.schedule.window(self.queue, self._steps)
         requests = window.requests
-        if not requests:
-            # On all ranks alike: requests reach the queues of a TP group by broadcast.
+        if not requests and not self.retracted_queue:
+            # On all ranks alike, by broadcast. Who is to come back goes by what is measured, which is agreed on too.
             return Agreed((), requests)
         polls = [poll_handshake(dr, self.loads) for dr in requests]
         if self.ranks.size == 1:

@@ -203,7 +203,9 @@ class DecodeWatch:
             logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
             reason = f"decode {host}:{port} is gone: it refuses connections"
             self._on_gone()
-            self._unclaimed.drop(lost, reason)
+            with self._rooms.lock:
+                # Nor may another of its ranks, or another worker, wait for it.
+                self._unclaimed.drop([room for room in lost if {*self._asked(room)} <= gone], reason)
             self._rooms.lose_decode(lost, reason)
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
