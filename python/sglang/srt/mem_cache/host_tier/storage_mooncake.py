@@ -169,12 +169,13 @@ def _load() -> Any:
 def _look_for_master(address: str, source: str) -> None:
     """Raises ValueError where nobody listens. The store's start would stand still for a minute and a half first."""
     host, _, port = address.rpartition(":")
-    if not host or not re.fullmatch("[0-9]+", port) or "/" in host:
+    # Of a number above 65535 the system takes what is left of it, and may reach another's server.
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535 or "/" in host:
         raise ValueError(f"{source} has {address!r} as the address of mooncake_master: give HOST:PORT.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, OverflowError, ValueError) as e:
-        # Of a host's name that cannot be one, a UnicodeError; of a number with very many digits, a ValueError.
+    except (OSError, ValueError) as e:
+        # Of a host's name that cannot be one, a UnicodeError.
         raise ValueError(
             f"{_BACKEND} reaches no mooncake_master at {address}: {e}. Start one, or name another address in "
             f"MOONCAKE_MASTER or as master_server_address in {EXTRA_CONFIG}."
