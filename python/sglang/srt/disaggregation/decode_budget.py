@@ -144,13 +144,11 @@ class Lengths(NamedTuple):
         return max(pages(most, page) * page, min(drafting, self.pool_size // page * page))
 
     def of(self, req: Req) -> int:
-        """The same of a request that has been admitted, which remembers it.
+        """The same of a request that has been admitted, which remembers it in ``kv_at_length``.
 
         Where its answer may be longer than is planned for, from its present length on: else it would lack nothing once
         it has come as far, and others be given what it needs.
         """
-        if req.kv_at_length:
-            return req.kv_at_length
         prompt, left = len(req.origin_input_ids), req.sampling_params.max_new_tokens
         if left > self.most_new_tokens:
             # Of its last token there is no KV yet.

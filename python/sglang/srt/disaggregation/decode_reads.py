@@ -137,13 +137,13 @@ class DecodeRead:
         if self.phase is Phase.OVER or poll < GO_ON:
             return poll
         if self.phase is Phase.UNDECIDED:
-            if poll == READABLE and self._reads.is_stuck:
-                if self._reads.by_arrival():
-                    return KVPoll.Bootstrapping
-                # It may come before the first one, who could wait for as long as a transfer stands still.
-                self.phase = Phase.OVER
-                return GO_ON
-            began = self._reads.begin(self) if poll == READABLE else self._reads.pass_over(self)
+            readable, stuck = poll == READABLE, self._reads.is_stuck
+            if readable and stuck and self._reads.by_arrival():
+                return KVPoll.Bootstrapping
+            if not readable:
+                self._reads.pass_over(self)
+            # Else it may come before the first one, who could wait for as long as a transfer stands still.
+            began = readable and not stuck and self._reads.begin(self)
             self.phase = Phase.READING if began else Phase.OVER
             return KVPoll.Bootstrapping if began else GO_ON
         self.phase = Phase.OVER
@@ -245,8 +245,8 @@ class DecodeReads:
 
     # ---- all ranks, in the same step ----
 
-    def pass_over(self, read: DecodeRead) -> bool:
-        """Some rank is offered nothing that it can read. Returns False: no read has begun.
+    def pass_over(self, read: DecodeRead) -> None:
+        """Some rank is offered nothing that it can read.
 
         That the weights differ may be for good, and would else be seen nowhere.
         """
@@ -259,7 +259,6 @@ class DecodeReads:
                     read.unlike,
                 )
                 self._told_unlike.add(read.unlike)
-        return False
 
     def begin(self, read: DecodeRead) -> bool:
         """Take the pages for a read; False if there is too little to read, or no memory for it.

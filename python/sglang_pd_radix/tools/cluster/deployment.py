@@ -16,7 +16,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .. import process_group
 from .local_http import API_KEY, freeze, http
-from .options import api_key, has_option
+from .options import has_option
 from .plan import lay_out
 from .process import Family, Process, Progress, check_alive, first_dead
 from .spec import Spec
@@ -131,10 +131,8 @@ class Cluster:
         if self.processes:
             raise PdRadixError("this cluster was started before: make a new one")
         self.processes = self.plan()
-        options = [args for _, _, args in self.spec.engines()]
-        key = api_key(options)
-        if key is not None:
-            os.environ[API_KEY] = key
+        if self.spec.api_key is not None:
+            os.environ[API_KEY] = self.spec.api_key
         startup = self._startup(self.processes)
         try:
             for wave in sorted({process.wave for process in self.processes}):
@@ -144,7 +142,7 @@ class Cluster:
                     startup.report(process, "starting")
                 startup.wait_ready(together)
             startup.report(None, "sending a request through")
-            tokenizes = not any(has_option(args, "--skip-tokenizer-init") for args in options)
+            tokenizes = not any(has_option(args, "--skip-tokenizer-init") for _, _, args in self.spec.engines())
             for url in self.router_urls.values() or [self.router_url]:
                 startup.wait_served(url, tokenizes)
             startup.call(self._settle, lambda: "a worker does not answer /flush_cache or /freeze_gc")

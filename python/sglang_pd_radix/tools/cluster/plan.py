@@ -11,7 +11,7 @@ from sglang_pd_radix.supplied import cpu_host
 
 from . import gateway
 from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
-from .options import HOST, api_key, connectable, has_option, ports_named
+from .options import HOST, connectable, has_option, ports_named
 from .ports import DP_ATTENTION_OFFSETS, free_ports
 from .process import Process
 from .spec import Spec
@@ -122,7 +122,7 @@ def _router(
     command = [spec.executable, *spec.commands.get("router", spec.gateway.module)]
     command += ["--host", spec.host, "--port", str(ports[0])]
     given = [*spec.router_args, *more]
-    key = api_key(args for _, _, args in spec.engines())
+    key = spec.api_key
     if key is not None and not has_option(given, "--api-key"):
         given += ["--api-key", key]
     command += gateway.options(spec.gateway, prefill, decode, spec.policy, given, ports[1])

@@ -11,7 +11,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from ..netns import Host
 from .gateway import Gateway, check_policy, named_gateway
-from .options import HOST, RoleArgs, RoleEnv, per_worker, per_worker_env, refuse_owned
+from .options import HOST, RoleArgs, RoleEnv, api_key, per_worker, per_worker_env, refuse_owned
 
 
 @dataclass
@@ -99,6 +99,11 @@ class Spec:
             for role in self.roles
             for index, args in enumerate(self.args_of[role])
         ]
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that all engines ask for; see `options.api_key`."""
+        return api_key(args for _, _, args in self.engines())
 
     @property
     def named_routers(self) -> dict[str, tuple[Sequence[int], Sequence[str]]]:
