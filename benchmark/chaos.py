@@ -1,8 +1,10 @@
-"""A PD deployment under fire: what is known to be right when it is calm has to be so while everything goes wrong.
+r"""A PD deployment under fire: what is known to be right when it is calm has to be so while everything goes wrong.
 
     make chaos                                  # both backends, 10,000 requests each, on a made model
     python benchmark/chaos.py --backend nixl --requests 1000 --seconds 300 --seed 7 --json chaos.json
     python benchmark/chaos.py --trace mooncake_conversation_trace.jsonl ...
+    python benchmark/chaos.py --turns 8 --decode-options "--disaggregation-decode-local-prefill auto" \
+        --prefill-options "--disaggregation-prefill-read-decode 16"   # reads from decode, all the time
     python benchmark/chaos.py --schedule 300 --seed 7             # only say what would be done
 
 First one ordinary engine without disaggregation is asked for the right answers, and ends. Then two prefill workers, two
@@ -35,7 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from faults import blame, books, deploy, growth, hits, judge, pace, truth
+from faults import blame, books, deploy, growth, hits, judge, pace, truth, turns
 from faults.deploy import Fire
 from faults.pace import Replay
 from faults.schedule import Event, Shape, events, manner
@@ -77,6 +79,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=10_000, help="of the storm (default: 10000)")
     parser.add_argument("--seconds", type=float, help="end the storm after so many, however many were asked")
     parser.add_argument("--distinct", type=int, default=200, help="of the trace, asked again and again (default: 200)")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in place of a trace, conversations of N turns, short and long by turns, each with a decode worker of its "
+        "own, and other pages each time they come round",
+    )
     parser.add_argument("--shrink", type=int, default=32, help="lengths of the trace are divided by it (default: 32)")
     parser.add_argument("--clients", type=int, default=8, help="at a time (default: 8)")
     parser.add_argument("--seed", type=int, default=1)
@@ -108,10 +118,9 @@ def main(argv: list[str] | None = None) -> int:
     report |= {"problems": [], "not_judged": [], "judged": []}
     before = {signum: signal.signal(signum, _end) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
         model = args.model or str(make_model(log_dir / "model", ModelShape(args.arch)))
         options = shlex.split(args.options)
-        right = truth.of_engine_alone(model, asks, args.clients, log_dir, options, print_ready)
+        asks, right = _asked(args, model, log_dir, options)
         with deploy.two_hosts() if not args.one_host else contextlib.nullcontext() as hosts:
             report["two_hosts"] = hosts is not None
             if hosts is None:
@@ -127,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
                 prefill_options=shlex.split(args.prefill_options),
                 on_progress=print_ready,
                 gateway=gateway,
+                router_args=(*deploy.ROUTER, *(("--decode-policy", "manual") if args.turns else ())),
             )
             with cluster:
                 Run(args, shape, cluster, Fire(cluster, hosts, model), asks, right, report).all()
@@ -143,6 +153,17 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(text(report))
     return 1 if report["problems"] else 0
+
+
+def _asked(args: argparse.Namespace, model: str, log_dir: Path, options: Sequence[str]) -> tuple[list[Ask], Truth]:
+    """The requests, and what an engine alone answers. Raises PdRadixError."""
+    if not args.turns:
+        asks = trace_asks(args.trace, args.distinct, args.shrink, longest=1024)
+        return asks, truth.of_engine_alone(model, asks, args.clients, log_dir, options, print_ready)
+    if args.trace or args.turns < 0:
+        raise PdRadixError(f"--turns {args.turns}{' --trace' * bool(args.trace)}: give one of them, and turns above 0")
+    chats = max(1, args.distinct // args.turns)
+    return turns.of_engine_alone(model, chats, args.turns, args.clients, log_dir, options, print_ready)
 
 
 class _Ended(PdRadixError):
@@ -197,8 +218,14 @@ class Run:
             args.clients,
             lambda number: manner(args.seed, number),
             give_up_s=2 * args.told_within,
+            key=lambda number: turns.key(number, len(self.asks)) if args.turns else "",
         )
-        watch = Watch(self.workers, lambda: len(clients.told), lambda: fire.away).start()
+        counted = turns.Counted()
+        for worker in self.workers:
+            counted.look(worker)
+        before = counted.sums()
+        also = counted.look if args.turns else None
+        watch = Watch(self.workers, lambda: len(clients.told), lambda: fire.away, also=also).start()
         fire.began_s = time.monotonic()
         clients.start()
         _throw(fire, clients, events(args.seed, self.shape), args.seconds)
@@ -213,6 +240,10 @@ class Run:
         self._right(clients)
         self._wrong(judge.late_problems(clients.told, args.told_within))
         self._judge_storm(clients)
+        if args.turns:
+            counts = counted.since(before)
+            reads = "--disaggregation-prefill-read-decode" in args.prefill_options
+            self._judged("turns", [], turns.not_judged(counts, reads), [turns.told(counts)])
         self._steps()
         grown = growth.judge([one for one in samples if one.at_s <= clients.ended_s - clients.began_s])
         self._judged("growth", growth.problems(grown), growth.not_judged(grown), grown)

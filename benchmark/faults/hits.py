@@ -79,11 +79,16 @@ def _possible(
             since, tree = last, _Tree(room // page)
         while done < len(waiting) and waiting[done].ended_s <= one.began_s:
             if waiting[done].began_s >= since:
-                tree.touch(pages[waiting[done].ask])
+                tree.touch(_pages(waiting[done], pages))
             done += 1
         if one.began_s >= since:
-            total += page * tree.held(pages[one.ask])
+            total += page * tree.held(_pages(one, pages))
     return total
+
+
+def _pages(one: Told, pages: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
+    """Of its prompt; those of another key are other pages."""
+    return [(one.key, number) for number in pages[one.ask]]
 
 
 @dataclass
@@ -91,9 +96,9 @@ class _Tree:
     """The pages that a worker was sent last, as many as fit."""
 
     room: int
-    last: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    last: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
 
-    def touch(self, pages: Sequence[int]) -> None:
+    def touch(self, pages: Sequence[tuple[str, int]]) -> None:
         for number in reversed(pages):
             # The first pages of a prompt are the last to go.
             self.last[number] = None
@@ -101,7 +106,7 @@ class _Tree:
         while len(self.last) > self.room:
             self.last.popitem(last=False)
 
-    def held(self, pages: Sequence[int]) -> int:
+    def held(self, pages: Sequence[tuple[str, int]]) -> int:
         """How many of the first ``pages`` it has."""
         return next((i for i, number in enumerate(pages) if number not in self.last), len(pages))
 

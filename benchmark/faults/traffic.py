@@ -24,10 +24,12 @@ WORDS = range(400, 1900)
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: the ids of its prompt and how many tokens are to be answered."""
+    """One request: the ids of its prompt, how many tokens are to be answered, and of which conversation it is a turn:
+    a gateway that goes by its name (smg's ``manual``) sends all of them to one worker."""
 
     ids: tuple[int, ...]
     answer: int
+    conversation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Told:
     client, or ``failed``, and then ``error`` says how. first_s: when the first token came, of a stream.
 
     worker: the decode worker that has answered, by its ``--weight-version``; hit: tokens of the prompt that its tree
-    held. Of a whole answer; None where it does not say.
+    held. Of a whole answer; None where it does not say. key: the ``extra_key`` that was given, if any.
     """
 
     number: int
@@ -54,6 +56,7 @@ class Told:
     first_s: float | None = None
     worker: str | None = None
     hit: int | None = None
+    key: str = ""
 
     @property
     def took_s(self) -> float:
@@ -78,7 +81,8 @@ def trace_asks(file: Path | None, count: int, shrink: int, longest: int) -> list
 class Clients:
     """``concurrency`` clients that ask one request after the other of ``url`` until all are answered or `stop`.
 
-    number n asks ``asks[n % len(asks)]`` in ``manner(n)``. ``give_up_s``: how long a client waits for a word.
+    number n asks ``asks[n % len(asks)]`` in ``manner(n)`` with the ``extra_key`` that ``key(n)`` says, empty for none.
+    ``give_up_s``: how long a client waits for a word.
     """
 
     def __init__(
@@ -89,11 +93,12 @@ class Clients:
         concurrency: int,
         manner: Callable[[int], Manner] = lambda number: CALM,
         give_up_s: float = 120.0,
+        key: Callable[[int], str] = lambda number: "",
     ) -> None:
         self.told: list[Told] = []
         self.began_s = self.ended_s = 0.0
         self._url, self._asks, self._total = url, asks, total
-        self._manner, self._give_up_s = manner, give_up_s
+        self._manner, self._give_up_s, self._key = manner, give_up_s, key
         self._next, self._lock, self._stopping = 0, threading.Lock(), threading.Event()
         self._threads = [threading.Thread(target=self._talk, daemon=True) for _ in range(concurrency)]
 
@@ -142,13 +147,15 @@ class Clients:
                     time.sleep(0.2)
 
     def _ask(self, session: requests.Session, number: int) -> Told:
-        place, manner = number % len(self._asks), self._manner(number)
+        place, manner, key = number % len(self._asks), self._manner(number), self._key(number)
         ask = self._asks[place]
         body = {
             "input_ids": list(ask.ids),
             "sampling_params": {"temperature": 0, "max_new_tokens": ask.answer, "ignore_eos": True},
             "stream": manner.kind != "plain",
+            **({"extra_key": key} if key else {}),
         }
+        headers = {} if ask.conversation is None else {"X-SMG-Routing-Key": f"{ask.conversation} {key}"}
         began = time.monotonic()
         leaves = began + manner.after_s if manner.kind == "abort" else None
         patience = self._give_up_s if leaves is None else max(0.01, manner.after_s)
@@ -159,10 +166,10 @@ class Clients:
             whole = None if ids is None else tuple(ids)
             said = _said_of(last) if whole is not None else (None, None)
             now = time.monotonic()
-            return Told(number, place, manner.kind, began, now, status, how, whole, error[:400], first, *said)
+            return Told(number, place, manner.kind, began, now, status, how, whole, error[:400], first, *said, key)
 
         try:
-            with session.post(self._url, json=body, stream=True, timeout=(10, patience)) as reply:
+            with session.post(self._url, json=body, headers=headers, stream=True, timeout=(10, patience)) as reply:
                 status = reply.status_code
                 if status != 200:
                     return ended("failed", error=reply.text)

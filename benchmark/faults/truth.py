@@ -6,7 +6,7 @@ both right, since another batch adds in another order: there the engine is asked
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,11 @@ class Truth:
 
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     ties: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, other: Truth, after: int) -> None:
+        """Those of ``other`` too, whose requests come ``after`` so many."""
+        self.answers |= {after + place: ids for place, ids in other.answers.items()}
+        self.ties |= {(after + place, at): token for (place, at), token in other.ties.items()}
 
     def parts_at(self, one: Told) -> int | None:
         """The first token of a whole answer that is not the right one; None if all are."""
@@ -61,9 +66,16 @@ def of_engine_alone(
     model: str, asks: Sequence[Ask], clients: int, log_dir: Path, options: Sequence[str], on_progress: Any = None
 ) -> Truth:
     """Starts one, asks it and ends it. Raises PdRadixError."""
+    return asked_alone(model, lambda engine: ask(engine, asks, clients), log_dir, options, on_progress)
+
+
+def asked_alone(
+    model: str, asking: Callable[[Cluster], Truth], log_dir: Path, options: Sequence[str], on_progress: Any = None
+) -> Truth:
+    """What comes of ``asking`` such an engine. Raises PdRadixError."""
     print("an engine alone is asked for the right answers", flush=True)
     with deploy.engine_alone(model, log_dir, options=options, on_progress=on_progress) as engine:
-        found = ask(engine, asks, clients)
+        found = asking(engine)
     ties = len({request for request, _ in found.ties})
     tied = f"; in {ties} of them two tokens are as likely somewhere" if ties else ""
     print(f"it has answered {len(found.answers)} requests{tied}", flush=True)

@@ -51,6 +51,7 @@ class Watch:
     """Looks at ``processes`` every ``every_s`` seconds in a thread of its own, between `start` and `stop`.
 
     asked: how many requests the clients have been told of. away: names of workers that are not to be looked at now.
+    also: what else looks at each.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class Watch:
         asked: Callable[[], int],
         away: Callable[[], set[str]] = set,
         every_s: float = 1.0,
+        also: Callable[[Process], None] | None = None,
     ) -> None:
         self.samples: list[Sample] = []
         self._processes, self._asked, self._away, self._every_s = processes, asked, away, every_s
+        self._also = also
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -83,3 +86,5 @@ class Watch:
                     # One that was killed meanwhile was seen in part.
                     if process.ready_s is not None and process.name not in self._away():
                         self.samples.append(found)
+                        if self._also is not None:
+                            self._also(process)
