@@ -7,7 +7,6 @@ import dataclasses
 import http.server
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -284,13 +283,26 @@ def test_what_the_kernel_says_of_a_process_group():
     assert books.of_process(process).threads == 0
 
 
-def test_own_descriptors_are_counted():
-    mine = dataclasses.replace(Process("", "me", "", Path(), [], {}), pid=os.getpgid(0))
-    with contextlib.ExitStack() as stack:
-        before = books.of_process(mine).fds.get("socket", 0)
-        for _ in range(7):
-            stack.enter_context(socket.socket())
-        assert books.of_process(mine).fds["socket"] == before + 7
+def test_descriptors_are_counted_as_they_come():
+    script = (
+        "import socket\n"
+        "kept = []\n"
+        "while True:\n"
+        "    print(len(kept), flush=True)\n"
+        "    input()\n"
+        "    kept += [socket.socket() for _ in range(7)]\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    # In a group of its own: that of the tests has whatever runs beside them.
+    with subprocess.Popen(command, **pipes, start_new_session=True) as child:
+        process = Process("decode", "decode-0", "", Path(), command, {}, pid=child.pid)
+        for count in (0, 7, 14):
+            assert child.stdout.readline() == b"%d\n" % count
+            assert books.of_process(process).fds.get("socket", 0) == count
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+        child.kill()
 
 
 # ---- the verdict ----
