@@ -91,6 +91,7 @@ def server_args(page_size: int, options: Mapping[str, Any]) -> SimpleNamespace:
             "disaggregation_decode_local_prefill": "off",
             "disaggregation_decode_local_prefill_after": None,
             "disaggregation_decode_itl_target": None,
+            "disaggregation_decode_ttft_target": None,
             "disaggregation_decode_max_overtaken": 32,
             **options,
         },

@@ -61,6 +61,46 @@ def _add_pegaflow_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_targets(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--disaggregation-decode-itl-target",
+        type=float,
+        metavar="MS",
+        help="Have a decode worker with a radix cache admit requests only as far as decode steps, as it has "
+        "learned to predict them, give each a token within that many milliseconds. One request always runs.",
+    )
+    parser.add_argument(
+        "--disaggregation-decode-ttft-target",
+        type=float,
+        metavar="MS",
+        help="Have a decode worker with a radix cache put requests last whose first token cannot come within that "
+        "many milliseconds any more, but for every fourth that it admits, so that a queue makes few late and not "
+        "all.",
+    )
+
+
+def _check_flag_is_there(args: ServerArgs) -> None:
+    """Raise ValueError for an option that needs the flag, on a worker that has it not."""
+    if args.disaggregation_decode_verify_pages:
+        raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
+    if args.disaggregation_decode_local_prefill != "off":
+        raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
+    if args.disaggregation_decode_local_prefill_after is not None:
+        raise ValueError(f"--disaggregation-decode-local-prefill-after needs {FLAG}. Give both to the decode worker.")
+    if args.disaggregation_decode_itl_target is not None:
+        raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
+    if args.disaggregation_decode_ttft_target is not None:
+        raise ValueError(f"--disaggregation-decode-ttft-target needs {FLAG}. Give both to the decode worker.")
+
+
+def _check_targets(itl_ms: float | None, ttft_ms: float | None) -> None:
+    """Raise ValueError for a target that is no time."""
+    if itl_ms is not None and not 0 < itl_ms < float("inf"):
+        raise ValueError(f"--disaggregation-decode-itl-target is {itl_ms:g}: give milliseconds above 0.")
+    if ttft_ms is not None and not 0 < ttft_ms < float("inf"):
+        raise ValueError(f"--disaggregation-decode-ttft-target is {ttft_ms:g}: give milliseconds above 0.")
+
+
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
     """Server arguments with the flags of the decode radix cache and PegaFlow, and what they are verified for."""
@@ -72,6 +112,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_local_prefill: str = "off"
     disaggregation_decode_local_prefill_after: float | None = None
     disaggregation_decode_itl_target: float | None = None
+    disaggregation_decode_ttft_target: float | None = None
     disaggregation_prefill_read_decode: int | None = None
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
@@ -132,13 +173,7 @@ class ServerArgs(engine.ServerArgs):
             help="Have a decode worker that computes prompts itself compute also those of which a prefill has not sent "
             "the KV after so many seconds, however long they are. Without it, only those whose prefill is gone.",
         )
-        parser.add_argument(
-            "--disaggregation-decode-itl-target",
-            type=float,
-            metavar="MS",
-            help="Have a decode worker with a radix cache admit requests only as far as decode steps, as it has "
-            "learned to predict them, give each a token within that many milliseconds. One request always runs.",
-        )
+        _add_targets(parser)
         parser.add_argument(
             READ_FLAG,
             type=int,
@@ -181,16 +216,7 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{READ_FLAG} is {self.disaggregation_prefill_read_decode}: give 1 token or more.")
             cache_support.check(cache_support.READS, self)
         if not self.disaggregation_decode_enable_radix_cache:
-            if self.disaggregation_decode_verify_pages:
-                raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
-            if self.disaggregation_decode_local_prefill != "off":
-                raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
-            if self.disaggregation_decode_local_prefill_after is not None:
-                raise ValueError(
-                    f"--disaggregation-decode-local-prefill-after needs {FLAG}. Give both to the decode worker."
-                )
-            if self.disaggregation_decode_itl_target is not None:
-                raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
+            _check_flag_is_there(self)
             super()._handle_pd_disaggregation()
             return
         self._check_decode_radix_cache()
@@ -231,9 +257,7 @@ class ServerArgs(engine.ServerArgs):
             raise ValueError(
                 f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
             )
-        target_ms = self.disaggregation_decode_itl_target
-        if target_ms is not None and not 0 < target_ms < float("inf"):
-            raise ValueError(f"--disaggregation-decode-itl-target is {target_ms:g}: give milliseconds above 0.")
+        _check_targets(self.disaggregation_decode_itl_target, self.disaggregation_decode_ttft_target)
         after_s = self.disaggregation_decode_local_prefill_after
         if after_s is not None and self.disaggregation_decode_local_prefill == "off":
             raise ValueError(

@@ -302,6 +302,8 @@ POOL_FIELDS = {
     "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
     "itl": "with a target for ITL: the median time of the last steps and what was predicted of them, how many requests "
     "wait for it now and have had to, and the parts of a step's time",
+    "ttft": "with a target for TTFT: what an admission takes until its first token, how many requests wait that are "
+    "too late for it, and how many were when they were admitted",
     "idle": "whether the worker has no request and nothing in quarantine",
     "free_req_slots": "free rows of the request table",
     "req_slots": "all of them",

@@ -56,10 +56,11 @@ def test_when_a_prefill_is_late_is_a_time_and_needs_prompts_that_are_computed_he
         parse(*DECODE, option, "2")
 
 
-def test_a_target_for_itl_is_a_time_and_needs_the_flag(parse):
-    option = "--disaggregation-decode-itl-target"
-    assert parse(*DECODE, FLAG).disaggregation_decode_itl_target is None
-    assert parse(*DECODE, FLAG, option, "12.5").disaggregation_decode_itl_target == 12.5
+@pytest.mark.parametrize("name", ["itl", "ttft"])
+def test_a_target_is_a_time_and_needs_the_flag(parse, name):
+    option, field = f"--disaggregation-decode-{name}-target", f"disaggregation_decode_{name}_target"
+    assert getattr(parse(*DECODE, FLAG), field) is None
+    assert getattr(parse(*DECODE, FLAG, option, "12.5"), field) == 12.5
     for wrong in ("0", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match=f"{option} is {wrong}: give milliseconds above 0"):
             parse(*DECODE, FLAG, option, wrong)

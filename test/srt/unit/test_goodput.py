@@ -44,7 +44,8 @@ def test_a_promise():
     slo = goodput.Slo.parse("itl=30,ttft=500")
     assert slo == goodput.Slo(0.5, 0.03) and str(slo) == "TTFT 500 ms, ITL 30 ms"
     assert slo.kept(0.5, 0.03) and not slo.kept(0.51, 0.03) and not slo.kept(0.5, 0.031)
-    assert slo.side == deploy.Side("target", True, ("--disaggregation-decode-itl-target", "27"))
+    options = ("--disaggregation-decode-itl-target", "27", "--disaggregation-decode-ttft-target", "450")
+    assert slo.side == deploy.Side("target", True, options)
 
 
 @pytest.mark.parametrize("text", ["", "ttft=5", "ttft=5,itl=x", "ttft=5,itl=0", "ttft=5,itl=nan", "ttft=5,itl=1,p=2"])

@@ -27,6 +27,7 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from sglang.srt.disaggregation.ttft_target import TtftTarget, late_by_turns
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Candidate:
     arrival: its number in the order of arrival. priority: lower goes first. prompt: its length. held: in the tree,
     whole pages. unlocked: of these, held by no request. coming: beyond ``held``, brought by a transfer under way for
     which it waits, or by host memory; 0 if by none. overtaken: requests that came later and were admitted before it.
+    late: whether its first token comes later than the target for TTFT, if there is one.
     """
 
     arrival: int
@@ -70,6 +72,7 @@ class Candidate:
     unlocked: int
     coming: int
     overtaken: int
+    late: bool = False
 
     def standing(self, max_overtaken: int) -> Standing:
         """Its class. ``max_overtaken``: 0 makes the order that of arrival."""
@@ -82,10 +85,21 @@ class Candidate:
         return Standing.OTHER
 
 
-def admission_order(candidates: Sequence[Candidate], max_overtaken: int) -> list[int]:
-    """Indices of ``candidates`` in the order in which they are to be admitted."""
+def admission_order(candidates: Sequence[Candidate], max_overtaken: int, since_late: int = 0) -> list[int]:
+    """Indices of ``candidates`` in the order in which they are to be admitted.
+
+    since_late: see `late_by_turns`, for those of one priority.
+    """
     keys = [(c.priority, c.standing(max_overtaken), c.arrival) for c in candidates]
-    return sorted(range(len(candidates)), key=keys.__getitem__)
+    order = sorted(range(len(candidates)), key=keys.__getitem__)
+    if not any([c.late for c in candidates]):
+        return order
+    mixed: list[int] = []
+    for _, group in itertools.groupby(order, lambda i: candidates[i].priority):
+        same = [*group]
+        late = [i for i in same if candidates[i].late]
+        mixed += late_by_turns([i for i in same if not candidates[i].late], late, since_late)
+    return mixed
 
 
 def least_to_follow(leader_delta: int) -> int:
@@ -223,13 +237,18 @@ class AdmissionPolicy:
     def of(cls, server_args: Any, tree: PrefixTree) -> AdmissionPolicy:
         """The policy that the options of a decode worker ask for."""
         by_prefix = server_args.disaggregation_decode_admission == "prefix"
-        return cls(tree, by_prefix, server_args.disaggregation_decode_max_overtaken if by_prefix else 0)
+        most = server_args.disaggregation_decode_max_overtaken if by_prefix else 0
+        return cls(tree, by_prefix, most, TtftTarget.of(server_args))
 
-    def __init__(self, tree: PrefixTree, follow: bool, max_overtaken: int):
-        """follow: whether requests wait for transfers of others. max_overtaken: see `Candidate.standing`."""
+    def __init__(self, tree: PrefixTree, follow: bool, max_overtaken: int, ttft: TtftTarget | None = None):
+        """follow: whether requests wait for transfers of others. max_overtaken: see `Candidate.standing`.
+
+        ttft: who is late; None without a target.
+        """
         self.tree = tree
         self.follow = follow
         self.max_overtaken = max_overtaken
+        self.ttft = ttft
         self.wait_limit = WaitLimit()
         self.transfers = Transfers()
         # Advanced when a request leaves, on all TP ranks in the same step.
@@ -242,11 +261,23 @@ class AdmissionPolicy:
         """A request joins those that wait. token_ids: its prompt, None for a warm-up."""
         watch = None if token_ids is None else self.tree.watches.add(token_ids, extra_key)
         entry = QueueEntry(next(self._arrivals), priority, prefill, watch)
+        if self.ttft is not None:
+            self.ttft.joined(entry.arrival)
         if watch is not None:
             watch.owner = entry
             if self.tree.tier is not None:
                 entry.host_watch = self.tree.tier.watch(token_ids or (), extra_key)
         return entry
+
+    def is_late(self, entry: QueueEntry) -> bool:
+        """Whether the first token of a request that waits comes later than the target, if there is one."""
+        return self.ttft is not None and self.ttft.is_late(entry.arrival)
+
+    def by_lateness(self, entries: Sequence[QueueEntry]) -> dict[bool, Sequence[QueueEntry]]:
+        """Those of ``entries`` that are late (True), and the others."""
+        if self.ttft is None:
+            return {False: entries, True: ()}
+        return {late: [entry for entry in entries if self.is_late(entry) is late] for late in (False, True)}
 
     def leave(self, entry: QueueEntry) -> None:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
@@ -321,7 +352,8 @@ class AdmissionPolicy:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
         held, unlocked = self.held(entry)
         coming = max(entry.coming, self.on_host(entry) - held)
-        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken)
+        late = self.is_late(entry)
+        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken, late)
 
     def on_host(self, entry: QueueEntry) -> int:
         """Tokens of a request's prompt, from its start, that host memory has."""
@@ -330,6 +362,8 @@ class AdmissionPolicy:
     def admitted(self, entry: QueueEntry, delta: int) -> None:
         """A request was admitted and asks for ``delta`` tokens: others may follow it from now on."""
         entry.admitted_at, entry.delta = time.monotonic(), delta
+        if self.ttft is not None:
+            self.ttft.admitted(entry.arrival)
         if entry.watch is not None:
             self.tree.watches.lead(entry.watch, least_to_follow(delta))
         self._leave_host(entry)
@@ -337,7 +371,10 @@ class AdmissionPolicy:
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""
         if entry.watch is not None:
-            self.transfers.done(entry.prefill, entry.delta, time.monotonic() - entry.admitted_at)
+            took = time.monotonic() - entry.admitted_at
+            self.transfers.done(entry.prefill, entry.delta, took)
+            if self.ttft is not None:
+                self.ttft.arrived(took)
         self.leave(entry)
 
     def slack(self, waiting: Sequence[QueueEntry]) -> int:
@@ -349,18 +386,23 @@ class AdmissionPolicy:
         return min((n for n in left if n > 0), default=len(waiting))
 
     def count_overtaken(self, waiting: Sequence[QueueEntry], admitted: Sequence[QueueEntry]) -> int:
-        """Count, for each of ``waiting``, who of ``admitted`` overtook it. Returns how many were overtaken."""
-        arrivals = sorted(entry.arrival for entry in admitted)
+        """Count, for each of ``waiting``, who of ``admitted`` overtook it. Returns how many were overtaken.
+
+        Who is late lets those pass that are not, and that is not counted.
+        """
         overtaken = 0
-        for entry in waiting:
-            later = len(arrivals) - bisect_right(arrivals, entry.arrival)
-            entry.overtaken += later
-            overtaken += later > 0
+        passed = self.by_lateness(admitted)
+        for late, left in self.by_lateness(waiting).items():
+            arrivals = sorted(entry.arrival for entry in passed[late])
+            for entry in left:
+                later = len(arrivals) - bisect_right(arrivals, entry.arrival)
+                entry.overtaken += later
+                overtaken += later > 0
         return overtaken
 
 
 class Turns:
-    """The turns of one step of admission.
+    """The turns of one step of admission, of those that can be in time and of those that are late each by themselves.
 
     waiting: the entries of all that could be admitted in it, also of those that come too late in the order to be looked
     at. Whoever is left out of this is overtaken and never counted, and with that for ever.
@@ -369,12 +411,28 @@ class Turns:
     def __init__(self, policy: AdmissionPolicy, waiting: Sequence[QueueEntry]):
         self._policy = policy
         self._waiting = waiting
+        self._lines = {late: Line(policy, found) for late, found in policy.by_lateness(waiting).items()}
+
+    def take(self, entry: QueueEntry) -> bool:
+        """Whether ``entry`` may be admitted next, in its turn or out of it."""
+        return self._lines[self._policy.is_late(entry)].take(entry)
+
+    def end(self, admitted: Sequence[QueueEntry]) -> int:
+        """These have been admitted. Returns how many others were overtaken."""
+        left = [entry for entry in self._waiting if not entry.admitted_at and not entry.coming]
+        return self._policy.count_overtaken(left, admitted)
+
+
+class Line:
+    """Those of ``waiting`` whose turn comes one after another."""
+
+    def __init__(self, policy: AdmissionPolicy, waiting: Sequence[QueueEntry]):
         # How many may still go out of their turn; and those whose turn it is, the next one last.
         self._slack = policy.slack([entry for entry in waiting if not entry.coming])
         self._in_turn = sorted(waiting, key=lambda entry: (-entry.priority, -entry.arrival))
 
     def take(self, entry: QueueEntry) -> bool:
-        """Whether ``entry`` may be admitted next, in its turn or out of it."""
+        """See `Turns.take`."""
         turns = self._in_turn
         # Who waits for a transfer is not passed by; this request itself stays.
         while turns and (turns[-1].coming or turns[-1].admitted_at):
@@ -386,8 +444,3 @@ class Turns:
             return False
         self._slack -= 1
         return True
-
-    def end(self, admitted: Sequence[QueueEntry]) -> int:
-        """These have been admitted. Returns how many others were overtaken."""
-        left = [entry for entry in self._waiting if not entry.admitted_at and not entry.coming]
-        return self._policy.count_overtaken(left, admitted)

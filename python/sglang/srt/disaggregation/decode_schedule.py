@@ -156,8 +156,11 @@ class Schedule:
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
         ready = [dr for dr in queue if dr.phase is READY]
-        if self._priority_sign():
-            ready.sort(key=lambda dr: self.entry_of(dr).priority)
+        policy = self._policy
+        if self._priority_sign() or policy.ttft is not None:
+            entries = [(self.entry_of(dr), dr) for dr in ready]
+            entries.sort(key=lambda one: (one[0].priority, policy.is_late(one[0])))
+            ready = [dr for _, dr in entries]
         most = WINDOW - HANDSHAKES
         first = ready if len(ready) <= most else ready[: most - BEHIND]
         # Of what ranks have agreed on only: what a request waits for, they may see differently for some steps.
@@ -280,10 +283,14 @@ class Schedule:
         # The same requests, of which the same wait for others, and the same tree: the same order.
         tree = self._tree
         coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
-        seen: tuple[Any, ...] = (self.version(), tree.evictable_size(), tree.protected_size(), ready, coming, entries)
+        ttft = self._policy.ttft
+        late = None if ttft is None else (ttft.late_before, ttft.since_late)
+        sizes = tree.evictable_size(), tree.protected_size()
+        seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, late, entries)
         if self._ordered is None or self._ordered[0] != seen:
             candidates = [self._candidate(requests[i], entries[i]) for i in ready]
-            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]
+            ordered = admission_order(candidates, self._policy.max_overtaken, 0 if ttft is None else ttft.since_late)
+            order = [ready[n] for n in ordered]
             self._ordered = seen, order
         return self._ordered[1]
 

@@ -30,6 +30,7 @@ __all__ = [
     "merge_computed",
     "next_local_batch",
     "step_watchers",
+    "told_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,36 @@ def make_local_prefills(
 
 def measured(queue: Any) -> list[Any]:
     """What goes by measured figures that ranks agree on, on a worker with this queue of transfers; None: on another."""
-    local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
-    return [*([] if gate is None else [gate]), *([] if local is None else [local.pace])]
+    ttft = getattr(getattr(queue, "policy", None), "ttft", None)
+    return [*_watch_steps(queue), *([] if ttft is None else [ttft])]
 
 
 def step_watchers(queue: Any) -> list[Any]:
     """What learns from each step, and is told where the loop has nothing to do."""
     local = getattr(queue, "local", None)
-    return [*measured(queue), *([] if local is None else [local.steps, local.ranks])]
+    return [*_watch_steps(queue), *([] if local is None else [local.steps, local.ranks])]
+
+
+def _watch_steps(queue: Any) -> list[Any]:
+    """What measures steps, and of which ranks agree on what it makes of them."""
+    local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
+    return [*([] if gate is None else [gate]), *([] if local is None else [local.pace])]
+
+
+def told_of(scheduler: Any) -> dict[str, Any]:
+    """What ``kv_pool`` says of prompts that are computed here, and of targets for ITL and TTFT, where there are any."""
+    queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
+    local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
+    policy = getattr(queue, "policy", None)
+    told: dict[str, Any] = {}
+    if local is not None:
+        told["computes_up_to"] = local.policy.most
+    if gate is not None:
+        told["itl"] = gate.state()
+    if policy is not None and policy.ttft is not None:
+        entries = [dr.entry for dr in scheduler.disagg_decode_prealloc_queue.queue if dr.entry is not None]
+        told["ttft"] = policy.ttft.state(sum(map(policy.is_late, entries)))
+    return told
 
 
 def has_prompts_to_compute(queue: Any) -> bool:

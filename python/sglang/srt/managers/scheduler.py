@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.kv_weights import weights_of
-from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers
+from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers, told_of
 from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
@@ -95,11 +95,7 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
             "longest_queue_step_s": round(self.longest_queue_step, 3),
             **({} if (dp_rank := dp_rank_of(self)) is None else {"dp_rank": dp_rank}),
         }
-        local, gate = self._local_prefills(), self.itl_gate()
-        if local is not None:
-            record["computes_up_to"] = local.policy.most
-        if gate is not None:
-            record["itl"] = gate.state()
+        record |= told_of(self)
         state = self.pools().state(self.rests(), record | self.state_of_requests(), self.kv_manager())
         self.publish_audit(state.get("audit"))
         return state

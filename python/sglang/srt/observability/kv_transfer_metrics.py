@@ -110,9 +110,8 @@ class KvTransferCounters:
                 "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
             )
             self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
-            self._held = counter(
-                "decode_itl_held_requests", "Requests that had to wait for the ITL target at least once."
-            )
+            self._held = counter("decode_itl_held_requests", "Requests that waited for the ITL target at least once.")
+            self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
             self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
@@ -189,6 +188,10 @@ class KvTransferCounters:
     def itl_held(self) -> None:
         if self._counts_requests:
             self._held.inc()
+
+    def ttft_late(self) -> None:
+        if self._counts_requests:
+            self._late.inc()
 
     def followed(self, num_tokens: int, seconds: float) -> None:
         if self._counts_requests:

@@ -141,7 +141,7 @@ def _add_slo_arguments(parser: argparse.ArgumentParser) -> None:
         "--slo",
         metavar="ttft=MS,itl=MS",
         help="requests come by a clock; find the rates at which 90%% and 99%% of them keep both, of each side and of "
-        "one with the flag that holds this ITL",
+        "one with the flag that has both as targets",
     )
     parser.add_argument(
         "--slo-seconds",

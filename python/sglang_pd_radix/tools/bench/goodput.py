@@ -44,8 +44,9 @@ LASTING = 8.0
 LATE = 0.1
 #: By which size a workload gets more requests, where that is not ``requests``.
 SIZE_OF_REQUESTS = {"b": "prefixes", "d": "herds"}
-TARGET_OPTION = "--disaggregation-decode-itl-target"
-#: What the option is set to, as a part of the promised ITL: clients see 4 to 8% more than decode's steps do.
+ITL_OPTION, TTFT_OPTION = "--disaggregation-decode-itl-target", "--disaggregation-decode-ttft-target"
+#: What the options are set to, as a part of what is promised: clients see 4 to 8% more than decode's steps, and more
+#: until the first token than decode's queue and what comes after it.
 TARGET_PART = 0.9
 # Decode workers without the flag that run so many requests at a time, which is what else bounds the ITL.
 BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
@@ -81,8 +82,9 @@ class Slo:
 
     @property
     def side(self) -> Side:
-        """The side that holds the ITL by itself."""
-        return Side("target", True, (TARGET_OPTION, f"{1000 * TARGET_PART * self.itl_s:g}"))
+        """The side that goes by both promises itself."""
+        itl_ms, ttft_ms = (f"{1000 * TARGET_PART * promised:g}" for promised in (self.itl_s, self.ttft_s))
+        return Side("target", True, (ITL_OPTION, itl_ms, TTFT_OPTION, ttft_ms))
 
     def __str__(self) -> str:
         return f"TTFT {1000 * self.ttft_s:g} ms, ITL {1000 * self.itl_s:g} ms"

@@ -157,12 +157,13 @@ HURTS = (
     Panel(
         "Why requests wait",
         "For memory (blocked), for the ITL target, for the transfer of another that brings their prefix (held back), "
-        "and overtaken by others whose prompt the tree holds.",
+        "overtaken by others whose prompt the tree holds, and since they are too late for the TTFT target.",
         (
             _counted("decode_admissions_blocked_total", "blocked"),
             _counted("decode_itl_held_requests_total", "for the ITL target"),
             _counted("decode_followed_requests_total", "held back"),
             _counted("decode_overtaken_requests_total", "overtaken"),
+            _counted("decode_ttft_late_requests_total", "late for the TTFT target"),
         ),
         "reqps",
     ),

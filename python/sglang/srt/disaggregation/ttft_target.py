@@ -1,0 +1,121 @@
+"""Which of the requests that wait on a decode worker can have their first token in time, and who goes first then.
+
+A worker that is asked for more than it can do has a queue. In the order of arrival all in it are as late as each other,
+and soon nobody is in time. With a target for TTFT, who is late already lets those pass that are not, but for every
+`EVERY`-th admission. Among the late ones, as among the others, the order is that of admission with its bound, so each
+of them moves up and none waits for ever.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["TtftTarget", "late_by_turns"]
+
+# Of so many admissions while somebody is late, one is of those that are.
+EVERY = 4
+# Between its admission and its first token a request is taken to take no longer than this part of the last ones did:
+# more where many prompts are long would make all late, and less would admit most of them just too late.
+RECENT, PART = 64, 0.75
+
+
+class TtftTarget:
+    """The target of one rank, and until which arrival those that wait are late.
+
+    It is one of what ranks agree on (`Ranks.agree`): the first one's clock decides, as the number of the first arrival
+    that is not late.
+    """
+
+    width = 1
+
+    def __init__(self, target_s: float, counters: KvTransferCounters | None = None):
+        self._target_s, self._counters = target_s, counters
+        # Those that are not late by this rank's clock: when they came, and their numbers, which rise.
+        self._in_time: deque[tuple[float, int]] = deque()
+        self._first_in_time = 0
+        self._took: deque[float] = deque(maxlen=RECENT)
+        self._takes_s = 0.0
+        # What all ranks go by: arrivals below are late; and admissions since the last of a request that was.
+        self.late_before = self.since_late = 0
+        self.late_requests = 0
+
+    @classmethod
+    def of(cls, server_args: Any) -> TtftTarget | None:
+        """Of the options of a decode worker; None where they have no target."""
+        target_ms = server_args.disaggregation_decode_ttft_target
+        return None if target_ms is None else cls(target_ms / 1000, KvTransferCounters.get(server_args))
+
+    # ---- what happens ----
+
+    def joined(self, arrival: int) -> None:
+        """A request came, as number ``arrival``."""
+        self._in_time.append((time.monotonic(), arrival))
+
+    def is_late(self, arrival: int) -> bool:
+        """Whether the first token of a request that waits cannot come in time any more."""
+        return arrival < self.late_before
+
+    def admitted(self, arrival: int) -> None:
+        """A request is admitted."""
+        if not self.is_late(arrival):
+            self.since_late = min(self.since_late + 1, EVERY)
+            return
+        self.since_late = 0
+        self.late_requests += 1
+        if self._counters is not None:
+            self._counters.ttft_late()
+
+    def arrived(self, seconds: float) -> None:
+        """The first token of a request came so many seconds after its admission."""
+        self._took.append(seconds)
+        self._takes_s = sorted(self._took)[int(PART * (len(self._took) - 1))]
+
+    # ---- what ranks agree on ----
+
+    def own(self) -> list[int]:
+        """The first arrival that is not late by this rank's clock."""
+        since = time.monotonic() - max(0.0, self._target_s - self._takes_s)
+        while self._in_time and self._in_time[0][0] < since:
+            self._first_in_time = self._in_time.popleft()[1] + 1
+        return [self._first_in_time]
+
+    def take(self, figures: list[int]) -> None:
+        """This is what all ranks go by from now on."""
+        (self.late_before,) = figures
+
+    # ---- what is told ----
+
+    def state(self, late: int) -> dict[str, Any]:
+        """What ``kv_pool`` says, milliseconds. late: how many wait that are."""
+        return {
+            "target_ms": 1000 * self._target_s,
+            "takes_ms": round(1000 * self._takes_s, 1),
+            "late": late,
+            "late_requests": self.late_requests,
+        }
+
+
+def late_by_turns(in_time: Iterable[int], late: Sequence[int], since_late: int) -> list[int]:
+    """``in_time`` and then ``late``, of which one comes in every `EVERY`-th place.
+
+    since_late: admissions since the last one of a late request.
+    """
+    order: list[int] = []
+    waiting = deque(late)
+    for one in in_time:
+        if waiting and since_late >= EVERY - 1:
+            order.append(waiting.popleft())
+            since_late = 0
+        order.append(one)
+        since_late += 1
+    return [*order, *waiting]

@@ -1,0 +1,289 @@
+"""A target for TTFT: who is late goes after those that are not, none waits for ever, and ranks have one order."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from decode_world import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped_loop import Loop
+from ranks import assert_same
+from sglang.srt.disaggregation import ttft_target
+from sglang.srt.disaggregation.decode_admission import Candidate, admission_order
+from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.local_steps import measured, step_watchers, told_of
+from sglang.srt.disaggregation.ttft_target import EVERY, TtftTarget, late_by_turns
+from test_followers import asked, queue
+from test_step_in_flight import Play, scripts
+from test_traps import Rank, tokens
+
+
+def target(ms: float, **more: Any) -> dict[str, Any]:
+    return {"disaggregation_decode_ttft_target": ms, **more}
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Any:
+    """Seconds that a test sets, by which the target goes."""
+    found = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(ttft_target, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+def told(world: World) -> dict[str, Any]:
+    """What ``kv_pool`` has of it."""
+    queues = {"disagg_decode_transfer_queue": world.transfer, "disagg_decode_prealloc_queue": world.queue}
+    return told_of(SimpleNamespace(**queues))
+
+
+def admitted(waiting: list[Any]) -> list[int]:
+    """Which of ``waiting`` have been asked for, by their numbers."""
+    return [n for n, dr in enumerate(waiting) if dr.wire.asked]
+
+
+# ---- who is late ----
+
+
+def test_who_has_waited_for_longer_than_is_left_of_the_target(clock):
+    target = TtftTarget(2.0)
+    for number in range(4):
+        target.joined(number)
+        clock.now += 0.5
+    # The first came 2 s ago, just in time.
+    assert target.own() == [0]
+    clock.now += 0.01
+    assert target.own() == [1]
+    # Between its admission and its first token one takes 0.6 s: who came 1.5 s ago is late as well.
+    for _ in range(3):
+        target.arrived(0.6)
+    assert target.own() == [2]
+    # It goes by the slower ones of the last, not by the slowest.
+    for n in range(64):
+        target.arrived(1.9 if n < 15 else 0.1)
+    assert target.state(0)["takes_ms"] == 100.0
+    # Who is late remains so.
+    assert target.own() == [2]
+
+
+def test_all_are_late_where_nobody_can_be_in_time(clock):
+    """The order is that of arrival then, as without a target."""
+    target = TtftTarget(2.0)
+    target.arrived(5.0)
+    for number in range(4):
+        target.joined(number)
+    clock.now += 1e-6
+    assert target.own() == [4]
+
+
+def test_what_one_rank_measures_all_go_by(clock):
+    target = TtftTarget(1.0)
+    target.joined(0)
+    clock.now += 5
+    assert target.own() == [1] and not target.is_late(0)
+    target.take([0])
+    assert not target.is_late(0)
+    target.take([1])
+    assert target.is_late(0) and not target.is_late(1)
+
+
+# ---- the order ----
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, EVERY))
+def test_every_fourth_is_late(in_time, late, since):
+    ours, theirs = [f"in time {n}" for n in range(in_time)], [f"late {n}" for n in range(late)]
+    order = late_by_turns(ours, theirs, since)
+    assert [one for one in order if one in ours] == ours and [one for one in order if one in theirs] == theirs
+    for one in order:
+        left = any(other in theirs for other in order[order.index(one) :])
+        if one in ours:
+            assert since < EVERY - 1 or not left
+            since += 1
+        else:
+            assert since >= EVERY - 1 or not any(other in ours for other in order[order.index(one) :])
+            since = 0
+
+
+candidates_of = st.lists(
+    st.builds(
+        Candidate,
+        arrival=st.integers(0, 30),
+        priority=st.integers(0, 2),
+        prompt=st.integers(1, 40),
+        held=st.integers(0, 40),
+        unlocked=st.integers(0, 40),
+        coming=st.integers(0, 40),
+        overtaken=st.integers(0, 8),
+        late=st.booleans(),
+    ),
+    max_size=12,
+    unique_by=lambda c: c.arrival,
+)
+
+
+@given(candidates_of, st.integers(0, 8), st.integers(0, EVERY))
+def test_a_higher_priority_goes_first_and_each_part_keeps_its_order(candidates, bound, since):
+    order = admission_order(candidates, bound, since)
+    assert sorted(order) == list(range(len(candidates)))
+    priorities = [candidates[i].priority for i in order]
+    assert priorities == sorted(priorities)
+    # The late ones, and the others, have the order that they have without each other; and nobody is late: as before.
+    for late in (False, True):
+        part = [c for c in candidates if c.late is late]
+        alone = [part[i] for i in admission_order(part, bound)]
+        assert [candidates[i] for i in order if candidates[i].late is late] == alone
+    before = [dataclasses.replace(c, late=False) for c in candidates]
+    assert admission_order(before, bound, since) == admission_order(before, bound)
+
+
+# ---- on a worker ----
+
+
+def overload(world: World, clock: Any, waiting: list[Any], steps: int, come: int = 2, goes: int = 1) -> None:
+    """In each step ``come`` requests come and ``goes`` of those that run end, whose place another has."""
+    for _ in range(steps):
+        clock.now += 0.1
+        waiting += queue(world, *(tokens(len(waiting) + n + 1, 4) for n in range(come)))
+        world.step()
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+        for req in list(world.running)[:goes]:
+            world.finish(req)
+
+
+def test_more_come_than_can_be_served_and_few_are_late_not_all(clock):
+    """Twice as many: by arrival each is as late as the last, with a target most that are served are in time."""
+    served: dict[bool, list[float]] = {}
+    for on in (False, True):
+        world = World(size=512, page_size=4, reserved=2, max_reqs=2, options=target(1000.0) if on else {})
+        waiting: list[Any] = []
+        at: dict[int, float] = {}
+        came: dict[int, float] = {}
+        for _ in range(120):
+            overload(world, clock, waiting, 1)
+            for n, one in enumerate(waiting):
+                came.setdefault(n, clock.now)
+                if one.wire.asked:
+                    at.setdefault(n, clock.now)
+        served[on] = [at[n] - came[n] for n in at]
+        assert len(at) >= 119
+        if on:
+            state = told(world)["ttft"]
+            assert state["target_ms"] == 1000 and state["late"] > 20 and state["late_requests"] >= 10
+    in_time = {on: sum(wait <= 1.0 for wait in waits) for on, waits in served.items()}
+    assert in_time[False] <= 30 and in_time[True] >= 80, in_time
+
+
+def test_nobody_waits_for_ever(clock):
+    """However many come that are in time: each fourth place is a late one's, and late ones pass it 32 times at most."""
+    world = World(size=512, page_size=4, reserved=2, max_reqs=1, options=target(300.0))
+    waiting: list[Any] = []
+    overload(world, clock, waiting, 20, come=3)
+    behind = len([one for one in waiting if not one.wire.asked])
+    assert behind > 30
+    overload(world, clock, waiting, EVERY * (behind + world.transfer.policy.max_overtaken + 1), come=3)
+    assert all(one.wire.asked for one in waiting[: 20 * 3])
+
+
+def test_first_come_first_served_has_it_too(clock):
+    options = target(300.0, disaggregation_decode_admission="fcfs")
+    world = World(size=512, page_size=4, reserved=2, max_reqs=1, options=options)
+    waiting: list[Any] = []
+    overload(world, clock, waiting, 20, come=3)
+    late = told(world)["ttft"]["late"]
+    numbers = admitted(waiting)
+    assert late > 20 and numbers[-1] > 40
+
+
+def test_those_in_time_are_seen_behind_hundreds_that_are_late(clock):
+    """A step looks at a part of a long queue: at those first whose turn it is."""
+    world = World(size=4096, page_size=4, reserved=2, max_reqs=500, options=target(1000.0))
+    rows = [*world.pool.free_slots]
+    world.pool.free_slots.clear()
+    late = queue(world, *([1 + n % 90, 1 + n // 90, 1, 1] for n in range(2 * WINDOW)))
+    for decode_req in late:
+        # As soon as it comes, which is what the queue does itself.
+        world.queue.schedule.entry_of(decode_req)
+    for _ in range(40):
+        world.step()
+    clock.now += 5
+    in_time = queue(world, *(tokens(100 + n, 4) for n in range(3)))
+    for _ in range(20):
+        world.step()
+    world.pool.free_slots.extend(rows[:4])
+    world.step()
+    # The fourth place is that of the one who came first.
+    assert asked(in_time) == [True] * 3 and admitted(late) == [0]
+
+
+def test_a_higher_priority_goes_before_all_that_are_in_time(clock):
+    world = World(size=512, page_size=4, reserved=2, max_reqs=1, options=target(1000.0))
+    world.scheduler.enable_priority_scheduling, world.scheduler.schedule_low_priority_values_first = True, True
+    (runs,) = queue(world, tokens(9, 4), priority=5)
+    world.step()
+    late = queue(world, *(tokens(n, 4) for n in (1, 2, 3)), priority=1)
+    world.step()
+    clock.now += 5
+    (in_time,) = queue(world, tokens(4, 4), priority=5)
+    world.complete(runs)
+    world.step()
+    world.finish(runs.req)
+    world.step()
+    assert asked(late)[0] and not in_time.wire.asked
+
+
+def test_without_the_option_nothing_is_measured_or_told():
+    world = World()
+    assert world.transfer.policy.ttft is None
+    assert not [one for one in measured(world.transfer) if isinstance(one, TtftTarget)]
+    assert "ttft" not in told(world)
+    # With it, ranks agree on it, and steps are not its matter.
+    world = World(options=target(5.0))
+    assert world.transfer.policy.ttft in measured(world.transfer)
+    assert world.transfer.policy.ttft not in step_watchers(world.transfer)
+
+
+@given(script=scripts, ms=st.sampled_from([0.001, 1.0, 20.0]))
+@settings(max_examples=30, deadline=None)
+def test_every_life_ends_whoever_is_late(script, ms):
+    """The real loop and clock: invariants after each step, right answers, and nobody is left."""
+    Play(Loop(options=target(ms), size=64, page_size=4, reserved=0, max_reqs=4), script).run()
+
+
+# ---- ranks ----
+
+
+def by_the_first_clock(rank: int) -> list[Any]:
+    me = Rank(rank, 512, options=target(1000.0))
+    # One at a time.
+    del me.world.pool.free_slots[1:]
+    clock = SimpleNamespace(now=0.0)
+    real, ttft_target.time = ttft_target.time, SimpleNamespace(monotonic=lambda: clock.now)
+    try:
+        waiting = []
+        for n in range(1, 9):
+            waiting += queue(me.world, tokens(n, 4))
+            # The clock of the second rank goes ten times as fast.
+            clock.now += 0.3 if rank == 0 else 3.0
+            me.world.step()
+        order = []
+        for _ in range(40):
+            for decode_req in list(me.world.transfer.queue):
+                me.world.complete(decode_req)
+            me.world.step()
+            for req in list(me.world.running):
+                me.world.finish(req)
+            order += [n for n in range(8) if waiting[n].wire.asked and n not in order]
+        return [order, me.world.queue.ranks.disagreements]
+    finally:
+        ttft_target.time = real
+
+
+def test_ranks_have_the_order_of_the_first_ones_clock(pair):
+    order, disagreements = assert_same(pair.run(by_the_first_clock))
+    assert disagreements == 0 and sorted(order) == list(range(8)) and order != sorted(order)
