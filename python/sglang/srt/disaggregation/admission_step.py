@@ -38,6 +38,8 @@ READY, ADMITTED = Phase.READY, Phase.ADMITTED
 YES, LAST, FOLLOWS, NO_MEMORY, NO_TIME = Added.YES, Added.LAST, Added.FOLLOWS, Added.NO_MEMORY, Added.NO_TIME
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
+# With a target for TTFT: what goes next may have become late meanwhile, and another, which fits, is not.
+LATE_INTERVAL = 4
 
 
 class Blocked(NamedTuple):
@@ -98,7 +100,7 @@ class Admission:
         if retracted:
             return step % ABORT_INTERVAL != 0
         blocked = self.blocked or self.held
-        if step % ABORT_INTERVAL == 0 or blocked is None or not queue:
+        if step % (ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL) == 0 or blocked is None or not queue:
             return False
         ready = READY
         # Without a generator, which would take longer than this in a queue of hundreds.

@@ -344,7 +344,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _agree(self) -> Agreed | None:
         """Poll the handshakes and find out, with the other ranks, what to do next; None to skip the step."""
-        window = self.schedule.window(self.queue, self._steps)
+        window = self.schedule.window(self.queue)
         requests = window.requests
         if not requests and not self.retracted_queue:
             # On all ranks alike, by broadcast. Who is to come back goes by what is measured, which is agreed on too.

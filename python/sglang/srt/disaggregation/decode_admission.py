@@ -23,7 +23,7 @@ import itertools
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -62,7 +62,8 @@ class Candidate:
     arrival: its number in the order of arrival. priority: lower goes first. prompt: its length. held: in the tree,
     whole pages. unlocked: of these, held by no request. coming: beyond ``held``, brought by a transfer under way for
     which it waits, or by host memory; 0 if by none. overtaken: requests that came later and were admitted before it.
-    late: whether its first token comes later than the target for TTFT, if there is one.
+    late: whether its first token comes later than the target for TTFT, if there is one. follows: whether it waits for
+    the transfer of another.
     """
 
     arrival: int
@@ -73,6 +74,7 @@ class Candidate:
     coming: int
     overtaken: int
     late: bool = False
+    follows: bool = False
 
     def standing(self, max_overtaken: int) -> Standing:
         """Its class. ``max_overtaken``: 0 makes the order that of arrival."""
@@ -85,20 +87,22 @@ class Candidate:
         return Standing.OTHER
 
 
-def admission_order(candidates: Sequence[Candidate], max_overtaken: int, since_late: int = 0) -> list[int]:
+def admission_order(
+    candidates: Sequence[Candidate], max_overtaken: int, since_late: Callable[[int], int] = lambda priority: 0
+) -> list[int]:
     """Indices of ``candidates`` in the order in which they are to be admitted.
 
-    since_late: see `late_by_turns`, for those of one priority.
+    since_late: of a priority; see `late_by_turns`.
     """
     keys = [(c.priority, c.standing(max_overtaken), c.arrival) for c in candidates]
     order = sorted(range(len(candidates)), key=keys.__getitem__)
     if not any([c.late for c in candidates]):
         return order
     mixed: list[int] = []
-    for _, group in itertools.groupby(order, lambda i: candidates[i].priority):
+    for priority, group in itertools.groupby(order, lambda i: candidates[i].priority):
         same = [*group]
-        late = [i for i in same if candidates[i].late]
-        mixed += late_by_turns([i for i in same if not candidates[i].late], late, since_late)
+        in_time, late = ([i for i in same if candidates[i].late is which] for which in (False, True))
+        mixed += late_by_turns(in_time, late, since_late(priority), lambda i: candidates[i].follows)
     return mixed
 
 
@@ -352,8 +356,8 @@ class AdmissionPolicy:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
         held, unlocked = self.held(entry)
         coming = max(entry.coming, self.on_host(entry) - held)
-        late = self.is_late(entry)
-        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken, late)
+        late, follows = self.is_late(entry), entry.coming > 0
+        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken, late, follows)
 
     def on_host(self, entry: QueueEntry) -> int:
         """Tokens of a request's prompt, from its start, that host memory has."""
@@ -363,7 +367,7 @@ class AdmissionPolicy:
         """A request was admitted and asks for ``delta`` tokens: others may follow it from now on."""
         entry.admitted_at, entry.delta = time.monotonic(), delta
         if self.ttft is not None:
-            self.ttft.admitted(entry.arrival)
+            self.ttft.admitted(entry.arrival, entry.priority)
         if entry.watch is not None:
             self.tree.watches.lead(entry.watch, least_to_follow(delta))
         self._leave_host(entry)
@@ -371,10 +375,13 @@ class AdmissionPolicy:
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""
         if entry.watch is not None:
-            took = time.monotonic() - entry.admitted_at
-            self.transfers.done(entry.prefill, entry.delta, took)
-            if self.ttft is not None:
-                self.ttft.arrived(took)
+            self.transfers.done(entry.prefill, entry.delta, time.monotonic() - entry.admitted_at)
+        self.computed(entry)
+
+    def computed(self, entry: QueueEntry) -> None:
+        """Or it is computed here, and its last step has begun."""
+        if entry.watch is not None and self.ttft is not None:
+            self.ttft.arrived(time.monotonic() - entry.admitted_at)
         self.leave(entry)
 
     def slack(self, waiting: Sequence[QueueEntry]) -> int:

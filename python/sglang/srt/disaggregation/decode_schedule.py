@@ -6,6 +6,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -121,6 +122,8 @@ class Schedule:
         self._computes_here = computes_here
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
+        # Windows that have been found.
+        self._looks = 0
 
     def version(self) -> tuple[int, ...]:
         """What must have changed for a request that did not fit to fit now, other than free memory."""
@@ -145,22 +148,27 @@ class Schedule:
 
     # ---- the window ----
 
-    def window(self, queue: Sequence[DecodeRequest], turn: int) -> Window:
+    def window(self, queue: Sequence[DecodeRequest]) -> Window:
         """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are ready go first.
 
-        turn: advanced with each step. All ranks find the same: they have agreed on whose handshake is done.
+        All ranks find the same: they have agreed on whose handshake is done, and look in the same steps.
         """
-        requests = self._first(queue, turn) if len(queue) > WINDOW else queue
+        if self._policy.ttft is not None:
+            self._policy.ttft.begin_step()
+        self._looks += 1
+        requests = self._first(queue, self._looks) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
         return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
         ready = [dr for dr in queue if dr.phase is READY]
-        policy = self._policy
-        if self._priority_sign() or policy.ttft is not None:
-            entries = [(self.entry_of(dr), dr) for dr in ready]
-            entries.sort(key=lambda one: (one[0].priority, policy.is_late(one[0])))
-            ready = [dr for _, dr in entries]
+        ttft = self._policy.ttft
+        if ttft is not None:
+            # They stand as they came.
+            first_in_time = bisect_left(ready, ttft.late_before, key=lambda dr: self.entry_of(dr).arrival)
+            ready = [*ready[first_in_time:], *ready[:first_in_time]]
+        if self._priority_sign():
+            ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
         first = ready if len(ready) <= most else ready[: most - BEHIND]
         # Of what ranks have agreed on only: what a request waits for, they may see differently for some steps.
@@ -177,6 +185,8 @@ class Schedule:
             self._policy.give_up(entries[i])
         for one in self._measured:
             one.take(one.own())
+        if self._policy.ttft is not None:
+            self._policy.ttft.begin_step()
         ready = [requests[i] for i in self._order(window)]
         # Asked one by one: most of a long queue stands behind the first that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
@@ -284,13 +294,13 @@ class Schedule:
         tree = self._tree
         coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
         ttft = self._policy.ttft
-        late = None if ttft is None else (ttft.late_before, ttft.since_late)
+        late = None if ttft is None else (ttft.late_before, ttft.admissions)
         sizes = tree.evictable_size(), tree.protected_size()
         seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, late, entries)
         if self._ordered is None or self._ordered[0] != seen:
             candidates = [self._candidate(requests[i], entries[i]) for i in ready]
-            ordered = admission_order(candidates, self._policy.max_overtaken, 0 if ttft is None else ttft.since_late)
-            order = [ready[n] for n in ordered]
+            turns = () if ttft is None else (ttft.since_late,)
+            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken, *turns)]
             self._ordered = seen, order
         return self._ordered[1]
 

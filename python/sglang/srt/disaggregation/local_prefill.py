@@ -393,7 +393,7 @@ class LocalPrefills:
             # It is in the tree already: see `DecodeRadixCache.cache_unfinished_req`.
             req.committed_indices = req.prefix_indices
             if one.left == 0:
-                self._admission.leave(one.decode_req.entry)
+                self._admission.computed(one.decode_req.entry)
                 one.decode_req.advance(Phase.COMMITTED)
                 self._counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0, req.computed_here)
         self.waiting = [one for one in self.waiting if one.left]

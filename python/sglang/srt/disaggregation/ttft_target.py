@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
@@ -27,6 +27,8 @@ EVERY = 4
 # Between its admission and its first token a request is taken to take no longer than this part of the last ones did:
 # more where many prompts are long would make all late, and less would admit most of them just too late.
 RECENT, PART = 64, 0.75
+# Priorities of which is kept whose turn it is; clients choose them.
+PRIORITIES = 4096
 
 
 class TtftTarget:
@@ -45,9 +47,12 @@ class TtftTarget:
         self._first_in_time = 0
         self._took: deque[float] = deque(maxlen=RECENT)
         self._takes_s = 0.0
-        # What all ranks go by: arrivals below are late; and admissions since the last of a request that was.
-        self.late_before = self.since_late = 0
-        self.late_requests = 0
+        # What all ranks go by: arrivals below are late, in this step and from the next one on.
+        self.late_before = self._agreed = 0
+        # Of each priority, admissions since the last of a request that was late.
+        self._since_late: dict[int, int] = {}
+        # Of what the order depends on: it changes with these.
+        self.admissions = self.late_requests = 0
 
     @classmethod
     def of(cls, server_args: Any) -> TtftTarget | None:
@@ -65,12 +70,19 @@ class TtftTarget:
         """Whether the first token of a request that waits cannot come in time any more."""
         return arrival < self.late_before
 
-    def admitted(self, arrival: int) -> None:
+    def since_late(self, priority: int) -> int:
+        """Admissions of requests of that priority since the last one of a late one, at most `EVERY`."""
+        return self._since_late.get(priority, 0)
+
+    def admitted(self, arrival: int, priority: int) -> None:
         """A request is admitted."""
+        self.admissions += 1
         if not self.is_late(arrival):
-            self.since_late = min(self.since_late + 1, EVERY)
+            if len(self._since_late) >= PRIORITIES:
+                self._since_late.clear()
+            self._since_late[priority] = min(self.since_late(priority) + 1, EVERY)
             return
-        self.since_late = 0
+        self._since_late.pop(priority, None)
         self.late_requests += 1
         if self._counters is not None:
             self._counters.ttft_late()
@@ -90,8 +102,12 @@ class TtftTarget:
         return [self._first_in_time]
 
     def take(self, figures: list[int]) -> None:
-        """This is what all ranks go by from now on."""
-        (self.late_before,) = figures
+        """This is what all ranks go by from the next step on: the order of this one may have been made."""
+        (self._agreed,) = figures
+
+    def begin_step(self) -> None:
+        """A step begins, or its order is still to be made."""
+        self.late_before = self._agreed
 
     # ---- what is told ----
 
@@ -105,17 +121,20 @@ class TtftTarget:
         }
 
 
-def late_by_turns(in_time: Iterable[int], late: Sequence[int], since_late: int) -> list[int]:
+def late_by_turns(
+    in_time: Iterable[int], late: Sequence[int], since_late: int, follows: Callable[[int], bool]
+) -> list[int]:
     """``in_time`` and then ``late``, of which one comes in every `EVERY`-th place.
 
-    since_late: admissions since the last one of a late request.
+    since_late: admissions since the last one of a late request. follows: whether one waits for the transfer of another,
+    and so takes no place.
     """
     order: list[int] = []
     waiting = deque(late)
     for one in in_time:
-        if waiting and since_late >= EVERY - 1:
+        while waiting and since_late >= EVERY - 1:
             order.append(waiting.popleft())
-            since_late = 0
+            since_late = since_late if follows(order[-1]) else 0
         order.append(one)
-        since_late += 1
+        since_late += not follows(one)
     return [*order, *waiting]
