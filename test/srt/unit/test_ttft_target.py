@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from sglang.srt.disaggregation.local_steps import measured, step_watchers, told_
 from sglang.srt.disaggregation.ttft_target import EVERY, TtftTarget, late_by_turns
 from test_followers import asked, queue
 from test_step_in_flight import Play, scripts
-from test_traps import Rank, tokens
+from test_traps import Rank, serve, tokens
 
 
 def target(ms: float, **more: Any) -> dict[str, Any]:
@@ -101,7 +102,12 @@ def test_every_fourth_is_late(in_time, late, since):
     follow = [*in_time, *late]
     ours, theirs = [*range(len(in_time))], [*range(len(in_time), len(follow))]
     order = late_by_turns(ours, theirs, since, follow.__getitem__)
-    assert [one for one in order if one in ours] == ours and [one for one in order if one in theirs] == theirs
+    assert sorted(order) == [*ours, *theirs] and [one for one in order if one in ours] == ours
+    for which in (True, False):
+        found = [one for one in order if one in theirs and follow[one] is which]
+        assert found == [one for one in theirs if follow[one] is which]
+        # What is kept for a late one while it waits is not taken from those in time.
+        assert not (which and found and ours) or order.index(found[0]) > order.index(ours[-1])
     places = [one for one in order if not follow[one]]
     for n, one in enumerate(places):
         if one in ours:
@@ -137,10 +143,10 @@ def test_a_higher_priority_goes_first_and_each_part_keeps_its_order(candidates, 
     priorities = [candidates[i].priority for i in order]
     assert priorities == sorted(priorities)
     # The late ones, and the others, have the order that they have without each other; and nobody is late: as before.
-    for late in (False, True):
-        part = [c for c in candidates if c.late is late]
+    for late, follows in itertools.product((False, True), repeat=2):
+        part = [c for c in candidates if (c.late, c.follows) == (late, follows)]
         alone = [part[i] for i in admission_order(part, bound)]
-        assert [candidates[i] for i in order if candidates[i].late is late] == alone
+        assert [c for c in map(candidates.__getitem__, order) if (c.late, c.follows) == (late, follows)] == alone
     before = [dataclasses.replace(c, late=False) for c in candidates]
     assert admission_order(before, bound, since.__getitem__) == admission_order(before, bound)
 
@@ -276,9 +282,19 @@ def test_what_is_computed_here_is_measured_too():
     assert len(took) == 7 and all(0 < seconds < 30 for seconds in took)
 
 
-def test_one_in_time_that_fits_does_not_wait_for_long_behind_a_late_one_that_does_not(clock):
-    """While nobody ends most steps are left out; that the one whose turn it was is late by now is seen soon."""
+@pytest.mark.parametrize("before", [0, 3, 10])
+def test_one_in_time_that_fits_does_not_wait_for_long_behind_a_late_one_that_does_not(clock, before):
+    """While nobody ends most steps are left out; that the one whose turn it was is late by now is seen soon.
+
+    before: requests that were served while nobody was late, which earn no late one its turn.
+    """
     world = World(size=128, page_size=4, reserved=2, max_reqs=8, options=target(1000.0))
+    for n in range(before):
+        serve(world, tokens(10 + n, 4))
+        for req in list(world.running):
+            world.finish(req)
+    for _ in range(2):
+        world.step()
     (runs,) = queue(world, tokens(1, 64))
     world.step()
     world.complete(runs)
@@ -287,7 +303,7 @@ def test_one_in_time_that_fits_does_not_wait_for_long_behind_a_late_one_that_doe
     world.step()
     clock.now += 5
     (small,) = queue(world, tokens(3, 8))
-    for _ in range(LATE_INTERVAL):
+    for _ in range(LATE_INTERVAL + 1):
         world.step()
     assert small.wire.asked and not large.wire.asked
 

@@ -153,8 +153,12 @@ class Schedule:
 
         All ranks find the same: they have agreed on whose handshake is done, and look in the same steps.
         """
-        if self._policy.ttft is not None:
-            self._policy.ttft.begin_step()
+        ttft = self._policy.ttft
+        if ttft is not None:
+            ttft.begin_step()
+            # They stand as they came.
+            if not queue or not ttft.is_late(self.entry_of(queue[0]).arrival):
+                ttft.nobody_is_late()
         self._looks += 1
         requests = self._first(queue, self._looks) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
@@ -164,7 +168,6 @@ class Schedule:
         ready = [dr for dr in queue if dr.phase is READY]
         ttft = self._policy.ttft
         if ttft is not None:
-            # They stand as they came.
             first_in_time = bisect_left(ready, ttft.late_before, key=lambda dr: self.entry_of(dr).arrival)
             ready = [*ready[first_in_time:], *ready[:first_in_time]]
         if self._priority_sign():

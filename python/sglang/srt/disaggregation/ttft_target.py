@@ -49,7 +49,7 @@ class TtftTarget:
         self._takes_s = 0.0
         # What all ranks go by: arrivals below are late, in this step and from the next one on.
         self.late_before = self._agreed = 0
-        # Of each priority, admissions since the last of a request that was late.
+        # Of each priority, admissions since the last of a request that was late, while any is.
         self._since_late: dict[int, int] = {}
         # Of what the order depends on: it changes with these.
         self.admissions = self.late_requests = 0
@@ -109,6 +109,10 @@ class TtftTarget:
         """A step begins, or its order is still to be made."""
         self.late_before = self._agreed
 
+    def nobody_is_late(self) -> None:
+        """Of those that wait: the first that will be waits for its turn."""
+        self._since_late.clear()
+
     # ---- what is told ----
 
     def state(self, late: int) -> dict[str, Any]:
@@ -126,15 +130,16 @@ def late_by_turns(
 ) -> list[int]:
     """``in_time`` and then ``late``, of which one comes in every `EVERY`-th place.
 
-    since_late: admissions since the last one of a late request. follows: whether one waits for the transfer of another,
-    and so takes no place.
+    since_late: admissions since the last one of a late request. follows: whether one waits for the transfer of another:
+    it takes no place, and what is kept for it meanwhile is not taken from those in time if it is late.
     """
     order: list[int] = []
-    waiting = deque(late)
+    going = deque([one for one in late if not follows(one)])
     for one in in_time:
-        while waiting and since_late >= EVERY - 1:
-            order.append(waiting.popleft())
-            since_late = since_late if follows(order[-1]) else 0
+        if going and since_late >= EVERY - 1:
+            order.append(going.popleft())
+            since_late = 0
         order.append(one)
         since_late += not follows(one)
-    return [*order, *waiting]
+    placed = set(order)
+    return [*order, *(one for one in late if one not in placed)]
