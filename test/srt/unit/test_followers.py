@@ -307,23 +307,15 @@ def test_nobody_is_overtaken_more_often_than_the_bound():
     assert cold.wire.asked and overtakers == 5
 
 
-@given(
-    st.lists(
-        st.builds(
-            Candidate,
-            arrival=st.integers(0, 30),
-            priority=st.integers(0, 2),
-            prompt=st.integers(1, 40),
-            held=st.integers(0, 40),
-            unlocked=st.integers(0, 40),
-            coming=st.integers(0, 40),
-            overtaken=st.integers(0, 8),
-        ),
-        max_size=12,
-        unique_by=lambda c: c.arrival,
-    ),
-    st.integers(0, 8),
-)
+def candidates_of(**more: st.SearchStrategy) -> st.SearchStrategy[list[Candidate]]:
+    """Queues, whose requests also have ``more``."""
+    fields = {name: st.integers(0, 40) for name in ("held", "unlocked", "coming")} | more
+    fields |= {"arrival": st.integers(0, 30), "priority": st.integers(0, 2), "prompt": st.integers(1, 40)}
+    one = st.builds(Candidate, overtaken=st.integers(0, 8), **fields)
+    return st.lists(one, max_size=12, unique_by=lambda c: c.arrival)
+
+
+@given(candidates_of(), st.integers(0, 8))
 def test_the_order(candidates, bound):
     order = admission_order(candidates, bound)
     assert sorted(order) == list(range(len(candidates)))

@@ -15,11 +15,11 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import ttft_target
 from sglang.srt.disaggregation.admission_step import LATE_INTERVAL
-from sglang.srt.disaggregation.decode_admission import Candidate, admission_order
+from sglang.srt.disaggregation.decode_admission import admission_order
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.local_steps import measured, step_watchers, told_of
 from sglang.srt.disaggregation.ttft_target import EVERY, TtftTarget, late_by_turns
-from test_followers import asked, queue
+from test_followers import asked, candidates_of, queue
 from test_step_in_flight import Play, scripts
 from test_traps import Rank, serve, tokens
 
@@ -118,25 +118,11 @@ def test_every_fourth_is_late(in_time, late, since):
             since = 0
 
 
-candidates_of = st.lists(
-    st.builds(
-        Candidate,
-        arrival=st.integers(0, 30),
-        priority=st.integers(0, 2),
-        prompt=st.integers(1, 40),
-        held=st.integers(0, 40),
-        unlocked=st.integers(0, 40),
-        coming=st.integers(0, 40),
-        overtaken=st.integers(0, 8),
-        late=st.booleans(),
-        follows=st.booleans(),
-    ),
-    max_size=12,
-    unique_by=lambda c: c.arrival,
+@given(
+    candidates_of(late=st.booleans(), follows=st.booleans()),
+    st.integers(0, 8),
+    st.lists(st.integers(0, EVERY), min_size=3, max_size=3),
 )
-
-
-@given(candidates_of, st.integers(0, 8), st.lists(st.integers(0, EVERY), min_size=3, max_size=3))
 def test_a_higher_priority_goes_first_and_each_part_keeps_its_order(candidates, bound, since):
     order = admission_order(candidates, bound, since.__getitem__)
     assert sorted(order) == list(range(len(candidates)))
