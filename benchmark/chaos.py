@@ -221,7 +221,7 @@ class Run:
             key=lambda number: turns.key(number, len(self.asks)) if args.turns else "",
         )
         counted = turns.Counted()
-        for worker in self.workers:
+        for worker in self.workers if args.turns else ():
             counted.look(worker)
         before = counted.sums()
         also = counted.look if args.turns else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +30,19 @@ def target(ms: float, **more: Any) -> dict[str, Any]:
     return {"disaggregation_decode_ttft_target": ms, **more}
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Any:
+@contextmanager
+def own_clock() -> Iterator[Any]:
     """Seconds that a test sets, by which the target goes."""
     found = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(ttft_target, "time", SimpleNamespace(monotonic=lambda: found.now))
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ttft_target, "time", SimpleNamespace(monotonic=lambda: found.now))
+        yield found
+
+
+@pytest.fixture
+def clock() -> Iterator[Any]:
+    with own_clock() as found:
+        yield found
 
 
 def told(world: World) -> dict[str, Any]:
@@ -319,9 +328,7 @@ def by_the_first_clock(rank: int) -> list[Any]:
     me = Rank(rank, 512, options=target(1000.0))
     # One at a time.
     del me.world.pool.free_slots[1:]
-    clock = SimpleNamespace(now=0.0)
-    real, ttft_target.time = ttft_target.time, SimpleNamespace(monotonic=lambda: clock.now)
-    try:
+    with own_clock() as clock:
         waiting = []
         for n in range(1, 9):
             waiting += queue(me.world, tokens(n, 4))
@@ -337,18 +344,14 @@ def by_the_first_clock(rank: int) -> list[Any]:
                 me.world.finish(req)
             order += [n for n in range(8) if waiting[n].wire.asked and n not in order]
         return [order, me.world.queue.ranks.disagreements]
-    finally:
-        ttft_target.time = real
 
 
 def overloaded(rank: int, options: dict[str, Any]) -> list[Any]:
     """Twice as many come as can be served, for 20 s of a clock that goes on between two steps."""
     me = Rank(rank, 512, options=options)
     del me.world.pool.free_slots[1:]
-    clock = SimpleNamespace(now=0.0)
-    real, ttft_target.time = ttft_target.time, SimpleNamespace(monotonic=lambda: clock.now)
     waiting: list[Any] = []
-    try:
+    with own_clock() as clock:
         for _ in range(200):
             clock.now += 0.05
             waiting += queue(
@@ -363,8 +366,6 @@ def overloaded(rank: int, options: dict[str, Any]) -> list[Any]:
             # Its place is given away when the clock has gone on.
             clock.now += 0.05
             me.world.step()
-    finally:
-        ttft_target.time = real
     ttft = me.world.transfer.policy.ttft
     served = [n for n, one in enumerate(waiting) if one.wire.asked]
     oldest = next(n for n in range(len(waiting)) if n not in served)

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["TtftTarget", "late_by_turns"]
 
