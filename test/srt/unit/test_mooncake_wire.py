@@ -1726,7 +1726,7 @@ def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
             staging.request(room, 0, 2, rank, lambda offset: granted.append((room, offset)))
 
     for room in (1, 2, 3, 4):
-        staging.open(room, np.arange(2, dtype=np.int32), 2)
+        staging.open(room, np.arange(2, dtype=np.int32), 2, "prefill")
         ask(room)
     staging.written(1, 0, 0)
     assert not staging.copying
@@ -1760,7 +1760,7 @@ def test_who_is_told_of_a_grant_may_ask_again() -> None:
         staging.request(room, 0, 2, rank, told)
 
     for room in range(1, 6):
-        staging.open(room, np.arange(2, dtype=np.int32), 1)
+        staging.open(room, np.arange(2, dtype=np.int32), 1, "prefill")
         ask(room)
     with pytest.raises(ValueError, match="is not the next one"):
         staging.request(5, 7, 1, 0, lambda offset: None)

@@ -198,7 +198,7 @@ def test_a_room_that_is_closed_is_given_nothing_and_copies_nothing():
     staging.request(1, 0, 1, 0, granted.append)
     staging.written(1, 0, 0)
     assert staging.landed(1) and staging.close(1) and not granted
-    staging.open(1, np.array([3, 4, 5]), prefill_tp=1)
+    staging.open(1, np.array([3, 4, 5]), prefill_tp=1, prefill="prefill")
     staging.request(1, 0, 2, 0, granted.append)
     assert len(granted) == 1 and not staging.landed(1) and staging.is_missing(1)
     free = sum(length for _, length in staging.space.free)
@@ -210,3 +210,44 @@ def test_a_room_that_is_closed_is_given_nothing_and_copies_nothing():
     assert not staging.landed(1) and staging.is_missing(1)
     staging.drop(1)
     assert sum(length for _, length in staging.space.free) == staging.space.size
+
+
+def test_a_prefill_that_stands_still_leaves_the_staging_buffer_to_the_others():
+    """What it has been given and does not write comes back when its requests have timed out, minutes later."""
+    pool = [torch.zeros(64, 1, 4) for _ in range(2)]
+    # 64 pieces of the smallest size.
+    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    granted: list[tuple[str, int]] = []
+
+    def ask(prefill: str, room: int, num_pages: int = 1) -> None:
+        staging.open(room, np.zeros(num_pages, dtype=np.int32), 1, prefill)
+        staging.request(room, 0, num_pages, 0, lambda offset: granted.append((prefill, room)))
+
+    for room in range(100):
+        ask("still", room)
+    page = next(iter(staging.rooms.values())).pieces[0].length
+    share = staging.space.size // 4 // page
+    assert len(granted) == min(share, 64) < 64
+    asked_at = len(granted)
+    for room in range(100, 110):
+        ask("goes on", room)
+        assert granted[-1] == ("goes on", room)
+    # In the order of asking, as it writes; and what is being copied is nobody's share.
+    assert len(granted) == asked_at + 10
+    staging.written(0, 0, 0)
+    assert granted[-1] == ("still", asked_at)
+    staging.drop(1)
+    assert granted[-1] == ("still", asked_at + 1)
+    # One that has no part of the buffer gets a piece of any size, and its next one when that is written.
+    ask("large", 200, 40)
+    ask("large", 201, 40)
+    ask("large", 202)
+    assert granted[-1] == ("large", 200)
+    staging.written(200, 0, 0)
+    assert granted[-1] == ("large", 201)
+    staging.written(201, 0, 0)
+    assert granted[-1] == ("large", 202)
+    for room in range(300):
+        staging.drop(room)
+    assert sum(length for _, length in staging.space.free) == staging.space.size
+    assert not staging.unwritten and not staging.waiting

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,6 +31,9 @@ __all__ = ["DeltaStaging", "Space", "piece_bytes"]
 
 # Of every piece's memory, in bytes: what copies of whole words on a GPU ask for.
 ALIGNMENT = 256
+# One prefill may hold one part in so many of the buffer, or one piece, that it has not written: it may stand still, and
+# what it has been given comes back only when it goes on, is gone, or its requests have timed out.
+SHARES = 4
 
 
 def piece_bytes(prefill_tp: int, decode_tp: int, total_heads: int, head_bytes: int, num_layers: int) -> int:
@@ -95,6 +98,8 @@ class _Piece:
 class _Room:
     pages: npt.NDArray[np.int32]
     prefill_tp: int
+    # Its prefill's address.
+    prefill: str
     # By the position of their first page in ``pages``; in this order, and without gaps.
     pieces: dict[int, _Piece] = dataclasses.field(default_factory=dict)
     # Pages asked for, and pages that are in the KV pool.
@@ -126,18 +131,24 @@ class DeltaStaging:
         self.head_bytes = head_dim * k_buffers[0].element_size()
         self.space = Space(buffer.numel())
         self.rooms: dict[int, _Room] = {}
-        # Asked for and not there yet. First come, first served, or a large piece might wait for ever.
+        # Asked for and not there yet. First come, first served, or a large piece might wait for ever; but for those of
+        # a prefill that holds its share.
         self.waiting: deque[tuple[_Room, _Piece]] = deque()
+        # Bytes that each prefill has been given and has not written.
+        self.unwritten: Counter[str] = Counter()
         self.copying: list[tuple[_Room, _Piece]] = []
         # Granted under the lock, and told when that is free again: see `_locked`.
         self.granted: list[tuple[Callable[[int], None], int]] = []
         self.stream = torch.cuda.Stream(device=buffer.device) if buffer.is_cuda else None
         self.lock = threading.Lock()
 
-    def open(self, room: int, pages: npt.NDArray[np.int32], prefill_tp: int) -> None:
-        """Expect pieces for ``room``; ``pages`` are those that prefill is asked to fill, in that order."""
+    def open(self, room: int, pages: npt.NDArray[np.int32], prefill_tp: int, prefill: str) -> None:
+        """Expect pieces for ``room``; ``pages`` are those that prefill is asked to fill, in that order.
+
+        prefill: its address. Of one buffer that several fill, none gets all.
+        """
         with self._locked():
-            self.rooms[room] = _Room(pages, prefill_tp)
+            self.rooms[room] = _Room(pages, prefill_tp, prefill)
 
     def request(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
         """Prefill rank ``rank`` wants to write pages ``start`` and so on; ``grant`` is called with the offset for them.
@@ -190,7 +201,9 @@ class DeltaStaging:
             if piece.started or len(piece.writers) < max(1, state.prefill_tp // self.tp_size):
                 return
             piece.started = True
+            self.unwritten[state.prefill] -= piece.length
             self.copying.append((state, piece))
+            self._grant()
         # Not under the lock: to hand it over can take a while, and the scheduler asks what has landed.
         try:
             self._copy(state, start, piece)
@@ -245,7 +258,11 @@ class DeltaStaging:
             for piece in state.pieces.values():
                 # A copy reads on until it is done, and is taken back then.
                 if not any(piece is other for other in copying):
+                    if piece.offset is not None and not piece.started:
+                        self.unwritten[state.prefill] -= piece.length
                     self._free(piece)
+            # Of prefills that come and go.
+            self.unwritten = +self.unwritten
             self._grant()
 
     @contextmanager
@@ -270,13 +287,22 @@ class DeltaStaging:
         return None if state is None or state.closed else state
 
     def _grant(self) -> None:
+        passed: list[tuple[_Room, _Piece]] = []
+        full: set[str] = set()
         while self.waiting:
-            _, piece = self.waiting[0]
+            state, piece = self.waiting[0]
+            held = self.unwritten[state.prefill]
+            if state.prefill in full or (held and held + piece.length > self.space.size // SHARES):
+                full.add(state.prefill)
+                passed.append(self.waiting.popleft())
+                continue
             piece.offset = self.space.take(piece.length)
             if piece.offset is None:
-                return
+                break
             self.waiting.popleft()
+            self.unwritten[state.prefill] += piece.length
             self.granted += [(grant, piece.offset) for grant in piece.askers.values()]
+        self.waiting.extendleft(reversed(passed))
 
     def _free(self, piece: _Piece) -> None:
         if piece.offset is not None:

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 Endpoint = tuple[str, int]
 
-# Seconds that one look waits for answers, however many peers are looked at.
-ANSWER_S = 0.05
+# Seconds that one look waits for answers, however many peers are looked at: more than the way around the world takes.
+ANSWER_S = 0.2
 # Seconds between the two looks that make a peer gone, so that nothing is made of a moment.
 AGAIN_S = 0.075
 # Seconds for which an answer is kept, and after which one that nobody asks for any more is forgotten.

@@ -432,7 +432,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
         if self._offers_staging and self.require_staging:
-            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, self.prefill_info.attn_tp_size)
+            prefill_tp = self.prefill_info.attn_tp_size
+            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, prefill_tp, self.bootstrap_addr)
 
         def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
             aux = b"" if is_dummy else str(aux_index).encode("ascii")
