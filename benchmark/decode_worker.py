@@ -87,6 +87,8 @@ def server_args(page_size: int, options: Mapping[str, Any]) -> SimpleNamespace:
         disaggregation_mode="decode",
         disaggregation_transfer_backend="nixl",
         **{
+            "chunked_prefill_size": 8192,
+            "max_prefill_tokens": 16384,
             "disaggregation_decode_admission": "prefix",
             "disaggregation_decode_local_prefill": "off",
             "disaggregation_decode_local_prefill_after": None,

@@ -540,7 +540,8 @@ class World(DecodeWorker):
         for tokens, slots in self._tree_paths(self.tree):
             self._check_kv(slots, tokens, self.weights)
         if self.tier is not None:
-            self._check_host([*moving, *computed])
+            # One that is computed here is in both while it waits for its copy.
+            self._check_host(list({id(decode_req): decode_req for decode_req in (*moving, *computed)}.values()))
 
     def _check_host(self, decode_reqs: list[DecodeRequest]) -> None:
         """The same of host memory: every token is somewhere, every lock has its holder, and KV is what it was."""

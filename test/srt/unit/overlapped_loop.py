@@ -335,8 +335,12 @@ class Loop(World):
         return result
 
     def _extend(self, batch: Any, step: Step) -> GenerationBatchResult:
-        """A step over parts of prompts; what is before each part must be there when it is launched."""
+        """A step over parts of prompts; what is before each part must be there when it is launched.
+
+        Nor may it come from this step: an attention backend may read that before it writes.
+        """
         slots, chosen, logits = batch.out_cache_loc.tolist(), [], LogitsProcessorOutput(next_token_logits=None)
+        writes: list[tuple[int, int]] = []
         tokens_of = iter(batch.input_ids.tolist())
         for req, end, start in zip(batch.reqs, batch.seq_lens.tolist(), batch.extend_prefix_lens, strict=True):
             weights = self.weights_of.setdefault(req.rid, self.weights)
@@ -352,10 +356,12 @@ class Loop(World):
             for place in range(start, end):
                 if next(tokens_of) != tokens[place]:
                     self.wrong.append("another token than the prompt's")
-                step.write(row[place], kv_of(tokens[: place + 1], weights))
+                writes.append((row[place], kv_of(tokens[: place + 1], weights)))
             chosen.append(next_token(tokens, req.grammar))
             self.extended.append((req.rid, start, end))
             self.extended_in[self.extended[-1]] = self.iterations
+        for slot, content in writes:
+            step.write(slot, content)
         result = GenerationBatchResult(logits_output=logits, next_token_ids=torch.tensor(chosen))
         if batch.return_logprob:
             logits.next_token_logprobs = torch.tensor([float(token) for token in chosen])

@@ -56,6 +56,25 @@ def test_when_a_prefill_is_late_is_a_time_and_needs_prompts_that_are_computed_he
         parse(*DECODE, option, "2")
 
 
+@pytest.mark.parametrize("way", [("deepep", "low_latency"), ("mooncake", "auto"), ("nixl", "auto")])
+def test_prompts_are_not_computed_where_a_layer_takes_few_tokens(parse, way):
+    """A step over a prompt would be an error there, which ends all ranks."""
+    local = ["--disaggregation-decode-local-prefill", "auto"]
+    backend, mode = way
+    options = ["--moe-a2a-backend", backend, "--deepep-mode", mode, "--tp-size", "2"]
+    parse(*DECODE, FLAG, *options)
+    with pytest.raises(ValueError, match=f"local-prefill with --moe-a2a-backend {backend}"):
+        parse(*DECODE, FLAG, *local, *options)
+    parse(*DECODE, FLAG, *local, "--moe-a2a-backend", "deepep", "--tp-size", "2")
+
+
+def test_prompts_are_not_computed_where_ranks_do_not_tell_each_other(parse, monkeypatch):
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    parse(*DECODE, FLAG)
+    with pytest.raises(ValueError, match="local-prefill with SGLANG_SCHEDULER_SKIP_ALL_GATHER"):
+        parse(*DECODE, FLAG, "--disaggregation-decode-local-prefill", "auto")
+
+
 @pytest.mark.parametrize("name", ["itl", "ttft"])
 def test_a_target_is_a_time_and_needs_the_flag(parse, name):
     option, field = f"--disaggregation-decode-{name}-target", f"disaggregation_decode_{name}_target"

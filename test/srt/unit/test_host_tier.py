@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_world import HostSizes, World, aborted
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from overlapped_loop import Loop, LoopEnds
@@ -26,7 +26,9 @@ from sglang.srt.mem_cache.host_tier.checks import check_free, draft_part, free_b
 from sglang.srt.mem_cache.host_tier.tier import HITS
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from speculating_loop import SpeculatingLoop
+from test_followers import queue
 from test_life_of_a_request import Life
+from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
 from test_step_in_flight import Play, scripts
 from test_traps import serve, serve_to_end, tokens
@@ -691,6 +693,40 @@ def test_ranks_that_differ_in_host_memory_give_that_up_too(pair, differing, late
     assert 1 < steps <= DISAGREEMENTS + 2 and stored == 32
 
 
+def a_follower_goes_on(rank: int, why: str) -> list[Any]:
+    """What is asked for a request that follows another, when the ranks' host memory holds other prompts of one size."""
+    one, now = world(group=dist.group.WORLD, size=128), [100.0]
+    saved(one, tokens(1, 24))
+    saved(one, tokens(40, 24))
+    leave_pool(one)
+    set_clock(lambda: now[0])
+    try:
+        (leader,) = queue(one, tokens(1, 16) + tokens(70, 4), peer_takes_prefix=False)
+        one.step()
+        (follower,) = queue(one, tokens(1, 24) + tokens(9, 4))
+        one.step()
+        followed = follower.entry.coming, follower.wire.asked
+        host = one.tier.host
+        _, kept = host.lock_prefix(host.peek(tokens(40 if rank else 1, 24), None))
+        host.evict_shortfall(24)
+        host.dec_lock_ref(kept)
+        if why == "patience":
+            now[0] += 11
+        else:
+            leader.wire.state = KVPoll.Failed
+        for _ in range(4):
+            one.step()
+        return [followed, follower.wire.asked, follower.wire.prefix_len, one.queue.ranks.disagreements]
+    finally:
+        restore_clock()
+
+
+@pytest.mark.parametrize("why", ["patience", "the leader fails"])
+def test_who_follows_no_more_is_compared_before_it_is_admitted(pair, why):
+    """A copy from host memory is begun by all ranks together: one for a prefix that only one of them has ends them."""
+    assert assert_same(pair.run(a_follower_goes_on, why)) == [(16, False), True, 0, 0]
+
+
 # ---- beside prompts that are computed here ----
 
 
@@ -724,6 +760,45 @@ def test_what_comes_from_host_memory_needs_no_prefill():
     assert loop.tier.audit() == []
 
 
+class LateCopiesPlay(Play):
+    """Copies to and from host memory end one by one, some turns after they have begun."""
+
+    def between(self) -> None:
+        if not self.script or self.loop.iterations % 3 == 0:
+            self.loop.tier.memory.end(1)
+        if self.loop.iterations % 7 == 0:
+            # Others take the pool.
+            self.loop.tree.evict_shortfall(self.loop.tree.evictable_size())
+        super().between()
+
+
+# The same prompt twice, at the second time with some tokens more and when it has left the pool.
+COMES_BACK: list[list[tuple]] = [[] for _ in range(30)]
+for turn, rest in ((4, []), (22, [1, 1, 2])):
+    options = {"prompt": [1, 2, 2] * 6 + rest, "max_new": 1, "stop": None, "grammar": False, "logprobs": False}
+    COMES_BACK[turn] = [("arrive", options)]
+    COMES_BACK[turn + 2] = [("commit", 0)]
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1)])
+def test_invariants_hold_in_every_life_with_prompts_computed_here(overlap, page_size):
+    loaded = computed = 0
+
+    @example(script=COMES_BACK, size=40)
+    @given(script=scripts, size=st.sampled_from([40, 64]))
+    @settings(max_examples=15, deadline=None)
+    def play(script, size):
+        nonlocal loaded, computed
+        sizes = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4, "host": HostSizes(128, 1, True)}
+        loop = Loop(options={"disaggregation_decode_local_prefill": "12"}, overlap=overlap, **sizes)
+        LateCopiesPlay(loop, script).run()
+        assert loop.tier.audit() == []
+        loaded, computed = loaded + loop.tier.loaded_tokens, computed + len(loop.extended)
+
+    play()
+    assert loaded and computed
+
+
 @pytest.mark.parametrize(("overlap", "page_size"), [(True, 4), (False, 1), (True, 1), (False, 4)])
 def test_drafts_find_their_kv_in_host_memory_too(overlap, page_size):
     """No draft starts from another's KV: the pool holds two of three conversations that come back by turns."""
@@ -750,6 +825,7 @@ def test_invariants_hold_in_every_life_with_drafts(overlap, page_size):
 
 def options(**given: Any) -> Any:
     args = SimpleNamespace(
+        disaggregation_decode_local_prefill="off",
         **dict.fromkeys(
             (
                 "disable_radix_cache",

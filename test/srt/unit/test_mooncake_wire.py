@@ -23,6 +23,7 @@ import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common import staging_buffer
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
@@ -278,7 +279,7 @@ class World:
             assert not manager.request_status and not manager.failure_records
             assert not manager.required_prefill_response_num_table and not manager.prefill_response_tracker
             if manager.staging is not None:
-                assert not manager.staging.rooms and not manager.staging.waiting and not manager.staging.copying
+                assert not manager.staging.rooms and not manager.staging.shares.all and not manager.staging.copying
                 assert manager.staging.space.free == [(0, manager.staging.space.size)]
             assert not any(manager.addr_to_rooms_tracker.values()) and not manager.awaited_rooms
 
@@ -1575,7 +1576,9 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
         # Somebody else has all of it, so that the rest waits.
         offsets = [staging.space.take(staging.space.size) for staging in stagings]
         request.senders[0].send(np.arange(sent, request.num_pages, dtype=np.int32))
-        until(lambda: all(staging.waiting for staging in stagings), "decode is asked")
+        until(
+            lambda: all(any(share._waiting for share in one.shares.all.values()) for one in stagings), "decode is asked"
+        )
     give_up(request)
     if when == "granted":
         time.sleep(0.05)
@@ -1589,6 +1592,59 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
     holder.send()
     holder.finish()
     reasons(request.senders)
+    world.assert_books_closed()
+    world.close()
+
+
+def test_writes_by_way_of_staging_that_fail_are_not_tried_for_each_request(monkeypatch) -> None:
+    """Each may take the transport's time-out, in which this thread writes for no other decode worker either."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUEUE_SIZE", "1")
+    world = staged(monkeypatch, 1, 2, pieces=32)
+    tried: list[str] = []
+    library = world.prefill[0].library
+    # Nor does its pause end, however long this takes.
+    monkeypatch.setattr(world.prefill[0].manager.failed_sessions, "_clock", lambda: 100.0)
+    write = library.batch_transfer_sync
+    requests = [world.request(room, 4, 0, aux=room).bootstrap() for room in range(1, 5)]
+
+    def fail(session: str, *args: Any) -> int:
+        tried.append(session)
+        return -1
+
+    library.batch_transfer_sync = fail
+    for request in requests:
+        request.send()
+    for request in requests:
+        request.wait_senders(KVPoll.Failed)
+    told = [reason for request in requests for reason in reasons(request.senders)]
+    # One for each rank of that worker.
+    assert 1 <= len(tried) == len(set(tried)) <= 2
+    assert "a piece could not be written to decode at" in told[0]
+    assert sum("since writes to it have failed" in reason for reason in told) >= len(told) - len(tried)
+    library.batch_transfer_sync = write
+    for request in requests:
+        wait_quiet(request)
+    world.assert_books_closed()
+    world.close()
+
+
+def test_a_piece_that_cannot_be_made_fails_its_request_alone(monkeypatch) -> None:
+    """Memory that is short on prefill's device says nothing of decode."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_QUEUE_SIZE", "1")
+    world = staged(monkeypatch, 1, 2, pieces=32)
+    gather, calls = staging_buffer.gather_all_layers_to_staging, itertools.count()
+
+    def short_of_memory(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("by the test")
+        return gather(*args)
+
+    monkeypatch.setattr(staging_buffer, "gather_all_layers_to_staging", short_of_memory)
+    first, second = (world.request(room, 4, 0, aux=room).bootstrap() for room in (1, 2))
+    first.send().wait_senders(KVPoll.Failed)
+    assert "by the test" in reasons(first.senders)[0]
+    wait_quiet(first)
+    second.send().finish()
     world.assert_books_closed()
     world.close()
 

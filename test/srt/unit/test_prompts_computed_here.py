@@ -218,7 +218,25 @@ def test_what_another_has_brought_meanwhile_is_not_computed_again():
             arrive(first, max_new=3)(loop)
 
     loop = played({1: arrive(prompt, max_new=1), 6: both}, slice_tokens=40)
-    assert [part for part in loop.extended if part[0] != "r1"] == [("r2", 12, 19), ("r3", 16, 19)]
+    parts = [("r2", 12, 19), ("r3", 16, 19)]
+    assert [part for part in loop.extended if part[0] != "r1"] == parts
+    assert loop.extended_in[parts[0]] < loop.extended_in[parts[1]], "read by the step that writes it"
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_no_step_reads_what_it_writes(page_size: int):
+    """Remainders that begin alike, for too few tokens to wait for each other; one that does not is in the same step."""
+    held = [1] * 8
+
+    def all_four(loop: Loop) -> None:
+        for rest in ([2] * 4 + [3] * 8, [2] * 4 + [1] * 8, [3] * 12, [2] * 4 + [3] * 4 + [1] * 4):
+            arrive([*held, *rest], max_new=2)(loop)
+
+    loop = played({1: arrive(held, max_new=1), 6: all_four}, slice_tokens=100, page_size=page_size)
+    parts = {part[0]: part for part in loop.extended}
+    steps = [loop.extended_in[parts[rid]] for rid in ("r2", "r3", "r4", "r5")]
+    assert steps[0] == steps[2] < steps[1] and steps[3] > steps[0]
+    assert parts["r3"][1] == 12 and parts["r5"][1] == 16
 
 
 def test_slices_that_another_has_brought_meanwhile_are_left_out():
@@ -250,6 +268,19 @@ def test_an_aborted_request_ends_when_its_slice_is_over():
     )
     assert [req.rid for req in loop.told].count("r2") == 1
     assert loop.extended[-1] != ("r2", 16, 20), "it was computed to its end"
+
+
+@pytest.mark.parametrize(("chunk", "most", "step"), [(8, 1024, 8), (-1, 16, 16), (64, 4, 64), (8192, 4, 2048)])
+def test_a_step_has_no_more_tokens_than_the_engine_keeps_memory_for(chunk: int, most: int, step: int):
+    """A chunk, as on workers that compute prompts; without chunks, what a batch of prompts may have there."""
+    loop = Loop(options=LOCAL | {"chunked_prefill_size": chunk, "max_prefill_tokens": most})
+    local = loop.transfer.local
+    assert (local.policy.step, local.policy.slice) == (step, min(AUTO.slice, step)) and local.policy.most == 40
+    # With drafts a prompt is computed in one step, or not here.
+    assert Policy.of("40").within(step, slices=False).most == min(40, step)
+    for local.slices in (True, False):
+        decode_req = loop.arrive([1] * 35, max_new=1)
+        assert loop.transfer.takeovers._may_take(decode_req) is (local.slices or step >= 35)
 
 
 # ---- which ----

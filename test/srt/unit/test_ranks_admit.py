@@ -109,6 +109,33 @@ def test_patience_that_ends_on_one_rank_first(pair, ahead):
     assert admitted == [True, True, True] and worst == 0 and kept
 
 
+def patience_ends_beside_one_that_does_not_fit(rank: int) -> list[Any]:
+    world = World(group=dist.group.WORLD, size=128, max_reqs=8)
+    now = [100.0]
+    set_clock(lambda: now[0])
+    try:
+        queue(world, tokens(1, 16) + tokens(70, 4))
+        world.step()
+        (follower,) = queue(world, tokens(1, 24) + tokens(9, 4))
+        world.step()
+        queue(world, tokens(30, 110))
+        world.step()
+        assert follower.entry.coming == 16 and world.queue.admission.blocked is not None
+        now[0] += 61
+        steps = 0
+        while not follower.wire.asked and steps < 3 * admission_step.ABORT_INTERVAL:
+            world.step()
+            steps += 1
+        return [steps]
+    finally:
+        restore_clock()
+
+
+def test_who_has_waited_long_enough_is_admitted_in_the_next_step(pair):
+    """Steps are left out while another does not fit, but not the one in which this one is a candidate again."""
+    assert assert_same(pair.run(patience_ends_beside_one_that_does_not_fit))[0] <= admission_step.ABORT_INTERVAL + 1
+
+
 def paces_differ(rank: int, faster: int) -> list[Any]:
     """The ranks have measured paces of a prefill that are 3% apart; a step takes 1 ms."""
     me = Rank(rank, 4096)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import end_notices, peer_liveness
+from sglang.srt.disaggregation.common import delta_staging, end_notices, peer_liveness
 from sglang.srt.disaggregation.common.delta_staging import DeltaStaging
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms, End
@@ -250,4 +250,80 @@ def test_a_prefill_that_stands_still_leaves_the_staging_buffer_to_the_others():
     for room in range(300):
         staging.drop(room)
     assert sum(length for _, length in staging.space.free) == staging.space.size
-    assert not staging.unwritten and not staging.waiting
+    assert not staging.shares.all and not staging.rooms
+
+
+@pytest.mark.parametrize("size, piece, lost", [(64, 16, 1), (64, 8, 2), (1024, 16, 16)])
+def test_a_prefill_whose_grants_were_lost_goes_on(monkeypatch, size: int, piece: int, lost: int):
+    """With a connection that is reset what was on its way is gone, and nobody writes what it was about."""
+    now = [100.0]
+    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pool = [torch.zeros(4 * piece * 2, 1, 4) for _ in range(2)]
+    staging = DeltaStaging(torch.ones(size * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    granted: list[int] = []
+    # A page is half of the smallest piece of memory.
+    for room in range(200):
+        staging.open(room, np.zeros(2 * piece, dtype=np.int32), 1, "prefill")
+        staging.request(room, 0, 2 * piece, 0, lambda offset, room=room: granted.append(room))
+    assert len(granted) == lost
+    assert not staging.landed(0) and len(granted) == lost
+    now[0] += delta_staging.SILENT_S + 1
+    assert not staging.landed(0) and len(granted) == lost + 1
+    # What it writes now says that what came before is not to be waited for.
+    for room in range(lost, 200):
+        assert granted[-1] >= room
+        staging.written(room, 0, 0)
+    assert sorted(granted) == list(range(200))
+    for room in range(200):
+        staging.drop(room)
+    assert sum(length for _, length in staging.space.free) == staging.space.size and not staging.shares.all
+
+
+def test_a_prefill_that_says_nothing_gets_no_more_than_half(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pool = [torch.zeros(8, 1, 4) for _ in range(2)]
+    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    granted: list[int] = []
+    for room in range(100):
+        staging.open(room, np.zeros(8, dtype=np.int32), 1, "prefill")
+        staging.request(room, 0, 8, 0, lambda offset, room=room: granted.append(room))
+    for _ in range(100):
+        now[0] += delta_staging.SILENT_S + 1
+        assert not staging.landed(0)
+    assert len(granted) == 8
+    # Rooms that have ended are not given anything, and hold up nobody.
+    for room in range(8, 99):
+        assert staging.close(room)
+    for room in range(8):
+        staging.drop(room)
+    assert granted[8:] == [99]
+
+
+def test_a_piece_that_fits_in_no_hole_does_not_keep_everybody_waiting(monkeypatch):
+    """One that stands still holds a page in the middle of the buffer. But all that moves becomes free for it first."""
+    now = [100.0]
+    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pool = [torch.zeros(8, 1, 4) for _ in range(2)]
+    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    staging.space.free = [(0, 30 * 256), (31 * 256, 33 * 256)]
+    granted: list[str] = []
+
+    def ask(room: int, prefill: str, pieces: int) -> None:
+        staging.open(room, np.zeros(2 * pieces, dtype=np.int32), 1, prefill)
+        staging.request(room, 0, 2 * pieces, 0, lambda offset: granted.append(prefill))
+
+    ask(1, "large", 40)
+    ask(2, "small", 4)
+    assert granted == []
+    now[0] += delta_staging.SILENT_S + 1
+    ask(3, "another", 4)
+    assert granted == ["small", "another"]
+    now[0] += delta_staging.SILENT_S
+    ask(4, "a third", 4)
+    assert granted == ["small", "another"]
+    staging.space.give(30 * 256, 256)
+    for room in (2, 3):
+        staging.written(room, 0, 0)
+        staging.drop(room)
+    assert granted == ["small", "another", "large", "a third"]

@@ -81,6 +81,8 @@ class Admission:
         # The request at which the last step ended for lack of memory, or of time in a decode step.
         self.blocked: Blocked | None = None
         self.held: Blocked | None = None
+        # Whether one was no candidate of the last step that is one of the next.
+        self.left = False
 
     def has_nothing_new(
         self,
@@ -100,7 +102,8 @@ class Admission:
         if retracted:
             return step % ABORT_INTERVAL != 0
         blocked = self.blocked or self.held
-        if step % (ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL) == 0 or blocked is None or not queue:
+        every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
+        if step % every == 0 or blocked is None or not queue or self.left:
             return False
         ready = READY
         # Without a generator, which would take longer than this in a queue of hundreds.
@@ -146,7 +149,7 @@ class Admission:
             gate=self._gate,
             live=live,
         )
-        was_blocked, self.blocked, self.held = self.blocked, None, None
+        was_blocked, self.blocked, self.held, self.left = self.blocked, None, None, agreed.left
         admitted: list[DecodeRequest] = []
         for decode_req, may_match in agreed.candidates:
             if decode_req.is_aborted or decode_req.error is not None:

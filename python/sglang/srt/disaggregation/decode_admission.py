@@ -337,6 +337,10 @@ class AdmissionPolicy:
         self.find_leader(entry, now)
         return entry.coming
 
+    def follows(self, entry: QueueEntry) -> bool:
+        """Whether one that has waited for a transfer would go on to."""
+        return not entry.gave_up and self._leader(entry) is not None
+
     def give_up(self, entry: QueueEntry) -> None:
         """Have ``entry`` wait for its leader no longer; for another that comes it may."""
         entry.gave_up, entry.coming = True, 0

@@ -44,11 +44,13 @@ class Window(NamedTuple):
 class Agreed(NamedTuple):
     """What a step of admission works on.
 
-    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not.
+    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not. left:
+    whether one is none that would be in the next step.
     """
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
     window: Sequence[DecodeRequest]
+    left: bool = False
 
 
 class OwnFigures(NamedTuple):
@@ -243,10 +245,12 @@ class Schedule:
                 entry.peer_drops = capable > 1
         for i in told.expired:
             # From the next step on; the order of this one is agreed.
-            policy.give_up(entries[i])
+            entries[i].gave_up = True
         same = dict(zip(picked, told.same, strict=True))
-        going = [i for i in (*order, *late) if requests[i].phase is READY]
-        return Agreed([(requests[i], bool(told.capable[i]) and same.get(i, True)) for i in going], requests)
+        # What the trees hold of one that followed has not been compared: if it does so no more, the next step will.
+        going = [i for i in (*order, *late) if i in same and requests[i].phase is READY]
+        left = any(not policy.follows(entries[i]) for i in order if i not in same)
+        return Agreed([(requests[i], bool(told.capable[i]) and same[i]) for i in going], requests, left)
 
     def _held(self, entry: QueueEntry) -> tuple[int, int]:
         """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""

@@ -71,6 +71,11 @@ class Policy(NamedTuple):
         step, queued, debt = (max(figure, most) for figure in (AUTO.step, AUTO.queued, AUTO.debt))
         return Policy(most, AUTO.slice, step, queued, debt)
 
+    def within(self, most: int, slices: bool) -> Policy:
+        """The same, no step of which has more than ``most`` tokens; nor has a remainder, if there are no slices."""
+        longest = self.most if slices else min(self.most, most)
+        return self._replace(step=min(self.step, most), slice=min(self.slice, most), most=longest)
+
     def should_compute(self, delta: int, queued: int, debt: int, others: bool) -> bool:
         """Whether a remainder of ``delta`` tokens is decode's. queued: what waits. others: whether requests decode."""
         if not 0 < delta <= self.most or (debt and delta + debt > self.debt):
@@ -160,6 +165,41 @@ class PromptSteps:
         self._tree.written = self.launched
 
 
+class PromptPages:
+    """The whole pages of prompts that are computed here, in the tree from the launch of their step on."""
+
+    def __init__(self, tree: DecodeRadixCache):
+        self._tree = tree
+
+    def end(self, one: LocalReq, end: int) -> int:
+        """Before which token a step that computes a prompt up to ``end`` puts it into the tree."""
+        # The page of the last token is computed into a page of its own, whatever the tree holds.
+        shared = end - 1 if end == len(one.req.origin_input_ids) else end
+        return shared // self._tree.page_size * self._tree.page_size
+
+    def held(self, one: LocalReq, end: int) -> int:
+        """How many of the tokens that such a step puts into the tree are there."""
+        req, tree = one.req, self._tree
+        if not tree.accepts(req):
+            return 0
+        return tree.peek(tree.shareable(self._tokens(req, self.end(one, end))), req.extra_key).length
+
+    def share(self, one: LocalReq, end: int) -> int:
+        """Put the prompt's tokens before ``end`` into the tree; returns up to where the tree had them."""
+        req, tree = one.req, self._tree
+        if end <= req.cache_protected_len or not tree.accepts(req):
+            return one.done
+        tokens = self._tokens(req, end)
+        held = tree.peek(tree.shareable(tokens), req.extra_key).length
+        req.fill_ids, req.committed_indices = tokens, None
+        tree.cache_unfinished_req(req)
+        return max(one.done, min(held, end))
+
+    def _tokens(self, req: Req, end: int) -> list[int]:
+        """What the tree knows the tokens before ``end`` by: with drafts, the token after them is part of it."""
+        return req.origin_input_ids[: end + 1 if self._tree.is_eagle else end]
+
+
 class LocalPrefills:
     """The requests of one decode rank that are computed here, from admission until they decode."""
 
@@ -184,7 +224,7 @@ class LocalPrefills:
         self.waiting: list[LocalReq] = []
         # The last step, until those that it has finished decode.
         self.launched: Any = None
-        self.steps = PromptSteps(tree)
+        self.steps, self._pages = PromptSteps(tree), PromptPages(tree)
 
     # ---- questions ----
 
@@ -271,7 +311,7 @@ class LocalPrefills:
         load = one.decode_req.load
         if load is None:
             return
-        self._share(one, load.end)
+        self._pages.share(one, load.end)
         if load.known:
             note_known(one.req.last_node)
         let_go(one.decode_req, self._tree)
@@ -359,17 +399,23 @@ class LocalPrefills:
     def begin(self, slices: Sequence[Slice]) -> list[Slice]:
         """Set the requests of ``slices`` up for a step of the engine; what is whole pages by then is the tree's.
 
-        Returns those of which there is something to compute.
+        Returns those of which there is something to compute. One whose beginning another of them computes is left for
+        the next step: attention may read what is before a slice before this step writes it (FlashInfer, ragged).
         """
+        held = [self._pages.held(one, end) for one, end in slices[1:]]
+        begun = []
         with self.steps.next_writes():
-            return [Slice(one, end) for one, end in slices if self._set_up(one, end)]
+            for i, (one, end) in enumerate(slices):
+                # Nobody but those before it has put anything into the tree since.
+                if (not i or self._pages.held(one, end) == held[i - 1]) and self._set_up(one, end):
+                    begun.append(Slice(one, end))
+        return begun
 
     def _set_up(self, one: LocalReq, end: int) -> bool:
         """Have the next step compute a prompt up to ``end``; returns whether there is something to compute."""
         req, prompt = one.req, one.req.origin_input_ids
         last = end == len(prompt)
-        # The page of the last token is computed into a page of its own, whatever the tree holds.
-        start = self._share(one, (end - 1 if last else end) // self._tree.page_size * self._tree.page_size)
+        start = self._pages.share(one, self._pages.end(one, end))
         one.done = end
         if start == end:
             # The tree has got all of it from elsewhere meanwhile.
@@ -397,15 +443,3 @@ class LocalPrefills:
                 one.decode_req.advance(Phase.COMMITTED)
                 self._counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0, req.computed_here)
         self.waiting = [one for one in self.waiting if one.left]
-
-    def _share(self, one: LocalReq, end: int) -> int:
-        """Put the prompt's tokens before ``end`` into the tree; returns up to where the tree had them."""
-        req, tree = one.req, self._tree
-        if end <= req.cache_protected_len or not tree.accepts(req):
-            return one.done
-        # With drafts, the token after them is part of what they are known by.
-        tokens = req.origin_input_ids[: end + 1 if tree.is_eagle else end]
-        held = tree.peek(tree.shareable(tokens), req.extra_key).length
-        req.fill_ids, req.committed_indices = tokens, None
-        tree.cache_unfinished_req(req)
-        return max(one.done, min(held, end))

@@ -54,6 +54,10 @@ def make_local_prefills(
     if reason is not None:
         logger.warning("%s has no effect on this worker: %s.", FLAG, reason)
         return None
+    args = scheduler.server_args
+    # What the engine keeps memory for beside the pools: a chunk of a prompt, on workers that compute them.
+    most = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
+    policy = policy.within(most, slices=not tree.is_eagle)
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
     counters = KvTransferCounters.get(scheduler.server_args)
     local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)

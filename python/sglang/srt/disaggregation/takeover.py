@@ -177,8 +177,10 @@ class Takeovers(NoTakeovers):
         req = decode_req.req
         if decode_req.phase is Phase.LOCAL or is_taken_over(decode_req) or req.finished_reason is not None:
             return False
-        # Without slices the others would wait for all of it.
-        too_long = not self._local.slices and len(req.origin_input_ids) > self._local.policy.slice and self.others()
+        # Without slices the others would wait for all of it, and its step have more tokens than there is memory for.
+        policy = self._local.policy
+        most = policy.slice if self.others() else policy.step
+        too_long = not self._local.slices and len(req.origin_input_ids) > most
         return not too_long and req.sampling_params.n == 1 and may_compute(req)
 
     def _known(self, decode_req: DecodeRequest, failed: bool) -> int:

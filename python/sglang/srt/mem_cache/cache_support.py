@@ -82,6 +82,22 @@ def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
     return Rule(both, lambda args: args.enable_hierarchical_cache and used(args))
 
 
+def _computes(name: str, used: Callable[[ServerArgs], object]) -> Rule:
+    """What is refused where decode computes prompts."""
+    both = f"--disaggregation-decode-local-prefill with {name}"
+    return Rule(both, lambda args: args.disaggregation_decode_local_prefill != "off" and used(args))
+
+
+def _has_bounded_dispatch(args: ServerArgs) -> bool:
+    """Whether a step of more than some hundred tokens is an error in a layer of experts.
+
+    Of DeepEP's two ways the one for few tokens takes 128 a rank by default, and so do those of others, where one of
+    them is all that there is: the engine runs no step over prompts on a decode worker.
+    """
+    few = args.moe_a2a_backend == "deepep" and args.deepep_mode == "low_latency"
+    return few or args.moe_a2a_backend not in ("none", "deepep")
+
+
 def _several(option: str, name: str) -> Rule:
     """An option, ``name`` among the server's arguments, that is refused above 1."""
     return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
@@ -138,6 +154,13 @@ DECODE = CacheKind(
                     "--speculative-algorithm {args.speculative_algorithm} and --enable-custom-logit-processor",
                     lambda args: args.enable_custom_logit_processor,
                 ),
+                _computes(
+                    "--moe-a2a-backend {args.moe_a2a_backend} --deepep-mode {args.deepep_mode} (deepep with normal or "
+                    "auto is)",
+                    _has_bounded_dispatch,
+                ),
+                # Ranks that decode would take one way through DeepEP, and one that computes a prompt the other.
+                _computes("SGLANG_SCHEDULER_SKIP_ALL_GATHER", lambda args: envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()),
                 _several("--pipeline-parallel-size", "pp_size"),
                 _several("--attention-context-parallel-size", "attn_cp_size"),
                 Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
@@ -317,7 +340,11 @@ def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> No
 def markdown() -> str:
     """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
     anyone = SimpleNamespace(
-        speculative_algorithm="NAME", hicache_storage_backend="NAME", disaggregation_mode="another"
+        speculative_algorithm="NAME",
+        hicache_storage_backend="NAME",
+        disaggregation_mode="another",
+        moe_a2a_backend="NAME",
+        deepep_mode="NAME",
     )
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
     for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW, READS):

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,13 +28,18 @@ import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.common import staging_buffer as engine
 
-__all__ = ["DeltaStaging", "Space", "piece_bytes"]
+__all__ = ["PIECES", "DeltaStaging", "Space", "piece_bytes"]
 
 # Of every piece's memory, in bytes: what copies of whole words on a GPU ask for.
 ALIGNMENT = 256
-# One prefill may hold one part in so many of the buffer, or one piece, that it has not written: it may stand still, and
-# what it has been given comes back only when it goes on, is gone, or its requests have timed out.
+# One prefill may hold one part in so many of the buffer that it has not written: it may stand still, and what it has
+# been given comes back only when it goes on, is gone, or its requests have timed out.
 SHARES = 4
+# The largest piece is one part in so many of it.
+PIECES = 8
+# Seconds without a word of such a prefill after which it is given one more piece, up to half of the buffer: a message
+# may have been lost with a connection, and then nobody writes what it was about.
+SILENT_S = 5.0
 
 
 def piece_bytes(prefill_tp: int, decode_tp: int, total_heads: int, head_bytes: int, num_layers: int) -> int:
@@ -78,12 +84,14 @@ def _aligned(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Piece:
     """``num_pages`` pages of a delta, by way of ``length`` bytes at ``offset`` (None until they are free)."""
 
     num_pages: int
     length: int
+    # In the order of asking, over all rooms.
+    number: int
     offset: int | None = None
     # Prefill ranks to tell the offset, and those that have written.
     askers: dict[int, Callable[[int], None]] = dataclasses.field(default_factory=dict)
@@ -98,14 +106,136 @@ class _Piece:
 class _Room:
     pages: npt.NDArray[np.int32]
     prefill_tp: int
-    # Its prefill's address.
+    # Its name, and its part of the buffer.
     prefill: str
+    share: _Share
     # By the position of their first page in ``pages``; in this order, and without gaps.
     pieces: dict[int, _Piece] = dataclasses.field(default_factory=dict)
     # Pages asked for, and pages that are in the KV pool.
     end: int = 0
     copied: int = 0
     closed: bool = False
+
+
+class _Share:
+    """What one prefill waits for, and what it has been given and has not written.
+
+    Of the latter not all counts: with a piece it tells that it goes on, and what it was given before that piece and has
+    not written is nothing that more of it would be kept for.
+    """
+
+    def __init__(self) -> None:
+        # Some of rooms that have ended, which are passed over.
+        self._waiting: deque[tuple[_Room, _Piece]] = deque()
+        # In the order of giving.
+        self._counted: dict[_Piece, None] = {}
+        self._counted_bytes = 0
+        self.heard_at = 0.0
+        # Open ones, of which pieces may come.
+        self.rooms = 0
+
+    def wait(self, room: _Room, piece: _Piece) -> None:
+        """``piece`` is the last one that it waits for."""
+        self._waiting.append((room, piece))
+
+    def first(self) -> _Piece | None:
+        """The one that it has waited for longest."""
+        while self._waiting and self._waiting[0][0].closed:
+            self._waiting.popleft()
+        return self._waiting[0][1] if self._waiting else None
+
+    def may_take(self, piece: _Piece, size: int) -> bool:
+        """Whether it may have ``piece``, of a buffer of ``size`` bytes."""
+        taken = self._counted_bytes + piece.length
+        if not self._counted or taken <= size // SHARES:
+            return True
+        return taken <= size // 2 and time.monotonic() - self.heard_at > SILENT_S
+
+    def take(self) -> None:
+        """It has been given the first that it waits for."""
+        _, piece = self._waiting.popleft()
+        self._counted[piece] = None
+        self._counted_bytes += piece.length
+        self.heard_at = time.monotonic()
+
+    def written(self, piece: _Piece) -> None:
+        """It has written ``piece``."""
+        if piece in self._counted:
+            for earlier in list(self._counted):
+                self._uncount(earlier)
+                if earlier is piece:
+                    break
+        self.heard_at = time.monotonic()
+
+    def give_back(self, piece: _Piece) -> None:
+        """It will not write ``piece``."""
+        if piece in self._counted:
+            self._uncount(piece)
+
+    def _uncount(self, piece: _Piece) -> None:
+        del self._counted[piece]
+        self._counted_bytes -= piece.length
+
+
+class _Shares:
+    """Of all prefills, and whose turn it is."""
+
+    def __init__(self) -> None:
+        # By the prefill's name.
+        self.all: dict[str, _Share] = {}
+        # The piece that there is no hole for, and since when.
+        self._stuck: _Piece | None = None
+        self._stuck_at = 0.0
+
+    def join(self, prefill: str) -> _Share:
+        """One more room of ``prefill``."""
+        share = self.all.setdefault(prefill, _Share())
+        share.rooms += 1
+        return share
+
+    def leave(self, prefill: str) -> None:
+        """One less, of which nothing is left."""
+        self.all[prefill].rooms -= 1
+        if not self.all[prefill].rooms:
+            del self.all[prefill]
+
+    def give(self, space: Space) -> Iterator[tuple[_Piece, int]]:
+        """The pieces that now get their memory, and where, of those that may have more in the order of asking.
+
+        Or a large piece might wait for ever; see `_may_pass`.
+        """
+        # One that has its share is not looked at again: a later, smaller piece of it must not pass the first.
+        asking = {share: piece for share in self.all.values() if (piece := share.first())}
+        while asking:
+            share, piece = min(asking.items(), key=lambda item: item[1].number)
+            if not share.may_take(piece, space.size):
+                del asking[share]
+                continue
+            offset = space.take(piece.length)
+            if offset is None:
+                if not self._may_pass(piece):
+                    return
+                del asking[share]
+                continue
+            piece.offset = offset
+            share.take()
+            yield piece, offset
+            following = share.first()
+            if following is None:
+                del asking[share]
+            else:
+                asking[share] = following
+
+    def _may_pass(self, piece: _Piece) -> bool:
+        """Whether others may pass ``piece``, for which there is no hole: every other `SILENT_S` seconds.
+
+        In those between, all that moves becomes free for it; and what a prefill holds that stands still, in the middle
+        of the buffer, does not stop everybody.
+        """
+        now = time.monotonic()
+        if self._stuck is None or self._stuck.offset is not None or piece.number < self._stuck.number:
+            self._stuck, self._stuck_at = piece, now
+        return int((now - self._stuck_at) / SILENT_S) % 2 == 1
 
 
 class DeltaStaging:
@@ -131,11 +261,9 @@ class DeltaStaging:
         self.head_bytes = head_dim * k_buffers[0].element_size()
         self.space = Space(buffer.numel())
         self.rooms: dict[int, _Room] = {}
-        # Asked for and not there yet. First come, first served, or a large piece might wait for ever; but for those of
-        # a prefill that holds its share.
-        self.waiting: deque[tuple[_Room, _Piece]] = deque()
-        # Bytes that each prefill has been given and has not written.
-        self.unwritten: Counter[str] = Counter()
+        self.shares = _Shares()
+        self.asked = 0
+        self.looked_at = 0.0
         self.copying: list[tuple[_Room, _Piece]] = []
         # Granted under the lock, and told when that is free again: see `_locked`.
         self.granted: list[tuple[Callable[[int], None], int]] = []
@@ -145,10 +273,10 @@ class DeltaStaging:
     def open(self, room: int, pages: npt.NDArray[np.int32], prefill_tp: int, prefill: str) -> None:
         """Expect pieces for ``room``; ``pages`` are those that prefill is asked to fill, in that order.
 
-        prefill: its address. Of one buffer that several fill, none gets all.
+        prefill: its name. Of one buffer that several fill, none gets all.
         """
         with self._locked():
-            self.rooms[room] = _Room(pages, prefill_tp, prefill)
+            self.rooms[room] = _Room(pages, prefill_tp, prefill, self.shares.join(prefill))
 
     def request(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
         """Prefill rank ``rank`` wants to write pages ``start`` and so on; ``grant`` is called with the offset for them.
@@ -171,13 +299,15 @@ class DeltaStaging:
                 token = piece_bytes(
                     state.prefill_tp, self.tp_size, self.total_heads, self.head_bytes, len(self.k_buffers)
                 )
-                piece = state.pieces[start] = _Piece(num_pages, num_pages * self.page_size * token)
+                piece = _Piece(num_pages, num_pages * self.page_size * token, self.asked)
                 if piece.length > self.space.size:
                     raise ValueError(
                         f"a piece of {piece.length} bytes is larger than the staging buffer ({self.space.size} bytes)"
                     )
+                state.pieces[start] = piece
                 state.end += num_pages
-                self.waiting.append((state, piece))
+                self.asked += 1
+                state.share.wait(state, piece)
             elif piece.num_pages != num_pages:
                 raise ValueError(f"prefill ranks disagree: a piece of {piece.num_pages} and of {num_pages} pages")
             piece.askers[rank] = grant
@@ -201,7 +331,7 @@ class DeltaStaging:
             if piece.started or len(piece.writers) < max(1, state.prefill_tp // self.tp_size):
                 return
             piece.started = True
-            self.unwritten[state.prefill] -= piece.length
+            state.share.written(piece)
             self.copying.append((state, piece))
             self._grant()
         # Not under the lock: to hand it over can take a while, and the scheduler asks what has landed.
@@ -242,9 +372,9 @@ class DeltaStaging:
             state = self.rooms.get(room)
             if state is None:
                 return True
-            state.closed = True
-            self.waiting = deque(entry for entry in self.waiting if entry[0] is not state)
-            self._grant()
+            if not state.closed:
+                state.closed = True
+                self._grant()
             return not any(other is state for other, _ in self.copying)
 
     def drop(self, room: int) -> None:
@@ -253,16 +383,15 @@ class DeltaStaging:
             state = self.rooms.pop(room, None)
             if state is None:
                 return
-            self.waiting = deque(entry for entry in self.waiting if entry[0] is not state)
+            state.closed = True
             copying = [piece for _, piece in self.copying]
             for piece in state.pieces.values():
                 # A copy reads on until it is done, and is taken back then.
                 if not any(piece is other for other in copying):
                     if piece.offset is not None and not piece.started:
-                        self.unwritten[state.prefill] -= piece.length
+                        state.share.give_back(piece)
                     self._free(piece)
-            # Of prefills that come and go.
-            self.unwritten = +self.unwritten
+            self.shares.leave(state.prefill)
             self._grant()
 
     @contextmanager
@@ -287,22 +416,8 @@ class DeltaStaging:
         return None if state is None or state.closed else state
 
     def _grant(self) -> None:
-        passed: list[tuple[_Room, _Piece]] = []
-        full: set[str] = set()
-        while self.waiting:
-            state, piece = self.waiting[0]
-            held = self.unwritten[state.prefill]
-            if state.prefill in full or (held and held + piece.length > self.space.size // SHARES):
-                full.add(state.prefill)
-                passed.append(self.waiting.popleft())
-                continue
-            piece.offset = self.space.take(piece.length)
-            if piece.offset is None:
-                break
-            self.waiting.popleft()
-            self.unwritten[state.prefill] += piece.length
-            self.granted += [(grant, piece.offset) for grant in piece.askers.values()]
-        self.waiting.extendleft(reversed(passed))
+        for piece, offset in self.shares.give(self.space):
+            self.granted += [(grant, offset) for grant in piece.askers.values()]
 
     def _free(self, piece: _Piece) -> None:
         if piece.offset is not None:
@@ -318,8 +433,9 @@ class DeltaStaging:
                 continue
             state.copied += piece.num_pages
             self._free(piece)
-        if len(under_way) < len(self.copying):
-            self.copying = under_way
+        now = time.monotonic()
+        if len(under_way) < len(self.copying) or now - self.looked_at > SILENT_S / 10:
+            self.copying, self.looked_at = under_way, now
             self._grant()
 
     def _copy(self, state: _Room, start: int, piece: _Piece) -> None:

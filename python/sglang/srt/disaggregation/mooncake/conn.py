@@ -433,7 +433,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             return
         if self._offers_staging and self.require_staging:
             prefill_tp = self.prefill_info.attn_tp_size
-            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, prefill_tp, self.bootstrap_addr)
+            # Its DP ranks stand still each by itself.
+            prefill = f"{self.bootstrap_addr}, DP rank {self.prefill_dp_rank}"
+            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, prefill_tp, prefill)
 
         def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
             aux = b"" if is_dummy else str(aux_index).encode("ascii")

@@ -8,11 +8,12 @@ Upstream: sgl-project/sglang#30545 (merged).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.delta_staging import DeltaStaging, piece_bytes
+from sglang.srt.disaggregation.common.delta_staging import PIECES, DeltaStaging, piece_bytes
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
 from sglang.srt.disaggregation.common.wire import room_header
 from sglang.srt.disaggregation.mooncake.wire import (
@@ -53,6 +54,8 @@ class StagingKVManager(Base):
         self.staging_offer: Any = None
         # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
         self.staging_told = False
+        # What the last transfer of this thread returned.
+        self.returned = threading.local()
         super().__init__(*args, **kwargs)
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
@@ -103,8 +106,8 @@ class StagingKVManager(Base):
             return 0
         page = page_size * piece_bytes(self.attn_tp_size, theirs.dst_attn_tp_size, heads, head_bytes, len(layers))
         mine = page // max(1, self.attn_tp_size // theirs.dst_attn_tp_size)
-        # Two pieces fit in decode's buffer, so that one can be filled while the other is emptied.
-        most = min(self._staging_ctx.buffers[0].get_size() // mine, theirs.staging.total_size // (2 * page))
+        # Small beside the holes that are left where a prefill stands still.
+        most = min(self._staging_ctx.buffers[0].get_size() // mine, theirs.staging.total_size // (PIECES * page))
         if most == 0:
             logger.warning(
                 "Staging buffers are too small for a page of %d bytes, so KV is sent without. Increase "
@@ -145,31 +148,54 @@ class StagingKVManager(Base):
         for info in infos if num_pages else []:
             if start in info.written or not self._piece_pages(info):
                 continue
-            if start in info.grants:
-                self._write_piece(chunk, info, info.grants.pop(start), staging_buffer)
-                info.written.add(start)
-            else:
+            if start not in info.grants:
                 complete = False
+                continue
+            if why := self._write_piece(chunk, info, info.grants.pop(start), staging_buffer):
+                self.fail_room(chunk.room, why)
+                return None
+            info.written.add(start)
         return complete
 
-    def _write_piece(self, chunk, info: TransferInfo, offset: int, staging_buffer) -> None:
-        theirs = self.decode_kv_args_table[info.mooncake_session_id]
-        failed = self.send_kvcache_staged(
-            info.mooncake_session_id,
-            chunk.prefill_kv_indices,
-            theirs.staging.base_ptr + offset,
-            theirs.staging.total_size - offset,
-            theirs.dst_tp_rank,
-            theirs.dst_attn_tp_size,
-            theirs.dst_kv_item_len,
-            staging_buffer,
-        )
+    def _write_piece(self, chunk, info: TransferInfo, offset: int, staging_buffer) -> str | None:
+        """Write a piece and say so to decode; why it could not be written, if so."""
+        session, address = info.mooncake_session_id, NetworkAddress(info.endpoint, info.dst_port)
+        # The rule of the engine, for what goes without staging: each failure may take the transport's time-out, in
+        # which this thread writes for nobody.
+        with self.session_lock:
+            if session in self.failed_sessions:
+                return f"no piece is written to decode at {address.to_host_port_str()}, since writes to it have failed"
+        theirs, self.returned.status = self.decode_kv_args_table[session], 0
+        try:
+            failed = self.send_kvcache_staged(
+                session,
+                chunk.prefill_kv_indices,
+                theirs.staging.base_ptr + offset,
+                theirs.staging.total_size - offset,
+                theirs.dst_tp_rank,
+                theirs.dst_attn_tp_size,
+                theirs.dst_kv_item_len,
+                staging_buffer,
+            )
+        except RuntimeError as e:
+            if not self.returned.status:
+                # On this side: another piece may go.
+                raise
+            logger.error("A piece could not be written to decode at %s: %s", address.to_host_port_str(), e)
+            with self.session_lock:
+                self.failed_sessions.add(session)
+            return f"a piece could not be written to decode at {address.to_host_port_str()}"
         if failed:
             raise RuntimeError("a piece does not fit a staging buffer")
-        start, address = chunk.index_slice.start, NetworkAddress(info.endpoint, info.dst_port)
         # The socket on which the end of the transfer is told, so that decode learns of this before.
         socket = self._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
-        socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % start])
+        socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % chunk.index_slice.start])
+        return None
+
+    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: list[tuple[int, int, int]]) -> int:
+        """Notes what the engine's returns: of a piece that cannot be written it makes an error like any other."""
+        self.returned.status = super()._transfer_data(mooncake_session_id, transfer_blocks)
+        return self.returned.status
 
     def _do_staging_transfer(
         self, staging_strategy, kv_chunk, req, target_info, chunked_dst_kv_indice, executor, queue, prefill_unique_rank
