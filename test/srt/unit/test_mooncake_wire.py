@@ -1672,6 +1672,17 @@ def test_staging_buffers_too_small_for_a_page_are_left_alone(monkeypatch, caplog
     world.close()
 
 
+@pytest.mark.parametrize(("pages", "most"), [(1, 0), (2, 1), (8, 1), (15, 1), (16, 2), (80, 10)])
+def test_pieces_are_small_beside_decodes_staging_buffer(monkeypatch, pages: int, most: int) -> None:
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+    world.request(1, 8, 0).bootstrap()
+    manager = world.prefill[0].manager
+    for theirs in manager.decode_kv_args_table.values():
+        theirs.staging.total_size = pages * sum(world.decode[0].manager.kv_args.kv_item_lens)
+        assert manager._find_piece_pages(theirs) == most
+    world.close()
+
+
 def test_ranks_that_share_heads_send_slices(monkeypatch) -> None:
     world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
     world.prefill[0].manager.kv_args.total_kv_head_num = HEADS // 2

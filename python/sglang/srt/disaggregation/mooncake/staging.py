@@ -106,8 +106,10 @@ class StagingKVManager(Base):
             return 0
         page = page_size * piece_bytes(self.attn_tp_size, theirs.dst_attn_tp_size, heads, head_bytes, len(layers))
         mine = page // max(1, self.attn_tp_size // theirs.dst_attn_tp_size)
-        # Small beside the holes that are left where a prefill stands still.
-        most = min(self._staging_ctx.buffers[0].get_size() // mine, theirs.staging.total_size // (PIECES * page))
+        # Small beside the holes that are left where a prefill stands still. Of a page at least, as long as two fit.
+        theirs_in_all = theirs.staging.total_size // page
+        most = max(theirs_in_all // PIECES, min(theirs_in_all // 2, 1))
+        most = min(most, self._staging_ctx.buffers[0].get_size() // mine)
         if most == 0:
             logger.warning(
                 "Staging buffers are too small for a page of %d bytes, so KV is sent without. Increase "
