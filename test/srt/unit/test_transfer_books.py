@@ -188,11 +188,24 @@ def test_the_name_of_a_peer_that_refuses_is_resolved_anew(monkeypatch):
         assert "127.0.0.1" not in peer_liveness._resolved
 
 
+def staging_of(pool: list[torch.Tensor], units: int) -> DeltaStaging:
+    """A buffer of so many pieces of the smallest size, for a pool of one layer."""
+    return DeltaStaging(torch.ones(units * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock by which a prefill is silent, in seconds."""
+    found = [100.0]
+    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: found[0]))
+    return found
+
+
 def test_a_room_that_is_closed_is_given_nothing_and_copies_nothing():
     """Trap 22: its pages may be another's by the time its prefill has written."""
     pool = [torch.zeros(64, 1, 4) for _ in range(2)]
     page = 4 * 4 * 4 * 2
-    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    staging = staging_of(pool, 64)
     granted: list[int] = []
     # One that nobody here knows, as its request has ended.
     staging.request(1, 0, 1, 0, granted.append)
@@ -215,8 +228,7 @@ def test_a_room_that_is_closed_is_given_nothing_and_copies_nothing():
 def test_a_prefill_that_stands_still_leaves_the_staging_buffer_to_the_others():
     """What it has been given and does not write comes back when its requests have timed out, minutes later."""
     pool = [torch.zeros(64, 1, 4) for _ in range(2)]
-    # 64 pieces of the smallest size.
-    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    staging = staging_of(pool, 64)
     granted: list[tuple[str, int]] = []
 
     def ask(prefill: str, room: int, num_pages: int = 1) -> None:
@@ -254,12 +266,10 @@ def test_a_prefill_that_stands_still_leaves_the_staging_buffer_to_the_others():
 
 
 @pytest.mark.parametrize("size, piece, lost", [(64, 16, 1), (64, 8, 2), (1024, 16, 16)])
-def test_a_prefill_whose_grants_were_lost_goes_on(monkeypatch, size: int, piece: int, lost: int):
+def test_a_prefill_whose_grants_were_lost_goes_on(now: list[float], size: int, piece: int, lost: int):
     """With a connection that is reset what was on its way is gone, and nobody writes what it was about."""
-    now = [100.0]
-    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
     pool = [torch.zeros(4 * piece * 2, 1, 4) for _ in range(2)]
-    staging = DeltaStaging(torch.ones(size * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    staging = staging_of(pool, size)
     granted: list[int] = []
     # A page is half of the smallest piece of memory.
     for room in range(200):
@@ -279,11 +289,9 @@ def test_a_prefill_whose_grants_were_lost_goes_on(monkeypatch, size: int, piece:
     assert sum(length for _, length in staging.space.free) == staging.space.size and not staging.shares.all
 
 
-def test_a_prefill_that_says_nothing_gets_no_more_than_half(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_a_prefill_that_says_nothing_gets_no_more_than_half(now: list[float]):
     pool = [torch.zeros(8, 1, 4) for _ in range(2)]
-    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    staging = staging_of(pool, 64)
     granted: list[int] = []
     for room in range(100):
         staging.open(room, np.zeros(8, dtype=np.int32), 1, "prefill")
@@ -300,12 +308,10 @@ def test_a_prefill_that_says_nothing_gets_no_more_than_half(monkeypatch):
     assert granted[8:] == [99]
 
 
-def test_a_piece_that_fits_in_no_hole_does_not_keep_everybody_waiting(monkeypatch):
+def test_a_piece_that_fits_in_no_hole_does_not_keep_everybody_waiting(now: list[float]):
     """One that stands still holds a page in the middle of the buffer. But all that moves becomes free for it first."""
-    now = [100.0]
-    monkeypatch.setattr(delta_staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
     pool = [torch.zeros(8, 1, 4) for _ in range(2)]
-    staging = DeltaStaging(torch.ones(64 * 256, dtype=torch.uint8), pool[:1], pool[1:], 4, tp_size=1, tp_rank=0)
+    staging = staging_of(pool, 64)
     staging.space.free = [(0, 30 * 256), (31 * 256, 33 * 256)]
     granted: list[str] = []
 

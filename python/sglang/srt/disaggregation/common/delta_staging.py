@@ -168,7 +168,7 @@ class _Share:
         self.heard_at = time.monotonic()
 
     def give_back(self, piece: _Piece) -> None:
-        """It will not write ``piece``."""
+        """It will not write ``piece``, if it has not."""
         if piece in self._counted:
             self._uncount(piece)
 
@@ -388,8 +388,7 @@ class DeltaStaging:
             for piece in state.pieces.values():
                 # A copy reads on until it is done, and is taken back then.
                 if not any(piece is other for other in copying):
-                    if piece.offset is not None and not piece.started:
-                        state.share.give_back(piece)
+                    state.share.give_back(piece)
                     self._free(piece)
             self.shares.leave(state.prefill)
             self._grant()
