@@ -7,14 +7,15 @@ import functools
 from collections.abc import Callable
 
 from sim.scale import Many, Trace
-from sim.workload import Churn, Crowd, Published, Shared
+from sim.workload import Behind, Churn, Crowd, Published, Shared
 
-Sizes = Published | Churn | Trace | Many
+Sizes = Published | Churn | Trace | Many | Behind
 KINDS: dict[str, Callable[[], Sizes]] = {
     "published": Published,
     "a": Shared,
     "g": Churn,
     "h": Crowd,
+    "i": Behind,
     "trace": Trace,
     "trace4": functools.partial(Trace, decodes=4),
     "trace16": functools.partial(Trace, decodes=16),

@@ -30,7 +30,8 @@ class SimulatedSteps:
     def _measured(self) -> list[int]:
         worker, times = self.worker, self.worker.times
         step = times.decode_step(len(worker.running), tokens_read(worker))
-        figures = (step, times.step, worker.scale * times.token, 0.0, worker.queue.policy.transfers.short() or 0.0)
+        short = worker.queue.policy.transfers.short() or 0.0
+        figures = (step, times.computed or times.step, worker.scale * times.token, 0.0, short)
         return [round(PS * seconds) for seconds in figures]
 
     def decoded(self, steps: int) -> None:

@@ -27,7 +27,8 @@ class Times:
     in which nothing happens meanwhile; 1 is exact. prefill_cache: tokens that the cache of each prefill worker holds.
     shares: 1 where a step reads once what several of its requests share. step_merge: seconds of such a step for each
     request that shares, whose parts are put together. beside: by which part a decode step takes longer while a prefill
-    computes, and the other way round, where they have the same cores.
+    computes, and the other way round, where they have the same cores. computed: of a step over prompts on decode, what
+    it takes whatever it computes; 0: as a decode step.
     """
 
     step: float
@@ -48,6 +49,7 @@ class Times:
     shares: int = 0
     step_merge: float = 0.0
     beside: float = 0.0
+    computed: float = 0.0
 
     def decode_step(self, requests: int, tokens: int) -> float:
         """Seconds of one decode step of ``requests`` requests that read ``tokens`` tokens of KV together."""
@@ -55,7 +57,7 @@ class Times:
 
     def extend(self, spans: list[tuple[int, int]]) -> float:
         """Seconds of a step over prompts on decode, which reads the weights as any step. spans: as in `prefill`."""
-        return self.step + self.prefill(spans) - self.batch
+        return (self.computed or self.step) + self.prefill(spans) - self.batch
 
     def prefill(self, spans: list[tuple[int, int]]) -> float:
         """Seconds of one prefill batch. spans: (tokens before, new tokens) of each request in it."""
@@ -139,4 +141,33 @@ def this_machine() -> Times:
         poll=0.002,
         stride=1,
         prefill_cache=131072,
+    )
+
+
+def one_gpu() -> Times:
+    """One H100 that prefill and decode share, a model of 0.94 billion parameters (docs/lab/2026-11-26-h100.md).
+
+    * ``step``, ``step_request``: workload (a), ITL 2.2 ms with 21 and 3.4 with 57 running; (c), 1.5 ms with few.
+    * ``computed``, and ``batch`` like it: a step over prompts, 15 to 18 ms whatever little it computes.
+    * ``handshake`` and the like: TTFT p50 in (c) is 51 ms with local prefill, of which such a step is a third.
+    * ``token`` (2 operations for each parameter at a third of the GPU's) and ``beside``: assumed.
+    """
+    return Times(
+        step=0.0014,
+        step_request=0.00003,
+        step_token=0.0,
+        batch=0.016,
+        token=6e-6,
+        attention=0.0,
+        chunk=8192,
+        bandwidth=2e10,
+        latency=0.01,
+        kv_bytes=65536,
+        handshake=0.03,
+        message=0.005,
+        poll=0.001,
+        stride=1,
+        prefill_cache=400_000,
+        beside=0.5,
+        computed=0.016,
     )

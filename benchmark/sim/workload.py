@@ -216,3 +216,44 @@ class Shared(Published):
 
     def times(self) -> times.Times:
         return times.this_machine()
+
+
+@dataclass
+class Behind:
+    """Workload (i) of `pd-radix bench`: ``clients`` whose next turns begin together, each behind ``others`` prompts of
+    ``prompt`` tokens that nobody asks again and that are not measured; nor is the first turn, of ``document`` tokens.
+
+    apart: seconds between two requests on average, as a gateway sends them on.
+    """
+
+    clients: int = 8
+    turns: int = 24
+    document: int = 400
+    question: int = 40
+    answer: int = 32
+    others: int = 4
+    prompt: int = 1500
+    apart: float = 0.004
+    pool: int = 65_536
+    reserve: int = 64
+    seed: int = 0
+
+    def make(self) -> Workload:
+        pick, keys = random.Random(f"behind/{self.seed}"), itertools.count(1)
+        said: list[tuple[tuple[int, int], ...]] = [() for _ in range(self.clients)]
+        rounds: list[list[Request]] = []
+        for turn in range(self.turns):
+            asked = [Request(((next(keys), self.prompt),), 2, measured=False) for _ in range(self.others)]
+            clients = list(range(self.clients))
+            pick.shuffle(clients)
+            for c in clients:
+                blocks = (*said[c], (next(keys), self.question if turn else self.document))
+                request = Request(blocks, self.answer, c, measured=turn > 0, answer_key=next(keys))
+                said[c] = (*blocks, (request.answer_key, self.answer))
+                asked.append(request)
+            at = 0.0
+            for request in asked:
+                request.arrival = at = at + pick.expovariate(1 / self.apart)
+            rounds.append(asked)
+        title = f"chats of {self.clients} clients, each turn behind {self.others} prompts of {self.prompt} tokens"
+        return Workload(title, rounds, None, self.pool, self.reserve, 1, 16, times.one_gpu())

@@ -198,6 +198,25 @@ def test_who_has_the_same_cores_takes_longer():
     assert beside["requests_per_s"] < 0.9 * alone["requests_per_s"]
 
 
+def test_turns_behind_others_prompts():
+    """Computed on decode, their first tokens come sooner; on a GPU of prefill's the others' prompts pay for that."""
+    ran = {}
+    for beside in ("0.5", "0"):
+        settings = ["i.turns=8", f"times.beside={beside}"]
+        ran[beside] = {mode: simulate("i", mode, settings) for mode in ("off", "new", "local")}
+        assert [f["requests"] for f in ran[beside].values()] == [8 * 7] * 3
+        off, new, local = ran[beside].values()
+        assert local["ttft_p50"] < 0.8 * new["ttft_p50"] < 0.8 * off["ttft_p50"]
+    assert ran["0.5"]["local"]["requests_per_s"] < 0.95 * ran["0.5"]["new"]["requests_per_s"]
+    assert ran["0"]["local"]["requests_per_s"] > 0.98 * ran["0"]["new"]["requests_per_s"]
+
+
+def test_a_step_over_prompts_has_a_fixed_part_of_its_own():
+    short, long = (simulate("i", "local", ["i.turns=4", f"times.computed={s}"]) for s in ("0.004", "0.016"))
+    assert short["ttft_p50"] < long["ttft_p50"] - 0.008
+    assert short["itl_mean"] < long["itl_mean"]
+
+
 @pytest.mark.parametrize("answers, lengths", [("fixed", {80}), ("even", set(range(40, 121))), ("long", None)])
 def test_answers_have_the_lengths_that_were_asked_for(answers, lengths):
     (asked,) = Shared(answers=answers).make().rounds

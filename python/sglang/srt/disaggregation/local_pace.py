@@ -2,8 +2,9 @@
 
 Such a step makes one gap between the tokens of all that decode longer, by all of its time. So it is paid for with a
 part of the time of their own steps: each decode step earns as much, and the next step over prompts waits until what the
-last one took has been earned. However many prompts come, the mean of the others' gaps is no more than that part longer.
-Where few decode, the part is larger: few wait for it.
+last one took has been earned. However many prompts come, the mean of the others' gaps is no more than that part longer,
+but for the first after an idle moment, which gives `AHEAD` steps in advance. Where few decode, the part is larger: few
+wait for it.
 
 A remainder that would wait here for longer than prefill takes for a short one is prefill's, and so is one whose first
 token would come too little sooner for what all that decode lose by its step.
