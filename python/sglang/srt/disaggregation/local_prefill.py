@@ -177,23 +177,35 @@ class PromptPages:
         shared = end - 1 if end == len(one.req.origin_input_ids) else end
         return shared // self._tree.page_size * self._tree.page_size
 
-    def held(self, one: LocalReq, end: int) -> int:
-        """How many of the tokens that such a step puts into the tree are there."""
+    def enter(self, slices: Sequence[Slice]) -> Iterator[tuple[Slice, int]]:
+        """Put into the tree what a step over ``slices`` computes, one by one, each with the token that it starts with.
+
+        One whose beginning another of them computes is left for the next step: attention may read what is before a
+        slice before this step writes it (FlashInfer, ragged).
+        """
+        ends = [self.end(*part) for part in slices]
+        # The first has none before it.
+        before = [self._held(part.one, ends[i]) if i else None for i, part in enumerate(slices)]
+        for part, end, earlier in zip(slices, ends, before, strict=True):
+            held = self._held(part.one, end)
+            # Nobody but those before it has put anything into the tree since.
+            if earlier in (None, held):
+                self.share(part.one, end)
+                yield part, max(part.one.done, min(held, end))
+
+    def _held(self, one: LocalReq, end: int) -> int:
+        """How many of the prompt's tokens before ``end`` the tree has."""
         req, tree = one.req, self._tree
         if not tree.accepts(req):
             return 0
-        return tree.peek(tree.shareable(self._tokens(req, self.end(one, end))), req.extra_key).length
+        return tree.peek(tree.shareable(self._tokens(req, end)), req.extra_key).length
 
-    def share(self, one: LocalReq, end: int) -> int:
-        """Put the prompt's tokens before ``end`` into the tree; returns up to where the tree had them."""
+    def share(self, one: LocalReq, end: int) -> None:
+        """Put the prompt's tokens before ``end`` into the tree."""
         req, tree = one.req, self._tree
-        if end <= req.cache_protected_len or not tree.accepts(req):
-            return one.done
-        tokens = self._tokens(req, end)
-        held = tree.peek(tree.shareable(tokens), req.extra_key).length
-        req.fill_ids, req.committed_indices = tokens, None
-        tree.cache_unfinished_req(req)
-        return max(one.done, min(held, end))
+        if end > req.cache_protected_len and tree.accepts(req):
+            req.fill_ids, req.committed_indices = self._tokens(req, end), None
+            tree.cache_unfinished_req(req)
 
     def _tokens(self, req: Req, end: int) -> list[int]:
         """What the tree knows the tokens before ``end`` by: with drafts, the token after them is part of it."""
@@ -399,23 +411,18 @@ class LocalPrefills:
     def begin(self, slices: Sequence[Slice]) -> list[Slice]:
         """Set the requests of ``slices`` up for a step of the engine; what is whole pages by then is the tree's.
 
-        Returns those of which there is something to compute. One whose beginning another of them computes is left for
-        the next step: attention may read what is before a slice before this step writes it (FlashInfer, ragged).
+        Returns those of which the step has something to compute.
         """
-        held = [self._pages.held(one, end) for one, end in slices[1:]]
-        begun = []
         with self.steps.next_writes():
-            for i, (one, end) in enumerate(slices):
-                # Nobody but those before it has put anything into the tree since.
-                if (not i or self._pages.held(one, end) == held[i - 1]) and self._set_up(one, end):
-                    begun.append(Slice(one, end))
-        return begun
+            return [part for part, start in self._pages.enter(slices) if self._set_up(part.one, start, part.end)]
 
-    def _set_up(self, one: LocalReq, end: int) -> bool:
-        """Have the next step compute a prompt up to ``end``; returns whether there is something to compute."""
+    def _set_up(self, one: LocalReq, start: int, end: int) -> bool:
+        """Have the next step compute a prompt from ``start`` to ``end``; returns whether there is something to compute.
+
+        Before ``start`` the tree has had it.
+        """
         req, prompt = one.req, one.req.origin_input_ids
         last = end == len(prompt)
-        start = self._pages.share(one, self._pages.end(one, end))
         one.done = end
         if start == end:
             # The tree has got all of it from elsewhere meanwhile.
