@@ -93,12 +93,18 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-ttft-target needs {FLAG}. Give both to the decode worker.")
 
 
+# Of a target: eleven days. Steps are counted in picoseconds, of which this many fit into 64 bits.
+MOST_MS = 1e9
+
+
 def _check_targets(itl_ms: float | None, ttft_ms: float | None) -> None:
     """Raise ValueError for a target that is no time."""
-    if itl_ms is not None and not 0 < itl_ms < float("inf"):
-        raise ValueError(f"--disaggregation-decode-itl-target is {itl_ms:g}: give milliseconds above 0.")
-    if ttft_ms is not None and not 0 < ttft_ms < float("inf"):
-        raise ValueError(f"--disaggregation-decode-ttft-target is {ttft_ms:g}: give milliseconds above 0.")
+    for name, target_ms in (("itl", itl_ms), ("ttft", ttft_ms)):
+        if target_ms is not None and not 0 < target_ms <= MOST_MS:
+            raise ValueError(
+                f"--disaggregation-decode-{name}-target is {target_ms:g}: give milliseconds, above 0 and at most "
+                f"{MOST_MS:g}."
+            )
 
 
 @dataclasses.dataclass

@@ -108,6 +108,7 @@ class PrefillScheduler(Scheduler):
         self.tp_group = SimpleNamespace(rank=rank, ranks=[*range(self.tp_size)])
         self.tp_cpu_group = self.attn_tp_cpu_group = self.attn_cp_cpu_group = None
         self.disaggregation_mode = DisaggregationMode.PREFILL
+        self.max_req_input_len = POOL
         self.enable_overlap, self.is_generation, self.page_size = loop.overlap, True, PAGE
         kv = MHATokenToKVPool(POOL, PAGE, torch.float32, 1, 1, 1, "cpu", False)
         self.token_to_kv_pool_allocator = make_allocator(POOL, PAGE, kv)

@@ -1184,6 +1184,26 @@ def test_a_request_that_is_asked_for_twice_counts_once(world: World, caplog: pyt
     world.assert_books_closed()
 
 
+def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world: World) -> None:
+    first, again = (world.request(1, 26, None).start_decode() for _ in range(2))
+    first.ask(kv_indices=np.arange(20, 27, dtype=np.int32), decode_prefix_len=None)
+    again.ask(kv_indices=np.arange(40, 47, dtype=np.int32), decode_prefix_len=None)
+    infos = world.prefill[0].manager.transfer_infos
+    asked = lambda: [int(info.dst_kv_indices[0]) for info in infos.get(1, {}).values()]  # noqa: E731
+    until(lambda: asked() == [40], "both messages are read")
+    again.start_prefill().wait_senders(KVPoll.WaitingForInput)
+
+
+def test_a_prompt_that_prefill_has_cut_is_not_sent(world: World) -> None:
+    """Its last page is not full, and decode, which has not cut it there, would take it for that."""
+    request = world.request(1, 10, 4).start_prefill().start_decode()
+    request.senders[0].is_cut = True
+    request.ask()
+    until(lambda: request.senders[0].poll() == KVPoll.Failed, "it is refused")
+    with pytest.raises(KVTransferError, match="start it without --allow-auto-truncate"):
+        request.senders[0].failure_exception()
+
+
 # ---- decode gives a request up ----
 
 

@@ -911,6 +911,46 @@ def test_a_lost_prefill_is_named_to_each_of_its_requests(world):
     assert not manager.failure_records
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_what_has_all_come_outlives_its_prefill(world, read):
+    """Whether or not another request's poll has read what was told of it before prefill was found to be gone."""
+    request = world.request(GOOD).bootstrap()
+    request.send()
+    request.wait_senders(KVPoll.Success)
+    manager, receiver = world.decode[0].manager, request.receivers[0]
+    if read:
+        manager.update_transfer_status()
+    manager._handle_node_failure(receiver.bootstrap_addr)
+    assert receiver.poll() == KVPoll.Success
+    receiver.clear()
+    assert not manager.failure_records and not manager.transfer_statuses
+
+
+def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world):
+    """As by the engine: a gateway that tries a room again, whose first request decode had aborted."""
+    first, again = (world.request(GOOD, 26, None).start_decode() for _ in range(2))
+    first.ask(kv_indices=np.arange(40, 47, dtype=np.int32), decode_prefix_len=None)
+    again.ask(kv_indices=np.arange(60, 67, dtype=np.int32), decode_prefix_len=None)
+    infos = world.prefill[0].manager.transfer_infos
+    last = lambda: [int(info.dst_kv_indices[0]) for info in infos.get(GOOD, {}).values()]  # noqa: E731
+    until(lambda: last() == [60], "both messages are read")
+    again.start_prefill().wait_senders(KVPoll.WaitingForInput)
+
+
+def test_what_is_read_too_late_is_refused(world, monkeypatch):
+    """Prefill stood still with decode's request in its queue: decode's cancel may lie behind a thousand messages."""
+    request = world.request(BAD).start_prefill().start_decode()
+    manager, sender = world.prefill[0].manager, request.senders[0]
+    manager.rooms.note_waiting(GOOD, "127.0.0.1", 1)
+    sender.made_at -= manager.handshake_timeout
+    world.push(request.frames())
+    until(lambda: BAD in manager.transfer_infos, "the message is read")
+    with pytest.raises(RuntimeError, match="read so late that decode may have given its pages away"):
+        until(lambda: sender.poll() == KVPoll.Failed, "it is refused")
+        sender.failure_exception()
+    assert not world.wire.transfers
+
+
 def test_a_failed_request_is_over_only_when_nothing_of_it_is_being_written(monkeypatch):
     """One decode rank is being written when the write to the next cannot be posted: its pages are not free yet."""
     world = World(monkeypatch, prefill_tp=1, decode_tp=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.common.authentication import NotTrusted
+from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 
@@ -61,6 +64,14 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
     version, [found] = ask(status, body)
     assert version is not None and version != DECODE_PREFIX_VERSION
     assert not found.takes_prefix
+
+
+def test_one_that_is_starting_has_not_answered():
+    """What it says is kept for as long as it is there, and before its ranks have registered it knows of nothing."""
+    assert ask(503, b"no rank of this prefill has registered yet") == (None, [])
+    with pytest.raises(web.HTTPServiceUnavailable, match="Service Unavailable"):
+        asyncio.run(capabilities(DECODE_PREFIX_VERSION, None, None, True, True, True))
+    assert asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))["version"] == DECODE_PREFIX_VERSION
 
 
 def test_one_that_would_not_send_the_state_is_sent_none():

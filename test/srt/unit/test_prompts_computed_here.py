@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms,
 from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq, Policy, may_compute, needs_prefill
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
 from sglang.srt.observability.metrics_collector import SchedulerStats
@@ -186,6 +187,24 @@ def test_a_step_has_a_part_of_one_prompt_at_most():
             reqs[1] = reqs[0]
         local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, True) for req in reqs]
         assert [end for _, end in local.pick(7, 8, lambda req: True)] == ends
+
+
+@pytest.mark.parametrize(
+    "page_size, bound, first, ends", [(64, 16, 10, [10]), (64, 74, 10, [10, 64]), (64, 16, 99, [64])]
+)
+def test_a_page_beyond_the_bound_is_given_to_the_first_alone(page_size: int, bound: int, first: int, ends: list[int]):
+    local = local_loop(bound, size=512, page_size=page_size).transfer.local
+    reqs = [SimpleNamespace(origin_input_ids=[1] * length, to_finish=None) for length in (first, 200)]
+    local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, True) for req in reqs]
+    assert [end for _, end in local.pick(bound, 8, lambda req: True)] == ends
+
+
+def test_of_a_full_hit_a_whole_page_is_computed():
+    local = local_loop(8, size=64, page_size=8).transfer.local
+    hit = SimpleNamespace(length=16, path=[], evictable=0, in_last=0)
+    for most, taken in ((7, False), (8, True)):
+        local.policy = local.policy._replace(most=most)
+        assert local.should_compute(plain(origin_input_ids=[1] * 16), hit, lambda: 0) == taken
 
 
 def test_as_many_go_in_a_step_as_wait_for_each_that_decodes():
@@ -448,6 +467,14 @@ def test_a_request_that_waits_is_answered_and_dropped():
     # The word comes twice: the room is another request's by then, or nobody's.
     answers.note(5)
     assert front.sent == [ComputedReq(5)]
+
+
+def test_an_abort_that_comes_from_the_scheduler_after_the_answer_ends_nothing():
+    """The abort of a client crosses with decode's word, and the request had waited: the scheduler answers it."""
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager.rid_to_state, manager.ended, manager.server_args = {}, None, SimpleNamespace(enable_lora=False)
+    manager._handle_abort_req(AbortReq(rid="a"))
+    assert not manager.rid_to_state
 
 
 def test_a_request_that_comes_after_the_word_is_not_sent():

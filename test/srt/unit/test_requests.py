@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import socket
 import time
@@ -547,6 +548,20 @@ def test_a_worker_of_a_pair_must_be_told_of_the_other():
                     door(mode)._validate_rid_not_in_flight(normal(**options))
             else:
                 door(mode)._validate_rid_not_in_flight(normal(**options))
+
+
+def test_a_decode_worker_with_a_cache_cuts_no_prompt():
+    """Nor would prefill, at the same token: `test_mooncake_wire.py`."""
+    room = {"bootstrap_room": 5, "bootstrap_host": "h"}
+    for mode, keeps in itertools.product(DisaggregationMode, (False, True)):
+        options = {"allow_auto_truncate": True, "disaggregation_decode_enable_radix_cache": keeps}
+        made = door(mode, **options)
+        if keeps and mode == DisaggregationMode.DECODE:
+            with pytest.raises(ValueError, match="has 9 tokens, and this worker takes fewer than 9"):
+                made._validate_rid_not_in_flight(normal(input_ids=[1] * 9, **room))
+        elif not keeps:
+            made._validate_rid_not_in_flight(normal(input_ids=[1] * 9, **room))
+        made._validate_rid_not_in_flight(normal(input_ids=[1] * 8, **room))
 
 
 def test_an_adapter_is_named_and_not_numbered():

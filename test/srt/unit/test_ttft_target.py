@@ -56,6 +56,17 @@ def admitted(waiting: list[Any]) -> list[int]:
     return [n for n, dr in enumerate(waiting) if dr.wire.asked]
 
 
+def test_what_has_been_admitted_is_kept_no_longer(clock):
+    ttft = TtftTarget(1e9)
+    for arrival in range(5):
+        ttft.joined(arrival)
+        if arrival != 2:
+            ttft.admitted(arrival, 0)
+    assert list(ttft._in_time) == [2] and ttft.own() == [0]
+    clock.now += 2e9
+    assert ttft.own() == [3] and not ttft._in_time
+
+
 # ---- who is late ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
+from decode_world import HostSizes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop
@@ -177,8 +179,11 @@ def test_what_may_change_the_weights(message, changes, monkeypatch):
         done.append((action, scheduler.changes))
 
     scheduler.tp_worker.model_runner = SimpleNamespace(model=torch.nn.Module(), check_weights=check_weights)
+    scheduler.before_weight_update = lambda: done.append(("left", scheduler.changes + 1))
     scheduler.process_input_requests([message])
     assert scheduler.answered == [message] and scheduler.changes == changes
+    # What keeps KV elsewhere under the model's name is left; memory comes back with the weights that it had.
+    assert ("left" in dict(done)) == (getattr(message, "action", "") == "reset_tensors")
     # Before it is done.
     assert all(so_far == changes for _, so_far in done)
 
@@ -440,6 +445,47 @@ def test_prefill_does_not_wait_for_requests_that_it_has_not_begun(monkeypatch, o
     assert answers == [None] and updated == [3]
     assert [req.rid for req, _ in scheduler.told] == ["request-7", "request-8"] and len(scheduler.steps) == 6
     scheduler.assert_nothing_held()
+
+
+def test_prefill_does_not_wait_for_what_is_fetched_for_requests_that_it_has_not_begun(monkeypatch):
+    """With a storage below its tree; such a fetch counts until its request is scheduled, or aborted."""
+    loop = PrefillLoop(monkeypatch)
+    (scheduler,) = loop.schedulers
+    tree = scheduler.tree_cache
+    scheduler.enable_hierarchical_cache = True
+    tree.ongoing_write_through, tree.ongoing_load_back, tree.ongoing_backup = {}, {}, {}
+    tree.check_hicache_events, tree.enable_storage = lambda: None, True
+    tree.ongoing_prefetch = {"request-8": object()}
+    tree.release_aborted_request = lambda rid: tree.ongoing_prefetch.pop(rid, None)
+    scheduler.tp_worker = SimpleNamespace(update_weights_from_disk=lambda _: (True, ""))
+    loop.arrive(CHUNK, 8, asked=False)
+    assert scheduler.update_weights_from_disk(MESSAGES["disk"](True)) is not None
+    assert not tree.ongoing_prefetch and len(scheduler.disagg_prefill_bootstrap_queue.queue) == 1
+
+
+def test_memory_is_not_taken_away_from_copies_to_the_host(monkeypatch):
+    """The engine takes it first and flushes then, which is what waits for them."""
+    loop = Loop(size=64, page_size=4, host=HostSizes(64, hits=1, late=True))
+    scheduler, seen = loop.scheduler, []
+    scheduler.offload_tags = set()
+    copies = loop.tier.memory.begun
+    scheduler.memory_saver_adapter = SimpleNamespace(pause=lambda tag: seen.append((tag, len(copies))))
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: None))
+    turns = itertools.count()
+
+    def between() -> None:
+        if next(turns) == 0:
+            loop.handshake(loop.arrive([1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=3))
+        for asked in loop.asked:
+            loop.complete(asked)
+        if loop.tier.saves.under_way and not loop.running and scheduler.is_fully_idle():
+            assert copies
+            scheduler.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+            raise OverlappedLoopEnds
+        assert next(turns) < 100
+
+    loop.run(between)
+    assert seen == [("kv_cache", 0)]
 
 
 def test_memory_is_not_taken_from_requests_that_prefill_has_not_begun(monkeypatch):

@@ -268,7 +268,8 @@ class LocalPrefills:
 
     def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], int]) -> bool:
         """Whether ``req``, of which the tree holds ``found``, is computed here. others: requests that decode."""
-        delta = max(1, len(req.origin_input_ids) - found.length)
+        # Of a full hit, the last page is computed anew.
+        delta = len(req.origin_input_ids) - found.length or self._tree.page_size
         if delta > self.policy.most or not may_compute(req):
             return False
         decoding = max(others(), self.ranks.decoding)
@@ -399,6 +400,8 @@ class LocalPrefills:
                 # At least a page: its start need not be at one, where pages are larger than the slice.
                 end = max((one.done + most_tokens) // page, one.done // page + 1) * page
                 end = min(end, len(one.req.origin_input_ids))
+                if picked and end - one.done > most_tokens:
+                    return
             else:
                 return
             most_tokens -= end - one.done

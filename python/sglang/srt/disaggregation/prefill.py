@@ -79,6 +79,8 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
+            # Of a longer one, or of one that is just too long, the engine has left this.
+            req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
             if self.reads is not None and may_compute(req):
                 req.disagg_kv_sender.reading = DecodeRead(self.reads, req)
 

@@ -11,7 +11,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,8 +39,8 @@ class TtftTarget:
 
     def __init__(self, target_s: float, counters: KvTransferCounters | None = None):
         self._target_s, self._counters = target_s, counters
-        # Those that are not late by this rank's clock: when they came, and their numbers, which rise.
-        self._in_time: deque[tuple[float, int]] = deque()
+        # Those that wait and are not late by this rank's clock: when they came, by their numbers, which rise.
+        self._in_time: OrderedDict[int, float] = OrderedDict()
         self._first_in_time = 0
         self._took: deque[float] = deque(maxlen=RECENT)
         self._takes_s = 0.0
@@ -61,7 +61,7 @@ class TtftTarget:
 
     def joined(self, arrival: int) -> None:
         """A request came, as number ``arrival``."""
-        self._in_time.append((time.monotonic(), arrival))
+        self._in_time[arrival] = time.monotonic()
 
     def is_late(self, arrival: int) -> bool:
         """Whether the first token of a request that waits cannot come in time any more."""
@@ -74,6 +74,7 @@ class TtftTarget:
     def admitted(self, arrival: int, priority: int) -> None:
         """A request is admitted."""
         self.admissions += 1
+        self._in_time.pop(arrival, None)
         if not self.is_late(arrival):
             if len(self._since_late) >= PRIORITIES:
                 self._since_late.clear()
@@ -94,8 +95,9 @@ class TtftTarget:
     def own(self) -> list[int]:
         """The first arrival that is not late by this rank's clock."""
         since = time.monotonic() - max(0.0, self._target_s - self._takes_s)
-        while self._in_time and self._in_time[0][0] < since:
-            self._first_in_time = self._in_time.popleft()[1] + 1
+        while self._in_time and (first := next(iter(self._in_time.items())))[1] < since:
+            self._in_time.popitem(last=False)
+            self._first_in_time = first[0] + 1
         return [self._first_in_time]
 
     def take(self, figures: list[int]) -> None:

@@ -244,7 +244,12 @@ class CheckedRequests(Base):
                 state.obj.lora_path = None
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        """A request which was aborted in a queue releases its adapter, which the engine forgets."""
+        """A request which was aborted in a queue releases its adapter, which the engine forgets.
+
+        One that has been answered is left alone, as where decode computes its prompt; the engine ends the worker.
+        """
+        if recv_obj.rid not in self.rid_to_state:
+            return
         state = self.rid_to_state.get(recv_obj.rid) if self.server_args.enable_lora else None
         super()._handle_abort_req(recv_obj)
         if state is not None and state.finished and state.obj.lora_path:

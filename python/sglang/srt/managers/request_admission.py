@@ -101,5 +101,7 @@ class RequestAdmission:
             return
         # Without a peer, the scheduler may as well find it out: other prompts of a batch are served.
         alone = self.mode == DisaggregationMode.NULL
-        limit = None if alone or self.args.allow_auto_truncate else self.max_input_len()
+        # Prefill would cut it elsewhere, and pages that nobody has filled would enter decode's tree.
+        cuts = self.args.allow_auto_truncate and not self.args.disaggregation_decode_enable_radix_cache
+        limit = None if alone or cuts else self.max_input_len()
         check_prompt(input_ids, self.model.vocab_size, limit)

@@ -98,6 +98,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
     def check_weights(self, recv_req):
         """One of its actions overwrites the weights, at once and whatever is under way."""
         if recv_req.action == "reset_tensors":
+            self.before_weight_update()
             weights_of(self.kv_manager()).changing()
         return super().check_weights(recv_req)
 
@@ -165,6 +166,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         return bool(idle)
 
     def _do_update(self, one: Postponed):
+        tier = getattr(self.tree_cache, "tier", None)
+        if one.memory and tier is not None:
+            # The engine takes the memory away first, and flushes then.
+            tier.memory.wait()
         with self._not_begun_set_aside(one):
             return one.update(one.recv_req)
 
@@ -180,6 +185,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
             return
         bootstrap = self.disagg_prefill_bootstrap_queue
         not_begun, bootstrap.queue = bootstrap.queue, []
+        if getattr(self.tree_cache, "ongoing_prefetch", None):
+            # What the engine's tree fetches for them counts as work. It would be of the weights before.
+            for req in not_begun:
+                self.tree_cache.release_aborted_request(req.rid)
         try:
             yield
         finally:

@@ -51,8 +51,11 @@ async def capabilities(
 
     version: of the decode prefix that its transfer backend understands. cp_size: of attention, None before ranks have
     registered. pieces, digests, queued: whether the backend asks for staging memory piece by piece, sends digests of
-    pages, and hears from decode what waits there.
+    pages, and hears from decode what waits there. Raises HTTPServiceUnavailable as long as no rank has.
     """
+    if cp_size is None:
+        # Decode would take what it is told for good.
+        raise web.HTTPServiceUnavailable(text="no rank of this prefill has registered yet")
     # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
     # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
@@ -65,7 +68,7 @@ async def capabilities(
         # Stages would have to agree, and of several fronts only one learns of it.
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
-    answer: dict[str, int | str] = {"version": version if cp_size is not None and not shared_out else 0}
+    answer: dict[str, int | str] = {"version": 0 if shared_out else version}
     answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1}
     reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)
     if reads is not None:
@@ -84,6 +87,7 @@ def _fronts() -> int:
 async def _take(request: web.Request, take: Callable[[Any], None]) -> web.Response:
     try:
         take(await request.json())
-    except ValueError as e:
+    except (ValueError, LookupError, RecursionError) as e:
+        # LookupError: of an unknown charset.
         return web.Response(text=str(e), status=400)
     return web.Response(text="OK")

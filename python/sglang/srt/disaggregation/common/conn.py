@@ -65,6 +65,9 @@ _rank_answers: RankAnswers | None = None
 class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
+    # Whether this backend has the books of rooms, from their beginning to their end; Mori's has the engine's alone.
+    ends_rooms = False
+
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
         # Before the engine's: its last step starts threads that may use them.
@@ -273,6 +276,8 @@ class CommonKVManager(engine.CommonKVManager):
 
     def refuse_room(self, room: int, reason: str) -> None:
         """Answer decode's request for a room that is refused on this prefill, which may have come or not."""
+        if not self.ends_rooms:
+            return
         with self.rooms.lock:
             if room in self.rooms.live:
                 # That is another request.

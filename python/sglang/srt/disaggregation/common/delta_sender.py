@@ -158,6 +158,8 @@ class DeltaSender(Base):
 
     # Tokens of the prompt.
     prompt_len: int | None = None
+    # Whether this worker has cut it to its own limit: --allow-auto-truncate.
+    is_cut: bool = False
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
     # has become of it here meanwhile: they must run the same batches.
     agreed: bool = False
@@ -171,7 +173,8 @@ class DeltaSender(Base):
         # Where the request is, and why it failed.
         self.state = SenderState()
         self.made_at = time.monotonic()
-        mgr.rooms.begin(bootstrap_room, self)
+        if mgr.ends_rooms:
+            mgr.rooms.begin(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     @property
@@ -206,6 +209,12 @@ class DeltaSender(Base):
                 if manager.pp_size > 1 and manager.kv_args.state_type == "swa":
                     # The engine numbers the layers of both pools from 0 on each stage, and writes them over each other.
                     raise ValueError("pipeline stages with sliding windows are not supported; start prefill without")
+                if self.is_cut:
+                    # The last page of decode's prompt would not be filled.
+                    raise ValueError("prefill has cut the prompt to its limit: start it without --allow-auto-truncate")
+                if manager.rooms.silent_s(self.bootstrap_room, self.made_at) >= manager.handshake_timeout:
+                    # This worker has stood still, and its cancel may not have come.
+                    raise ValueError("it was read so late that decode may have given its pages away")
                 due_at = time.monotonic() + manager.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")

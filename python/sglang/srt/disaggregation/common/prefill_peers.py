@@ -199,6 +199,9 @@ class PrefillPeers:
             reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
             if reply.status_code == 401:
                 raise NotTrusted(reply.text)
+            if reply.status_code == 503:
+                logger.info("Prefill %s is starting: %s", addr, reply.text)
+                return None
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}

@@ -79,6 +79,8 @@ def _backend(queued: QueuedChunks) -> Backend[Peer]:
 class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
+    ends_rooms = True
+
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):

@@ -105,6 +105,8 @@ class TransferStatus(engine.TransferStatus):
     # Whether digests of the pages were asked for, and what has been told of them.
     expects_digest: bool = False
     claims: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Why nothing more comes, where prefill is gone.
+    lost: str | None = None
 
     def is_done(self) -> bool:
         """Replaces the engine's test: KV, metadata and expected state of every expected agent have arrived."""
@@ -153,6 +155,8 @@ READER: Reader[str] = Reader(
 
 class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
+
+    ends_rooms = True
 
     room_books = (*CommonKVManager.room_books, "awaited_rooms", "transfer_statuses", "unsettled", "cancels")
 
@@ -298,12 +302,12 @@ class NixlKVManager(engine.NixlKVManager):
             return
         for room in self.lose_prefill(failed_bootstrap_addr):
             status = self.transfer_statuses.get(room)
-            if status is None or not status.is_done():
-                reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
-                self.record_failure(room, PrefillGone(reason))
-                if status is not None:
-                    status.is_failure = True
-            self.update_status(room, KVPoll.Failed)
+            reason = PrefillGone(f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})")
+            if status is not None:
+                # All may have come: its next poll reads the notifications first.
+                status.lost = reason
+            else:
+                self.fail_room(room, reason)
 
     def _send_without_kv(
         self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int, state_indices: list[int] | None
@@ -541,6 +545,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         """Forgets a request whichever way it ends."""
         self.shake_hands()
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
+        if status is not None and status.lost is not None:
+            self._fail_if_lost(status, status.lost)
         # Before the room is forgotten, after which no reason is recorded.
         state = self.once_metadata_landed(super().poll())
         if self.fenced and state == KVPoll.Failed:
@@ -551,6 +557,13 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             with self.kv_mgr.rooms.lock:
                 self._forget_room()
         return state
+
+    def _fail_if_lost(self, status: TransferStatus, reason: str) -> None:
+        """Its prefill is gone: fail, unless all has come before that."""
+        self.kv_mgr.update_transfer_status()
+        if not status.is_done():
+            status.is_failure = True
+            self.kv_mgr.fail_room(self.bootstrap_room, reason)
 
     def claims(self) -> Iterable[str]:
         """Replaces the base class's: they came as notifications."""
