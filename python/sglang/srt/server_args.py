@@ -100,11 +100,9 @@ MOST_MS = 1e9
 def _check_targets(itl_ms: float | None, ttft_ms: float | None) -> None:
     """Raise ValueError for a target that is no time."""
     for name, target_ms in (("itl", itl_ms), ("ttft", ttft_ms)):
+        option = f"--disaggregation-decode-{name}-target"
         if target_ms is not None and not 0 < target_ms <= MOST_MS:
-            raise ValueError(
-                f"--disaggregation-decode-{name}-target is {target_ms:g}: give milliseconds, above 0 and at most "
-                f"{MOST_MS:g}."
-            )
+            raise ValueError(f"{option} is {target_ms:g}: give milliseconds, above 0 and at most {MOST_MS:g}.")
 
 
 @dataclasses.dataclass

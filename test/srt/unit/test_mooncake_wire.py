@@ -1200,8 +1200,7 @@ def test_a_prompt_that_prefill_has_cut_is_not_sent(world: World) -> None:
     request.senders[0].is_cut = True
     request.ask()
     until(lambda: request.senders[0].poll() == KVPoll.Failed, "it is refused")
-    with pytest.raises(KVTransferError, match="start it without --allow-auto-truncate"):
-        request.senders[0].failure_exception()
+    assert "start it without --allow-auto-truncate" in reasons(request.senders)[0]
 
 
 # ---- decode gives a request up ----

@@ -65,9 +65,6 @@ _rank_answers: RankAnswers | None = None
 class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
-    # Whether this backend has the books of rooms, from their beginning to their end; Mori's has the engine's alone.
-    ends_rooms = False
-
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
         # Before the engine's: its last step starts threads that may use them.
@@ -276,17 +273,16 @@ class CommonKVManager(engine.CommonKVManager):
 
     def refuse_room(self, room: int, reason: str) -> None:
         """Answer decode's request for a room that is refused on this prefill, which may have come or not."""
-        if not self.ends_rooms:
-            return
         with self.rooms.lock:
-            if room in self.rooms.live:
-                # That is another request.
+            if not self.ends_rooms or room in self.rooms.live:
+                # Or it is another request's.
                 return
             peers = self.end_failed_room(room, {}, reason)
             self.forget(room)
         self.tell_failure(room, peers, reason)
 
-    # Attributes with an entry for each live room, or with a set of rooms for each peer.
+    # Whether rooms are ended here, which Mori does not. Attributes with an entry for each live room, or a set by peer.
+    ends_rooms = False
     room_books: tuple[str, ...] = (*ENGINE_BOOKS, "reads")
 
     def rooms_held(self) -> dict[str, int]:
