@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import requests
@@ -113,6 +113,9 @@ def test_stages_go_on_together_when_requests_are_lost(cluster, on, truth):  # no
             on._workers.submit(requests.post, url + "/generate", json=body, timeout=100)
             for url in (on.prefill_url, on.decode_url)
         ]
+        if i % 12 == 11:
+            # Too late for these, however long they take.
+            wait(halves)
         time.sleep(0.01 * (i % 12))
         # Not on prefill, which hears of it from decode: each stage for itself.
         requests.post(on.decode_url + "/abort_request", json={"rid": body["rid"]}, timeout=30)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import itertools
 import logging
 import threading
@@ -1194,13 +1195,38 @@ def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world: Worl
     again.start_prefill().wait_senders(KVPoll.WaitingForInput)
 
 
+def test_ranks_that_write_nothing_hear_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They gave it up after the time-out of a handshake, and with it all ranks."""
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True)
+    request = world.request(1, 24, 4).start_prefill().start_decode()
+    known = world.decode[0].manager.prefills.capabilities
+    known[world.addr] = dataclasses.replace(known[world.addr], queued=True)
+    request.receivers[0].announce()
+    until(lambda: all(1 in rank.manager.rooms.waiting for rank in world.prefill), "both have read it")
+    world.close()
+
+
+def test_a_room_that_has_failed_stays_so_when_it_is_asked_for_again(world: World) -> None:
+    request = world.request(1, 26, None).start_prefill().start_decode()
+    pages = [np.arange(first, first + 7, dtype=np.int32) for first in (20, 40)]
+    request.ask(kv_indices=pages[0], decode_prefix_len=None).wait_senders(KVPoll.WaitingForInput)
+    manager = world.prefill[0].manager
+    manager.fail_room(1, "a write has failed")
+    # The engine takes the higher of two states.
+    manager.request_status[1] = KVPoll.Failed
+    request.ask(kv_indices=pages[1], decode_prefix_len=None)
+    asked = lambda: [int(info.dst_kv_indices[0]) for info in manager.transfer_infos[1].values()]  # noqa: E731
+    until(lambda: asked() == [40], "the second message is read")
+    assert manager.request_status[1] == KVPoll.Failed
+
+
 def test_a_prompt_that_prefill_has_cut_is_not_sent(world: World) -> None:
     """Its last page is not full, and decode, which has not cut it there, would take it for that."""
     request = world.request(1, 10, 4).start_prefill().start_decode()
     request.senders[0].is_cut = True
     request.ask()
     until(lambda: request.senders[0].poll() == KVPoll.Failed, "it is refused")
-    assert "start it without --allow-auto-truncate" in reasons(request.senders)[0]
+    assert "the longest that it takes (--allow-auto-truncate)" in reasons(request.senders)[0]
 
 
 # ---- decode gives a request up ----

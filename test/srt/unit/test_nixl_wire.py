@@ -937,18 +937,15 @@ def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world):
     again.start_prefill().wait_senders(KVPoll.WaitingForInput)
 
 
-def test_what_is_read_too_late_is_refused(world, monkeypatch):
-    """Prefill stood still with decode's request in its queue: decode's cancel may lie behind a thousand messages."""
-    request = world.request(BAD).start_prefill().start_decode()
-    manager, sender = world.prefill[0].manager, request.senders[0]
-    manager.rooms.note_waiting(GOOD, "127.0.0.1", 1)
-    sender.made_at -= manager.handshake_timeout
-    world.push(request.frames())
-    until(lambda: BAD in manager.transfer_infos, "the message is read")
-    with pytest.raises(RuntimeError, match="read so late that decode may have given its pages away"):
-        until(lambda: sender.poll() == KVPoll.Failed, "it is refused")
-        sender.failure_exception()
-    assert not world.wire.transfers
+def test_a_request_that_is_aborted_ends_by_that_though_its_prefill_is_lost(world):
+    request = world.request(BAD).bootstrap()
+    manager, receiver = world.decode[0].manager, request.receivers[0]
+    manager._handle_node_failure(receiver.bootstrap_addr)
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(RuntimeError, match="Aborted by AbortReq"):
+        receiver.failure_exception()
+    assert not manager.failure_records
 
 
 def test_a_failed_request_is_over_only_when_nothing_of_it_is_being_written(monkeypatch):

@@ -232,7 +232,8 @@ def test_quarantined_requests_of_a_silent_prefill_hold_nobody_up(world: Any, mon
 def fill(receiver: Any) -> None:
     """Send words to its prefill until none is taken."""
     for _ in range(200_000):
-        receiver._notify(b"word" * 1000)
+        for peer in receiver.bootstrap_infos:
+            receiver._send_to(peer, receiver._notice(b"word" * 1000))
     raise AssertionError("everything is taken")
 
 

@@ -185,7 +185,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
             return
         bootstrap = self.disagg_prefill_bootstrap_queue
         not_begun, bootstrap.queue = bootstrap.queue, []
-        if getattr(self.tree_cache, "ongoing_prefetch", None):
+        if one.flushes and getattr(self.tree_cache, "ongoing_prefetch", None):
             # What the engine's tree fetches for them counts as work. It would be of the weights before.
             for req in not_begun:
                 self.tree_cache.release_aborted_request(req.rid)

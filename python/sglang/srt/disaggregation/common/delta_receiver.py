@@ -231,12 +231,9 @@ class DeltaReceiver(Base):
         if self.kv_mgr.prefills.of(self.bootstrap_addr).queued:
             # What is not taken is said again, if it waits for long.
             with contextlib.suppress(NotTaken):
-                self._notify(QUEUED)
-
-    def _notify(self, kind: bytes) -> None:
-        """Send a notice about this request to every prefill rank that is to write for it. Raises NotTaken."""
-        for peer in self._writers():
-            self._send_to(peer, self._notice(kind))
+                # Those that write nothing for it wait for it too.
+                for peer in self.bootstrap_infos or []:
+                    self._send_to(peer, self._notice(QUEUED))
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]

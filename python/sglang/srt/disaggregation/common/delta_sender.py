@@ -158,7 +158,7 @@ class DeltaSender(Base):
 
     # Tokens of the prompt.
     prompt_len: int | None = None
-    # Whether this worker has cut it to its own limit: --allow-auto-truncate.
+    # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
     is_cut: bool = False
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
     # has become of it here meanwhile: they must run the same batches.
@@ -211,10 +211,7 @@ class DeltaSender(Base):
                     raise ValueError("pipeline stages with sliding windows are not supported; start prefill without")
                 if self.is_cut:
                     # The last page of decode's prompt would not be filled.
-                    raise ValueError("prefill has cut the prompt to its limit: start it without --allow-auto-truncate")
-                if manager.rooms.silent_s(self.bootstrap_room, self.made_at) >= manager.handshake_timeout:
-                    # This worker has stood still, and its cancel may not have come.
-                    raise ValueError("it was read so late that decode may have given its pages away")
+                    raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
                 due_at = time.monotonic() + manager.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")

@@ -155,15 +155,16 @@ class Rooms:
                 return Judged(Verdict.TOO_LATE, ended)
             if in_the_way is not None and not asked and info.names_prefix:
                 return Judged(Verdict.REFUSED, in_the_way)
-            if message.name in asked and info.names_prefix:
+            before = asked.get(message.name)
+            if before is not None and (info.names_prefix or before.names_prefix):
                 return Judged(Verdict.REPEATED)
             counts = {other.required_dst_info_num for other in (*asked.values(), info)}
             if len(counts) > 1 or min(counts) < 1:
                 return Judged(Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask")
             # A room that ended well may be used again, as in the engine.
             self.reopen(room)
-        # Of a decode rank without the flag, the last message counts, as in the engine.
-        complete = len({*asked, message.name}) == info.required_dst_info_num
+        # Of a decode rank without the flag, the last message counts, as in the engine. The room is as ready as before.
+        complete = before is None and len(asked) + 1 == info.required_dst_info_num
         return Judged(Verdict.READY if complete else Verdict.TAKEN)
 
     def note_waiting(self, room: int, host: str, port: int) -> None:

@@ -545,7 +545,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         """Forgets a request whichever way it ends."""
         self.shake_hands()
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
-        if status is not None and status.lost is not None:
+        if status is not None and status.lost is not None and self.conclude_state is None:
             self._fail_if_lost(status, status.lost)
         # Before the room is forgotten, after which no reason is recorded.
         state = self.once_metadata_landed(super().poll())
