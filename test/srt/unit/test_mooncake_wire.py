@@ -42,7 +42,7 @@ from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from waiting import until
-from wire_ends import Ends, keep_threads_out
+from wire_ends import Ends, first_pages, keep_threads_out
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -1189,9 +1189,7 @@ def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world: Worl
     first, again = (world.request(1, 26, None).start_decode() for _ in range(2))
     first.ask(kv_indices=np.arange(20, 27, dtype=np.int32), decode_prefix_len=None)
     again.ask(kv_indices=np.arange(40, 47, dtype=np.int32), decode_prefix_len=None)
-    infos = world.prefill[0].manager.transfer_infos
-    asked = lambda: [int(info.dst_kv_indices[0]) for info in infos.get(1, {}).values()]  # noqa: E731
-    until(lambda: asked() == [40], "both messages are read")
+    until(lambda: first_pages(world.prefill[0].manager, 1) == [40], "both messages are read")
     again.start_prefill().wait_senders(KVPoll.WaitingForInput)
 
 
@@ -1215,8 +1213,7 @@ def test_a_room_that_has_failed_stays_so_when_it_is_asked_for_again(world: World
     # The engine takes the higher of two states.
     manager.request_status[1] = KVPoll.Failed
     request.ask(kv_indices=pages[1], decode_prefix_len=None)
-    asked = lambda: [int(info.dst_kv_indices[0]) for info in manager.transfer_infos[1].values()]  # noqa: E731
-    until(lambda: asked() == [40], "the second message is read")
+    until(lambda: first_pages(manager, 1) == [40], "the second message is read")
     assert manager.request_status[1] == KVPoll.Failed
 
 

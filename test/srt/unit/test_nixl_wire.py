@@ -40,7 +40,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from waiting import until
-from wire_ends import Ends, keep_threads_out
+from wire_ends import Ends, first_pages, keep_threads_out
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
@@ -931,9 +931,7 @@ def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world):
     first, again = (world.request(GOOD, 26, None).start_decode() for _ in range(2))
     first.ask(kv_indices=np.arange(40, 47, dtype=np.int32), decode_prefix_len=None)
     again.ask(kv_indices=np.arange(60, 67, dtype=np.int32), decode_prefix_len=None)
-    infos = world.prefill[0].manager.transfer_infos
-    last = lambda: [int(info.dst_kv_indices[0]) for info in infos.get(GOOD, {}).values()]  # noqa: E731
-    until(lambda: last() == [60], "both messages are read")
+    until(lambda: first_pages(world.prefill[0].manager, GOOD) == [60], "both messages are read")
     again.start_prefill().wait_senders(KVPoll.WaitingForInput)
 
 

@@ -189,11 +189,9 @@ def test_a_step_has_a_part_of_one_prompt_at_most():
         assert [end for _, end in local.pick(7, 8, lambda req: True)] == ends
 
 
-@pytest.mark.parametrize(
-    "page_size, bound, first, ends", [(64, 16, 10, [10]), (64, 74, 10, [10, 64]), (64, 16, 99, [64])]
-)
-def test_a_page_beyond_the_bound_is_given_to_the_first_alone(page_size: int, bound: int, first: int, ends: list[int]):
-    local = local_loop(bound, size=512, page_size=page_size).transfer.local
+@pytest.mark.parametrize("bound, first, ends", [(16, 10, [10]), (74, 10, [10, 64]), (16, 99, [64])])
+def test_a_page_beyond_the_bound_is_given_to_the_first_alone(bound: int, first: int, ends: list[int]):
+    local = local_loop(bound, size=512, page_size=64).transfer.local
     reqs = [SimpleNamespace(origin_input_ids=[1] * length, to_finish=None) for length in (first, 200)]
     local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, True) for req in reqs]
     assert [end for _, end in local.pick(bound, 8, lambda req: True)] == ends

@@ -20,6 +20,11 @@ def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
 
 
+def first_pages(manager: Any, room: int) -> list[int]:
+    """The first page that each decode rank has asked a prefill to write for ``room``, as it has read last."""
+    return [int(info.dst_kv_indices[0]) for info in manager.transfer_infos.get(room, {}).values()]
+
+
 class Ends:
     """The senders and receivers of a request of ``num_pages`` pages, of which decode holds ``first_page``."""
 
