@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.common import handshakes, peer_watch
+from sglang.srt.disaggregation.common import handshakes, peer_watch, pulse
 from typing_extensions import Self
 from waiting import until
 
@@ -17,6 +17,7 @@ def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
     for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
         monkeypatch.setattr(watch, "run", lambda watch: None)
+    monkeypatch.setattr(pulse.Pulse, "start", lambda self: None)
     monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
 
 

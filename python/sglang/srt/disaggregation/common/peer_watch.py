@@ -176,7 +176,8 @@ class DecodeWatch:
         self.reachable: set[Endpoint] = set()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, and the one that finds out whether this worker has stood still."""
+        self._rooms.pulse.start()
         threading.Thread(target=self.run, daemon=True, name="watch-decodes").start()
 
     def run(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.pulse import Pulse
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class Rooms:
         self.hears_of_waiting = False
         # When one last asked for KV that does not: any room may wait there.
         self.silent_peer_at = 0.0
+        # Up to when all that decode has said is in these books.
+        self.pulse = Pulse()
 
     def begin(self, room: int, sender: Any) -> None:
         """A request is here. One of its room that had ended is forgotten."""

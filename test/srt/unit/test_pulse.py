@@ -1,0 +1,88 @@
+"""A prefill that has stood still writes nothing to what decode may have given away meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import pulse as module
+from sglang.srt.disaggregation.common.pulse import BEAT_S, CATCH_UP_S, Pulse
+from test_nixl_wire import World
+
+ROOM = 1
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_all_is_heard_for_as_long_as_the_process_runs(clock: Clock):
+    pulse = Pulse()
+    clock.now += 400
+    assert pulse.heard_all_until() == clock.now, "its thread has not started"
+    for _ in range(8):
+        pulse.beat()
+        clock.now += BEAT_S
+        assert pulse.heard_all_until() == clock.now
+
+
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_after_a_standstill_what_had_waited_is_read_first(clock: Clock, asked_first: bool):
+    """asked_first: by a thread that goes on sooner than the one that beats."""
+    pulse = Pulse()
+    pulse.beat()
+    stopped_at = clock.now
+    clock.now += 400
+    if asked_first:
+        assert pulse.heard_all_until() == stopped_at
+    woke_at = clock.now
+    while clock.now < woke_at + CATCH_UP_S:
+        pulse.beat()
+        assert pulse.heard_all_until() == stopped_at
+        clock.now += BEAT_S
+    pulse.beat()
+    assert pulse.heard_all_until() == clock.now
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")
+    return World(monkeypatch)
+
+
+def stop(world: World, seconds: float) -> None:
+    """The prefill has just gone on after a standstill, and the thread of its pulse has not."""
+    pulse = world.prefill[0].manager.rooms.pulse
+    pulse.beat()
+    pulse._beat_at -= seconds
+
+
+def test_a_request_that_waited_while_prefill_stood_still_is_not_begun(world: World):
+    """Decode had given it up and could not say so: prefill took no messages."""
+    request = world.request(ROOM).start_prefill().start_decode()
+    stop(world, 301)
+    request.ask()
+    request.assert_fails("stood still for 30. s, and decode keeps pages for 300 s")
+
+
+def test_one_that_waited_for_less_is_written_until_decode_gives_it_up(world: World):
+    request = world.request(ROOM).start_prefill().start_decode()
+    stop(world, 200)
+    request.ask()
+    request.wait_senders(KVPoll.WaitingForInput)
+    (sender,) = request.senders
+    left = sender.state.due_at - time.monotonic()
+    assert 95 < left <= 100
+    sender.init(request.num_pages, 1)
+    request.send().wait_senders(KVPoll.Success)
