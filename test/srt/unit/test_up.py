@@ -286,6 +286,13 @@ def test_ports_are_free_different_and_outside_the_ephemeral_range():
             probe.bind(("127.0.0.1", port))
 
 
+def test_no_port_is_one_that_mooncake_takes_by_lot():
+    """A server that has yet to bind its own would find it taken: its clients spoke to a transfer engine."""
+    for offsets in ((0,), cluster_module.DP_ATTENTION_OFFSETS):
+        for port in free_ports(300, offsets=offsets):
+            assert not any(15000 <= port + offset <= 17000 for offset in offsets)
+
+
 def ports_of(cluster: Cluster) -> list[int]:
     """All on which its servers will listen, with what an engine with DP attention counts from its own."""
     ports: list[int] = []

@@ -14,6 +14,8 @@ from .options import HOST
 
 # Where an engine with DP attention listens, from its port on: for its DP ranks' handshake, and for its own processes.
 DP_ATTENTION_OFFSETS = (0, 13, *range(233, 239))
+# From which Mooncake takes ports by lot, those of servers that have yet to bind theirs among them.
+MOONCAKE_PORTS = range(15000, 17001)
 
 
 def free_ports(count: int, host: str = HOST, taken: Collection[int] = (), offsets: Sequence[int] = (0,)) -> list[int]:
@@ -21,8 +23,8 @@ def free_ports(count: int, host: str = HOST, taken: Collection[int] = (), offset
 
     offsets: where a server listens, counted from its port; all of these are free too, and nobody else's.
 
-    They lie below the range from which the system takes ports for outgoing connections: a server binds its port many
-    seconds after this call, and such a connection could have taken it by then.
+    They lie below the range from which the system takes ports for outgoing connections, and not in `MOONCAKE_PORTS`: a
+    server binds its port many seconds after this call, and somebody else could have taken it by then.
     """
     try:
         first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -35,7 +37,9 @@ def free_ports(count: int, host: str = HOST, taken: Collection[int] = (), offset
         if len(found) == count:
             break
         places = {port + offset for offset in offsets}
-        if places & reserved or max(places) >= candidates.stop or not all(_is_free(host, place) for place in places):
+        if places & reserved or max(places) >= candidates.stop or any(place in MOONCAKE_PORTS for place in places):
+            continue
+        if not all(_is_free(host, place) for place in places):
             continue
         reserved |= places
         found.append(port)
