@@ -175,7 +175,7 @@ class ServerArgs(engine.ServerArgs):
             type=float,
             metavar="SECONDS",
             help="Have a decode worker that computes prompts itself compute also those of which a prefill has not sent "
-            "the KV after so many seconds, however long they are. Without it, only those whose prefill is gone.",
+            "the KV after so many seconds, long ones too but with drafts. Without it only those whose prefill is gone.",
         )
         _add_targets(parser)
         parser.add_argument(

@@ -253,6 +253,8 @@ STATUSES = (
         "an option, a prompt's length or a room that this worker cannot serve, or that its peer has refused; the "
         "message names it",
     ),
+    ("400", "bootstrap server", "what was asked of it cannot be read"),
+    ("503", "bootstrap server", "this prefill is starting: none of its ranks has registered"),
     (
         "401",
         "bootstrap server",
@@ -304,7 +306,7 @@ POOL_FIELDS = {
     "host: a wait for a peer would show here",
     "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
     "itl": "with a target for ITL: the median time of the last steps and what was predicted of them, how many requests "
-    "wait for it now and have had to, and the parts of a step's time",
+    "wait for it now, how often it held back whose turn it was, and the parts of a step's time",
     "ttft": "with a target for TTFT: what an admission takes until its first token, how many requests wait that are "
     "too late for it, and how many were when they were admitted",
     "idle": "whether the worker has no request and nothing in quarantine",
@@ -499,6 +501,8 @@ def as_markdown() -> str:
             ("route", "asked by", "says"),
             [(f"`{method} {path}`", who, text) for path, (method, who, text) in sorted(ROUTES.items())],
         ),
+        "Added to the HTTP server of each worker with one tokenizer process: `GET /ended_requests?rid=RID`, or "
+        "`?room=ROOM`, what is remembered of requests that have ended. `pd-radix trace` asks it.",
         "## Commands",
         "Exit codes: 0 fine, 1 a problem, 2 bad usage. Options of the engine follow after `--` where a command starts "
         "workers.",

@@ -155,7 +155,11 @@ def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend
     cluster = clusters.get(model, common_args=common, backend=backend, **workers)  # noqa: F811
     for decode in (0, 1) if short == "full" else (0,):
         pair = Pair(cluster, decode=decode)
-        assert conversations(pair, 6, 1, 5, 96) == truth["long"]
+        # On a busy machine the six do not always meet.
+        for _ in range(4):
+            assert conversations(pair, 6, 1, 5, 96) == truth["long"]
+            if short != "full" or "Retract requests" in log_of(cluster, pair.decode_url):
+                break
         assert conversations(pair) == truth["conversations"]
         pair.check_idle()
         if short == "full":

@@ -76,6 +76,18 @@ def assigned(name: str, *roots: Path) -> list[Raised]:
     return found
 
 
+def returned(functions: Collection[str], *roots: Path) -> list[Raised]:
+    """Every text that a function of one of these names returns."""
+    found = []
+    for path, node in _nodes(*roots):
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            for inner in ast.walk(node):
+                text = text_of(inner.value) if isinstance(inner, ast.Return) and inner.value is not None else None
+                if text:
+                    found.append(Raised(path, inner.lineno, text))
+    return found
+
+
 def _nodes(*roots: Path) -> Iterator[tuple[Path, ast.AST]]:
     for root in roots:
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:

@@ -73,7 +73,7 @@ def test_bytes_do_not_move_between_frames() -> None:
 
 def test_a_message_passes_once_and_for_a_minute() -> None:
     clock = Clock()
-    key = Secret(KEY, clock)
+    key = Secret(KEY, clock, clock)
     first, second = key.sign([b"1"], "x"), key.sign([b"1"], "x")
     key.verify([b"1"], "x", first)
     with pytest.raises(ValueError, match="has come before"):
@@ -90,7 +90,7 @@ def test_a_message_passes_once_and_for_a_minute() -> None:
 def test_a_message_that_waited_where_the_way_was_cut_is_believed_and_only_once() -> None:
     """Nor does one pass that an earlier process was sent, which this one cannot have noted."""
     clock = Clock()
-    key = Secret(KEY, clock)
+    key = Secret(KEY, clock, clock)
     first, second = key.sign([b"1"], "x"), key.sign([b"1"], "x")
     key.verify([b"1"], "x", first, LATE_S)
     clock.now += LATE_S - 1
@@ -98,7 +98,7 @@ def test_a_message_that_waited_where_the_way_was_cut_is_believed_and_only_once()
     for tag in (first, second):
         with pytest.raises(ValueError, match="has come before"):
             key.verify([b"1"], "x", tag, LATE_S)
-    restarted = Secret(KEY, clock)
+    restarted = Secret(KEY, clock, clock)
     with pytest.raises(ValueError, match="599 s ago"):
         restarted.verify([b"1"], "x", first, LATE_S)
     clock.now += 2
@@ -112,9 +112,24 @@ def test_a_message_that_waited_where_the_way_was_cut_is_believed_and_only_once()
         key.verify([b"1"], "x", ahead, LATE_S)
 
 
+def test_a_clock_that_is_set_back_after_the_start_stops_nothing() -> None:
+    """A host whose clock was an hour fast when the worker began. Nor does what was signed until then come twice."""
+    clock, runs = Clock(), Clock()
+    key = Secret(KEY, clock, runs)
+    before = key.sign([b"1"], "x")
+    key.verify([b"1"], "x", before)
+    clock.now -= 3600
+    for _ in range(7):
+        runs.now += 600
+        clock.now += 600
+        key.verify([b"1"], "x", key.sign([b"1"], "x"))
+        with pytest.raises(ValueError):
+            key.verify([b"1"], "x", before, LATE_S)
+
+
 def test_memory_is_that_of_eleven_minutes_of_good_messages() -> None:
     clock = Clock()
-    key, stranger = Secret(KEY, clock), Secret(OTHER, clock)
+    key, stranger = Secret(KEY, clock, clock), Secret(OTHER, clock, clock)
     for _ in range(100):
         with pytest.raises(ValueError):
             key.verify([b"1"], "x", stranger.sign([b"1"], "x"))
@@ -199,7 +214,7 @@ def test_what_a_socket_brings_late_is_read() -> None:
     try:
         pull.bind(endpoint)
         push.connect(endpoint)
-        key = Secret(KEY, clock)
+        key = Secret(KEY, clock, clock)
         SigningSocket(push, endpoint, key).send_multipart([b"the end"])
         clock.now += 5 * WINDOW_S
         assert pull.poll(5000)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from decode_world import World, aborted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_admission import (
     Candidate,
@@ -110,6 +112,42 @@ def test_when_the_leader_is_lost_one_follower_leads(how):
     world.step()
     assert all(asked(rest)) and {dr.req.decode_prefix_len for dr in rest[1:]} == {32}
     world.check()
+
+
+def test_a_chain_keeps_none_that_have_gone(monkeypatch):
+    """Each extends the one before, comes while that is in transfer, and gives up waiting for it."""
+    world = World(size=4096, page_size=4, max_reqs=8, watermark=0)
+    clock = 100.0
+    for module in (decode_admission, decode_schedule, admission_step):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
+    prompt, flying = tokens(1, 40), []
+    for n in range(20):
+        prompt = [*prompt, *[n + 2] * 4]
+        (decode_req,) = queue(world, prompt, prefill=f"10.0.0.{n % 4}:1", max_new=1)
+        world.step()
+        clock += 30
+        world.step()
+        world.step()
+        assert decode_req.wire.asked
+        flying.append(decode_req)
+        if len(flying) > 3:
+            world.complete(flying.pop(0))
+            world.step()
+            for req in [*world.running]:
+                world.finish(req)
+    entry, before = flying[-1].entry, 0
+    while entry.leader is not None:
+        entry, before = entry.leader.owner, before + 1
+    assert before <= 3
+
+
+def test_the_paces_of_prefills_that_are_gone_are_forgotten():
+    transfers = Transfers()
+    for n in range(2 * Transfers.PREFILLS):
+        transfers.done(f"10.0.0.1:{n}", 1000, 1.0)
+        transfers.done("10.0.0.2:1", 1000, 1.0)
+    assert transfers.pace("10.0.0.2:1") and transfers.pace(f"10.0.0.1:{n}") and not transfers.pace("10.0.0.1:0")
+    assert len(transfers._paces) == len(transfers._slowest) == Transfers.PREFILLS
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from threading import Timer
+from threading import Barrier, Timer
 
 import pytest
 from sglang.srt.managers import gateway_notice
@@ -87,6 +87,14 @@ def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     gateway.on_delete = lambda path: 500
     gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)
     assert "HTTPError" in caplog.text
+
+
+def test_all_are_told_at_once(monkeypatch):
+    """Each may take its time, and a supervisor does not wait for the sum of them."""
+    together, told = Barrier(3), []
+    monkeypatch.setattr(gateway_notice, "leave", lambda *args: told.append(together.wait(30)))
+    gateway_notice.leave_all(["http://a:1", "http://b:1", "http://c:1"], "decode", "127.0.0.1", PORT)
+    assert sorted(told) == [0, 1, 2]
 
 
 def test_its_own_addresses(monkeypatch):

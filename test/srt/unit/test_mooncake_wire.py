@@ -1017,7 +1017,7 @@ def test_a_write_that_failed_costs_the_requests_of_a_moment(monkeypatch, stages,
     """
     world, now = World(monkeypatch, stages=stages, decode_tp=decode_tp), [100.0]
     for rank in world.prefill:
-        rank.manager.failed_sessions = failed_sessions.FailedSessions(lambda: now[0])
+        rank.manager.failed_sessions = rank.manager.sessions = failed_sessions.FailedSessions(lambda: now[0])
     library = world.prefill[0].library
     library.result = -1
     assert "Failed to send kv chunk" in lost_write(world, 1)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from code_texts import HOLE, assigned, handed, raised, says, texts
+from code_texts import HOLE, assigned, handed, raised, returned, says, texts
 from sglang.srt.mem_cache import cache_support
 
 ROOT = Path(__file__).parents[3]
@@ -99,13 +99,16 @@ def _is_specific(message: str) -> bool:
 
 
 #: What notes why a request has failed, wherever that is seen.
-NOTES = ("fail", "_fail", "lose", "record_failure", "fail_room", "lose_decode")
+NOTES = ("fail", "_fail", "lose", "record_failure", "fail_room", "lose_decode", "take_reason")
+#: What says why a request has failed, to be noted by who asks; and names of such reasons.
+SAYS, NAMED = ("overdue", "difference", "what_landed", "why_unreached"), ("GIVEN_UP", "ELSEWHERE", "COMPUTED")
 
 
 def test_reasons_of_failures_can_be_found():
     """Every reason that a request is failed with is quoted."""
     quoted = [message for message, _ in SPOKEN if " " in message and _is_specific(message)]
-    reasons = [*handed(NOTES, PATCH), *assigned("message", PATCH)]
+    reasons = [*handed(NOTES, PATCH), *assigned("message", PATCH), *returned(SAYS, PATCH)]
+    reasons += [reason for name in NAMED for reason in assigned(name, PATCH / "disaggregation")]
     assert len(reasons) > 10, "nothing was found to look at"
     missing = [
         f"{reason.path.relative_to(ROOT)}:{reason.line}: {reason.text.replace(HOLE, '...')}"

@@ -56,6 +56,19 @@ def admitted(waiting: list[Any]) -> list[int]:
     return [n for n, dr in enumerate(waiting) if dr.wire.asked]
 
 
+def test_what_leaves_without_an_admission_is_kept_no_longer():
+    world = World(size=32, page_size=4, reserved=0, options=target(1e9))
+    first, *rest = queue(world, *(tokens(n + 1, 24) for n in range(5)))
+    world.step()
+    policy = world.queue.policy
+    assert admitted([first, *rest]) == [0] and len(policy.ttft._in_time) == 4
+    for decode_req in rest:
+        decode_req.kv_receiver.abort()
+    for _ in range(LATE_INTERVAL):
+        world.step()
+    assert not world.queue.queue and not policy.ttft._in_time
+
+
 def test_what_has_been_admitted_is_kept_no_longer(clock):
     ttft = TtftTarget(1e9)
     for arrival in range(5):

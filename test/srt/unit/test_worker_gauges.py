@@ -89,6 +89,18 @@ def test_requests_by_state_through_the_life_of_one(scheduler, registry):
     assert told(registry, "pd_pool_size")["kv"] == 64
 
 
+def test_how_long_a_transfer_takes_is_counted_from_its_beginning(scheduler, registry):
+    """Not from when the request came: it may have waited for memory for long, and nothing is stuck."""
+    decode_req = scheduler.world.arrive(list(range(1, 13)))
+    scheduler.world.handshake(decode_req)
+    scheduler.world.step()
+    decode_req.req.time_stats.decode_prealloc_queue_entry_time = time.perf_counter() - 1000
+    decode_req.req.time_stats.decode_transfer_queue_entry_time = time.perf_counter() - 10
+    scheduler.publish_gauges()
+    assert 10 <= told(registry, "pd_oldest_request_seconds")["transfer"] < 500
+    assert scheduler.state_of_requests()["oldest"][0]["seconds"] >= 1000
+
+
 def test_one_that_is_held_back_for_the_transfer_of_another(scheduler):
     world = scheduler.world
     leader, follower = world.arrive(list(range(1, 13))), world.arrive(list(range(1, 17)))
@@ -211,6 +223,10 @@ def test_prefill_has_each_request_once():
         ("no reason was recorded", ELSEWHERE),
         ("failed on another rank of decode", ELSEWHERE),
         ("failed on another rank of prefill", ELSEWHERE),
+        ("decode has not got all of its KV in the 300 s for which it waits", "timeout"),
+        ("its metadata has not come", "timeout"),
+        ("a piece could not be written to decode at 10.0.0.1:1", "backend"),
+        ("no piece is written to decode at 10.0.0.1:1, since one failed", "backend"),
         ("TypeError: 'int' object is not iterable", OTHER),
     ],
 )

@@ -22,7 +22,7 @@ import enum
 import itertools
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -159,8 +159,11 @@ class Transfers:
     # Older ones say nothing of what a prefill does now.
     LATE_S = 30.0
 
+    # Prefills whose transfers are remembered; requests name their addresses.
+    PREFILLS = 1024
+
     def __init__(self) -> None:
-        self._paces: dict[Hashable, deque[Pace]] = {}
+        self._paces: OrderedDict[Hashable, deque[Pace]] = OrderedDict()
         # Each follower asks in each step.
         self._slowest: dict[Hashable, Pace] = {}
         # When the last short ones ended, and their seconds.
@@ -169,6 +172,9 @@ class Transfers:
     def done(self, prefill: Hashable, tokens: int, seconds: float) -> None:
         """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
         paces = self._paces.setdefault(prefill, deque(maxlen=self.KEPT))
+        self._paces.move_to_end(prefill)
+        if len(self._paces) > self.PREFILLS:
+            self._slowest.pop(self._paces.popitem(last=False)[0])
         paces.append(Pace(seconds / max(tokens, self.LEAST_TOKENS), seconds))
         self._slowest[prefill] = Pace(*map(max, zip(*paces, strict=True)))
         self._short.append((time.monotonic(), seconds * self.LEAST_TOKENS / max(tokens, self.LEAST_TOKENS)))
@@ -286,6 +292,10 @@ class AdmissionPolicy:
     def leave(self, entry: QueueEntry) -> None:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
         self.departures += 1
+        # Or each in a chain of followers would keep all before it.
+        entry.leader = None
+        if self.ttft is not None:
+            self.ttft.left(entry.arrival)
         if entry.watch is not None:
             self.tree.watches.remove(entry.watch)
             entry.watch = None

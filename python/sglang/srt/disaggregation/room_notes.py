@@ -6,6 +6,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
 __all__ = ["RoomNotes", "is_room"]
@@ -23,7 +24,7 @@ class RoomNotes(Generic[Note]):
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
-        self._notes: dict[int | None, tuple[Note, float]] = {}
+        self._notes: OrderedDict[int | None, tuple[Note, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -33,7 +34,7 @@ class RoomNotes(Generic[Note]):
         self._notes.pop(room, None)
         self._notes[room] = note, time.monotonic() + self._seconds
         while len(self._notes) > self._most:
-            del self._notes[next(iter(self._notes))]
+            self._notes.popitem(last=False)
 
     def of(self, room: int | None) -> Note | None:
         """The note on ``room``; None if there is none, or it has expired."""

@@ -85,6 +85,10 @@ class TtftTarget:
         if self._counters is not None:
             self._counters.ttft_late()
 
+    def left(self, arrival: int) -> None:
+        """A request waits no longer, whether it was admitted or not."""
+        self._in_time.pop(arrival, None)
+
     def arrived(self, seconds: float) -> None:
         """The first token of a request came so many seconds after its admission."""
         self._took.append(seconds)

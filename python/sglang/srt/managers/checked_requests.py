@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from http import HTTPStatus
@@ -54,7 +54,7 @@ class CheckedRequests(Base):
         self.own_states: dict[int, dict[str, Any]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             refusal.listen(self._on_refused_by_decode)
-            computed_rooms.listen(lambda room: self.event_loop.call_soon_threadsafe(self.computed.note, room))
+            computed_rooms.listen(self._on_computed_by_decode)
 
     @cached_property
     def computed(self) -> ComputedAnswers:
@@ -62,8 +62,7 @@ class CheckedRequests(Base):
         return ComputedAnswers(self)
 
     async def generate_request(self, obj, request=None):
-        """Adds what follows a refusal: the peer is told, other prompts of the batch end, and nothing is
-        left behind."""
+        """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
         try:
@@ -166,8 +165,7 @@ class CheckedRequests(Base):
         """Raise ValueError if decode has refused the request of this room. Aggregated servers take anything for one."""
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return
-        reason = self.refused_rooms.reason(room)
-        if reason is not None:
+        if (reason := self.refused_rooms.reason(room)) is not None:
             raise ValueError(reason)
 
     def _req_stats_init(self, obj, request=None) -> None:
@@ -278,12 +276,18 @@ class CheckedRequests(Base):
                 calls.append(refusal.tell_prefill(host, port or own_port, room, reason))
         return [call for call in calls if call is not None]
 
+    def _on_computed_by_decode(self, room: int) -> None:
+        self._on_loop(self.computed.note, self.computed.note, room)
+
     def _on_refused_by_decode(self, room: int, reason: str) -> None:
-        """Called on the bootstrap server's thread."""
+        self._on_loop(self._refuse_room, self.refused_rooms.note, room, reason)
+
+    def _on_loop(self, call: Callable, early: Callable, *args: Any) -> None:
+        """Called on the bootstrap server's thread. early: what to do before anything has been served."""
         if self.event_loop is None:
-            self.refused_rooms.note(room, reason)
+            early(*args)
         else:
-            self.event_loop.call_soon_threadsafe(self._refuse_room, room, reason)
+            self.event_loop.call_soon_threadsafe(call, *args)
 
     def _refuse_room(self, room: int, reason: str) -> None:
         logger.info("Decode has refused room %s: %s", room, reason)

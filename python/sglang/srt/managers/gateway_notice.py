@@ -11,6 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,14 +57,19 @@ def _addresses(name: str) -> set[str]:
 
 
 def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
-    """Have each of these gateways let go of this worker; one that does not is told of in the log."""
+    """Have all these gateways let go of this worker; one that does not is told of in the log."""
     addresses = own_addresses(host)
-    for url in urls:
+
+    def leave_one(url: str) -> None:
         try:
             leave(url, role, port, addresses)
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
+
+    with ThreadPoolExecutor(max(1, len(urls))) as pool:
+        for _ in pool.map(leave_one, urls):
+            pass
 
 
 def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> None:

@@ -16,11 +16,14 @@ _SIGNS = {
     "gave_up": "decode gave the request up|[Aa]borted",
     "digest": "is not what prefill sent|no digest of|the digest that prefill sent",
     "peer_lost": "is gone|it was lost in the meantime|Losing connection|[Ii]nstance could be dead",
-    "timeout": "timed out|[Tt]imeout|has not answered for|takes no messages|granted no staging memory for",
+    "timeout": (
+        "timed out|[Tt]imeout|has not answered for|takes no messages|granted no staging memory for|for which it waits"
+        "|metadata has not come"
+    ),
     "secret": "Have all workers the same|it is not signed|its signature|it was signed|it has come before",
     "mismatch": "cannot be used|this decode worker (?:has|with)|it has TP size|draft model|refused decode",
     "room": "room|has not been asked for",
-    "backend": "NIXL|Mooncake|[Mm]ooncake|kv chunk|transfer over|state could not be written|staging memory|all pieces",
+    "backend": "NIXL|Mooncake|[Mm]ooncake|kv chunk|transfer over|state could not be written|staging memory|piece",
 }
 CAUSES = (*_SIGNS, ELSEWHERE, OTHER)
 _PATTERNS = [(cause, re.compile(signs)) for cause, signs in _SIGNS.items()]

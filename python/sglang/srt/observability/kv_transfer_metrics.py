@@ -91,7 +91,7 @@ class KvTransferCounters:
                 "decode_taken_over_requests", "Requests computed on decode since their prefill is gone or late."
             )
             self._blocked = counter(
-                "decode_admissions_blocked", "Requests that had to wait for KV memory at least once."
+                "decode_admissions_blocked", "Times that whose turn it was found no KV memory; others wait too."
             )
             self._followed = counter(
                 "decode_followed_requests", "Requests that waited for the transfer of another, with which they share."
@@ -110,7 +110,7 @@ class KvTransferCounters:
                 "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
             )
             self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
-            self._held = counter("decode_itl_held_requests", "Requests that waited for the ITL target at least once.")
+            self._held = counter("decode_itl_held_requests", "Times that the target held back whose turn it was.")
             self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")

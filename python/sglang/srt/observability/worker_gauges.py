@@ -19,6 +19,8 @@ DECODE_STATES = (
 )
 # On prefill: until decode asks, until its turn, in the step, and until decode has all of it.
 PREFILL_STATES = ("bootstrap", "waiting", "running", "sending")
+# When a request came into a state, where that is noted; it shook hands from when it came.
+_ENTERED = {"transfer": "decode_transfer_queue_entry_time", "sending": "prefill_transfer_queue_entry_time"}
 # Seconds between two writes of the gauges.
 PUBLISH_S = 1.0
 
@@ -35,6 +37,11 @@ class InHand(NamedTuple):
         """When it came, by the performance counter; 0 if that is not known."""
         times = self.req.time_stats
         return times.decode_prealloc_queue_entry_time or times.prefill_bootstrap_queue_entry_time
+
+    @property
+    def entered(self) -> float:
+        """When its transfer began, of one in transfer or being sent; of others `since`."""
+        return (self.state in _ENTERED and getattr(self.req.time_stats, _ENTERED[self.state])) or self.since
 
 
 def in_hand(scheduler: Any) -> list[InHand]:
@@ -119,12 +126,16 @@ class WorkerGauges:
             return made if by else made.labels(**labels)
 
         self._requests = gauge("pd_requests", "Requests that the worker has, by state.", by="state")
-        self._oldest = gauge("pd_oldest_request_seconds", "How long the oldest of them has been here.", by="state")
+        self._oldest = gauge(
+            "pd_oldest_request_seconds",
+            "How long the oldest of them has been here; of those in transfer or being sent, how long that takes.",
+            by="state",
+        )
         self._size = gauge("pd_pool_size", "Places of each pool: tokens of KV, slots, rows, buffers.", by="pool")
         self._free = gauge("pd_pool_free", "Free places of each pool.", by="pool")
         if role == "decode":
             self._quarantined = gauge(
-                "decode_quarantined_tokens", "Tokens of failed requests to which a prefill may still write."
+                "decode_quarantined_tokens", "Tokens of failed requests that are kept, since a prefill may still write."
             )
             self._faults = gauge("decode_audit_faults", "Contradictions in tree and pools, when it was last idle.")
 
@@ -142,7 +153,7 @@ class WorkerGauges:
         counted = counts(found, self._decodes)
         since = dict.fromkeys(counted, now)
         for each in found:
-            since[each.state] = min(since[each.state], each.since or now)
+            since[each.state] = min(since[each.state], each.entered or now)
         for state, count in counted.items():
             self._requests.labels(**self._labels, state=state).set(count)
             self._oldest.labels(**self._labels, state=state).set(round(now - since[state], 3))

@@ -212,8 +212,7 @@ BROKEN = (
     ),
     Panel(
         "Failures by cause",
-        "Requests that were answered with status 500. With several TP ranks each counts: one of them the cause, others "
-        "perhaps other_rank.",
+        "Requests that were answered with status 500. Of several TP ranks the one that answers counts.",
         (Query(_increase("kv_transfer_failures_total", "instance, cause"), "{{cause}} {{instance}}"),),
     ),
     Panel(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import operator
 import os
 import struct
 import threading
@@ -66,14 +67,16 @@ def secret() -> Secret | None:
 class Secret:
     """Signs and verifies. Threads may share it."""
 
-    def __init__(self, key: bytes, clock: Callable[[], float] = time.time):
-        self._key, self._clock = hashlib.sha256(key).digest(), clock
+    def __init__(
+        self, key: bytes, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+    ):
+        self._key, self._clock, self._monotonic = hashlib.sha256(key).digest(), clock, monotonic
         self._lock = threading.Lock()
-        # What an earlier process was sent, at the same port, it cannot have noted.
-        self._oldest = clock() - WINDOW_S
-        # Numbers that were used, with the time until which a message that bears them would pass. Only those of messages
-        # that were signed: nobody else can make it grow.
-        self._used: OrderedDict[bytes, float] = OrderedDict()
+        # What an earlier process was sent, at the same port, it cannot have noted. The clock may be set later.
+        self._started = monotonic()
+        # Numbers that were used, and until when by either clock a message that bears them would pass. Only those of
+        # messages that were signed: nobody else can make it grow.
+        self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def sign(self, parts: Sequence[bytes], purpose: str) -> bytes:
         """The tag of a message. purpose: what kind it is, and whom it is for."""
@@ -90,16 +93,17 @@ class Secret:
         at, number, mac = _TAG.unpack(tag)
         if not hmac.compare_digest(mac, self._mac(parts, purpose, at, number)):
             raise ValueError("its signature is of another secret, another receiver or another message")
-        now = self._clock()
-        if not max(now - late_s, self._oldest) <= at <= now + WINDOW_S:
+        now, runs_s = self._clock(), self._monotonic() - self._started
+        if not now - min(late_s, runs_s + WINDOW_S) <= at <= now + WINDOW_S:
             raise ValueError(f"it was signed {now - at:.0f} s ago by this host's clock: a replay, or a clock is wrong")
         with self._lock:
-            while self._used and next(iter(self._used.values())) < now:
+            # When a clock has been set back, what was signed by it before passes again later.
+            while self._used and all(map(operator.lt, next(iter(self._used.values())), (now, runs_s))):
                 self._used.popitem(last=False)
             if number in self._used:
                 raise ValueError("it has come before")
             # From now, not from its own time, so that the oldest stands first.
-            self._used[number] = now + WINDOW_S + LATE_S
+            self._used[number] = now + WINDOW_S + LATE_S, runs_s + WINDOW_S + LATE_S
 
     def _mac(self, parts: Sequence[bytes], purpose: str, at: float, number: bytes) -> bytes:
         mac = hmac.new(self._key, digestmod=hashlib.sha256)

@@ -54,8 +54,10 @@ class ReceiverState:
         for peer in untold:
             try:
                 send(peer)
-            except NotTaken as e:
-                logger.debug("Prefill cannot be told that room %s is given up: %s", room, e)
+            except Exception as e:
+                # What could not be sent on a socket that was being closed is sent on a new one the next time.
+                level = logging.DEBUG if isinstance(e, NotTaken) else logging.WARNING
+                logger.log(level, "Prefill cannot be told that room %s is given up: %s", room, e)
                 self.untold.append(peer)
 
     def await_writers(

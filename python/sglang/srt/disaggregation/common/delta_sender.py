@@ -212,26 +212,14 @@ class DeltaSender(Base):
                 if self.is_cut:
                     # The last page of decode's prompt would not be filled.
                     raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
-                due_at = self._due_at()
+                # No word that decode has given it up has been missed until then, and decode keeps pages for so long.
+                due_at = min(info.heard_until for info in state.asked.values()) + manager.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")
             return False
         state.accept(prefix_len, due_at)
-        return True
-
-    def _due_at(self) -> float:
-        """By when what decode has asked for must be written, by the monotonic clock. Raises ValueError if that is over.
-
-        A word that decode has given it up is not older than all that has been read, and decode keeps the pages for so
-        long after it.
-        """
-        heard, timeout = self.kv_mgr.rooms.pulse.heard_all_until(), self.kv_mgr.transfer_timeout
-        stood_still = time.monotonic() - heard
-        if stood_still >= timeout:
-            raise ValueError(
-                f"this prefill stood still for {stood_still:.0f} s, and decode keeps pages for {timeout:g} s"
-            )
-        return heard + timeout
+        self.fail_if_refused()
+        return not self.has_failed()
 
     # ---- questions ----
 

@@ -6,6 +6,7 @@ Upstream: sgl-project/sglang#36612 (merged), by which both backends tell decode 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -24,7 +25,7 @@ class EndNotices(Generic[Peer]):
 
     def __init__(self) -> None:
         # By room, whether each rank that has asked has been told; the oldest are forgotten.
-        self._told: dict[int, dict[Peer, bool]] = {}
+        self._told: OrderedDict[int, dict[Peer, bool]] = OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
@@ -38,7 +39,7 @@ class EndNotices(Generic[Peer]):
             if told:
                 self._told[room] = told
             while len(self._told) > REMEMBERED:
-                del self._told[next(iter(self._told))]
+                self._told.popitem(last=False)
 
     def concerns(self, room: int, peer: Peer) -> bool:
         """Whether ``peer`` has asked for ``room``, as far as is known."""

@@ -44,6 +44,8 @@ class RankAnswers:
             if in_background(put, "ask-dp-ranks") is not None:
                 self._asking.discard(addr)
         known = [(room, told.pop(room)) for room in list(told)]
+        if addr not in self._asking:
+            self._told.pop(addr)
         return {room: rank for room, rank in known if room in wanted}
 
 

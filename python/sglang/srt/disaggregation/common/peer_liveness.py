@@ -68,7 +68,7 @@ def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
         for endpoint in set(endpoints):
             try:
                 ask(endpoint)
-            except (OSError, OverflowError, UnicodeError) as e:
+            except (OSError, OverflowError, ValueError) as e:
                 # No such host or port.
                 logger.debug("%s:%s cannot be looked at: %s", *endpoint, e)
                 others.add(endpoint)

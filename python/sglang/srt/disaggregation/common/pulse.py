@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import time
 
-# Seconds between two beats.
-BEAT_S = 0.25
-# Seconds between two beats that are no standstill, and in which what had waited has been read after one.
-LATE_S, CATCH_UP_S = 2.0, 10.0
+# Seconds between two beats; and between two that are no standstill.
+BEAT_S, LATE_S = 0.25, 5.0
+# Seconds after a standstill in which what had waited meanwhile has been read.
+CATCH_UP_S = 3.0
 
 
 class Pulse:
@@ -34,16 +34,24 @@ class Pulse:
     def beat(self) -> None:
         """The process runs."""
         now = time.monotonic()
-        if self._beat_at is not None and now - self._beat_at > LATE_S:
-            self._stopped_at, self._woke_at = self._beat_at, now
+        if self._stands_still(now):
+            self._stopped_at, self._woke_at = self._before_it(), now
         self._beat_at = now
 
-    def heard_all_until(self) -> float:
+    def heard_until(self) -> float:
         """What was said to this worker before then, by the monotonic clock, has been read: now, or its last standstill.
 
         The thread that beats may go on later than who asks.
         """
         now = time.monotonic()
-        if self._beat_at is not None and now - self._beat_at > LATE_S:
-            return self._beat_at
+        if self._stands_still(now):
+            return self._before_it()
         return self._stopped_at if now - self._woke_at < CATCH_UP_S else now
+
+    def _stands_still(self, now: float) -> bool:
+        return self._beat_at is not None and now - self._beat_at > LATE_S
+
+    def _before_it(self) -> float:
+        """The last beat; of two standstills with nothing read between them, the one before the first."""
+        assert self._beat_at is not None
+        return self._stopped_at if self._beat_at - self._woke_at < CATCH_UP_S else self._beat_at

@@ -12,7 +12,7 @@ import enum
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -68,17 +68,17 @@ class Rooms:
         # Senders of the requests that are here.
         self.live: dict[int, Any] = {}
         # Why a room ended, None if it ended well; the oldest are forgotten.
-        self.ended: dict[int, str | None] = {}
+        self.ended: OrderedDict[int, str | None] = OrderedDict()
         # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
-        self.refused: dict[int, str] = {}
+        self.refused: OrderedDict[int, str] = OrderedDict()
         # Live senders that decode has given up, or is gone from, and that have not answered it.
         self.given_up: deque[Any] = deque()
         # Decode ranks, host and port, in which a room waits for memory, and when each last said so; the oldest rooms
         # are forgotten. The request may come here only later.
-        self.waiting: dict[int, dict[tuple[str, int], float]] = {}
+        self.waiting: OrderedDict[int, dict[tuple[str, int], float]] = OrderedDict()
         # Decode ranks, host and port, that have spoken here; the oldest are forgotten. And those of them that have done
         # so for the first time, which are looked at before they can end.
-        self._known_ranks: dict[tuple[str, int], None] = {}
+        self._known_ranks: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._newcomers: set[tuple[str, int]] = set()
         self._spoken = threading.Event()
         # Whether there is a decode worker that says so: those without the flag do not.
@@ -228,11 +228,11 @@ class Rooms:
                 self.given_up.append(sender)
 
 
-def _remember(book: dict, room: Any, value: Any) -> None:
+def _remember(book: OrderedDict, room: Any, value: Any) -> None:
     book.pop(room, None)
     book[room] = value
     while len(book) > REMEMBERED_ROOMS:
-        del book[next(iter(book))]
+        book.popitem(last=False)
 
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:

@@ -90,12 +90,13 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
-        self.failed_sessions = failed_sessions = FailedSessions()
+        self.sessions = FailedSessions()
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
         super().__init__(*args, **kwargs)
-        self.failed_sessions = failed_sessions
+        # In the place of a set, which the engine makes when its thread already reads messages.
+        self.failed_sessions = self.sessions
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only messages that it can read."""
@@ -120,7 +121,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {session!r} does not end in a port")
-            self.failed_sessions.remove(session)
+            self.sessions.remove(session)
             return True
         self.inbox.take(message)
         return False
@@ -160,7 +161,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                 )
         for info in writes:
             if info.names_prefix:
-                self.failed_sessions.try_again(info.mooncake_session_id)
+                self.sessions.try_again(info.mooncake_session_id)
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
             states = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0

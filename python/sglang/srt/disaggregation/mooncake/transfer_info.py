@@ -6,6 +6,7 @@ Upstream: sgl-project/sglang#24257 (merged).
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from sglang.srt.disaggregation.common.wire import check_prefix_frames, wire_int
@@ -20,13 +21,14 @@ class PrefixedInfo(Base):
 
     decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
     where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
-    wants_digest: of the pages sent.
+    wants_digest: of the pages sent. heard_until: see `Pulse`, when this was read.
     """
 
     decode_prefix_len: int | None = None
     wants_digest: bool = False
     grants: dict[int, int] = dataclasses.field(default_factory=dict)
     written: set[int] = dataclasses.field(default_factory=set)
+    heard_until: float = math.inf
 
     @property
     def names_prefix(self) -> bool:

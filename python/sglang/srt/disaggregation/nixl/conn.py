@@ -56,13 +56,14 @@ class TransferInfo(engine.TransferInfo):
 
     decode_prefix_len: tokens, 0 when decode names none. dummy: whether this prefill rank sends nothing, None when the
     message does not say and empty indices mean it, as in the engine. wants_digest: of the pages sent. offer: what may
-    be read there.
+    be read there. heard_until: see `Pulse`, when this was read.
     """
 
     decode_prefix_len: int = 0
     dummy: bool | None = None
     wants_digest: bool = False
     offer: Offer | None = None
+    heard_until: float = float("inf")
 
     @property
     def names_prefix(self) -> bool:
@@ -298,8 +299,7 @@ class NixlKVManager(engine.NixlKVManager):
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over what the scheduler changes; says why its requests fail."""
         if not self.has_radix:
-            super()._handle_node_failure(failed_bootstrap_addr)
-            return
+            return super()._handle_node_failure(failed_bootstrap_addr)
         for room in self.lose_prefill(failed_bootstrap_addr):
             status = self.transfer_statuses.get(room)
             reason = PrefillGone(f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})")

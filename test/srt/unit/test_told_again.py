@@ -1,0 +1,83 @@
+"""What one thread does at the wrong moment, another says or hears all the same; over both backends."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import test_mooncake_wire
+import test_nixl_wire
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import delta_receiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.mooncake import conn
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from waiting import until
+
+WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
+
+
+@pytest.mark.parametrize("backend", WORLDS)
+def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: pytest.MonkeyPatch, backend: str):
+    """The watch of peers closes sockets to those that are gone; this one is not, and nor is the rank behind it."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")
+    monkeypatch.setattr(delta_receiver, "TELL_AGAIN_S", 0.0)
+    world: Any = WORLDS[backend](monkeypatch, prefill_tp=2)
+    request = world.request(1, 24, 8).start_prefill().start_decode().ask()
+    request.wait_senders(KVPoll.WaitingForInput)
+    (receiver,) = request.receivers
+    receiver.fenced = True
+    first = receiver.bootstrap_infos[0]["rank_port"]
+    connect, closed = receiver._connect_to_bootstrap_server, []
+
+    def lose(info: dict) -> Any:
+        found = connect(info)
+        if info["rank_port"] == first and not closed:
+            closed.append(info)
+            CommonKVReceiver.close_socket(f"tcp://127.0.0.1:{first}")
+        return found
+
+    receiver._connect_to_bootstrap_server = lose
+    receiver.fail("decode gives it up")
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    assert closed and [peer["rank_port"] for peer in receiver.state.untold] == [first]
+
+    def quiet() -> bool:
+        for rank in world.prefill:
+            rank.manager.settle()
+        for sender in request.senders:
+            sender.poll()
+        return receiver.writers_done()
+
+    until(quiet, "both ranks have answered")
+    assert all(sender.has_failed() for sender in request.senders)
+
+
+def test_decode_may_register_while_a_prefill_over_mooncake_still_starts(monkeypatch: pytest.MonkeyPatch):
+    """The engine's thread reads messages before the manager is complete, and decode registers once."""
+    world = test_mooncake_wire.World(monkeypatch)
+    decode = world.decode[0].manager
+    # Its predecessor at this address is lost.
+    decode._handle_node_failure(world.addr)
+    queue, receivers = conn.FastQueue, []
+
+    def register(*args: Any) -> Any:
+        if not receivers:
+            until(lambda: decode.try_ensure_parallel_info(world.addr), "prefill answers")
+            receiver = MooncakeKVReceiver(decode, world.addr, 5)
+            receivers.append(receiver)
+            receiver.init(0)
+            until(lambda: receiver.poll() == KVPoll.WaitingForInput, "hands are shaken")
+            # Until the thread has read it.
+            time.sleep(0.3)
+        return queue(*args)
+
+    monkeypatch.setattr(conn, "FastQueue", register)
+    world.prefill = world._ranks(DisaggregationMode.PREFILL, 1, 1, 1, 1)
+    world.fill_prefill()
+    (prefill,) = world.prefill
+    assert receivers and list(prefill.manager.decode_kv_args_table) == [decode.get_session_id()]
+    world.request(6, 24, 8).bootstrap().send().finish()
