@@ -127,6 +127,38 @@ def test_a_clock_that_is_set_back_after_the_start_stops_nothing() -> None:
             key.verify([b"1"], "x", before, LATE_S)
 
 
+def test_a_clock_that_is_set_back_by_a_year_costs_no_memory() -> None:
+    clock, runs = Clock(), Clock()
+    key = Secret(KEY, clock, runs)
+    first = key.sign([b"1"], "x")
+    key.verify([b"1"], "x", first)
+    clock.now -= 365 * 86400
+    with pytest.raises(ValueError, match="has come before|is wrong"):
+        key.verify([b"1"], "x", first)
+    for _ in range(3000):
+        runs.now += 1
+        clock.now += 1
+        key.verify([b"1"], "x", key.sign([b"1"], "x"))
+    assert len(key._used) <= WINDOW_S + LATE_S + 2 and len(key._used_before) == 1
+    clock.now += 365 * 86400 - 3000
+    with pytest.raises(ValueError, match="has come before"):
+        key.verify([b"1"], "x", first)
+
+
+def test_after_a_clock_was_set_back_none_that_was_forgotten_passes() -> None:
+    clock, runs = Clock(), Clock()
+    key = Secret(KEY, clock, runs)
+    tag = key.sign([b"1"], "x")
+    key.verify([b"1"], "x", tag)
+    for step in (WINDOW_S + LATE_S + 1, -WINDOW_S - 30):
+        clock.now += step
+        runs.now += max(step, 0)
+        other = key.sign([b"2"], "x")
+        key.verify([b"2"], "x", other)
+    with pytest.raises(ValueError, match="571 s ago"):
+        key.verify([b"1"], "x", tag, LATE_S)
+
+
 def test_memory_is_that_of_eleven_minutes_of_good_messages() -> None:
     clock = Clock()
     key, stranger = Secret(KEY, clock, clock), Secret(OTHER, clock, clock)

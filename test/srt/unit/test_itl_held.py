@@ -150,3 +150,13 @@ def test_a_worker_that_has_measured_nothing_learns_while_it_serves():
     steps = worker.run(128, 2500)
     assert sum(ms > 1.2 * 9 for ms in steps) <= 0.02 * len(steps)
     assert mean(steps[500:]) > 0.9 * 9
+
+
+def test_the_gauge_says_at_once_that_nobody_is_held_any_more():
+    """An alarm goes by it, and steps that would write it later may have stopped."""
+    written: list[int] = []
+    counters = SimpleNamespace(itl_waiting=written.append, itl_held=lambda: None)
+    gate = ItlGate(15.0, SimpleNamespace(), counters=counters)
+    for rid, waiting in (("x", 3), ("x", 3), (None, 3), (None, 0)):
+        gate.tell_held(rid, lambda waiting=waiting: waiting)
+    assert written == [3, 0]

@@ -61,6 +61,17 @@ def test_after_a_standstill_what_had_waited_is_read_first(clock: Clock, asked_fi
     assert pulse.heard_until() == clock.now
 
 
+def test_one_that_stops_again_and_again_hears_what_is_said_in_between(clock: Clock):
+    pulse = Pulse()
+    pulse.beat()
+    for _ in range(100):
+        clock.now += LATE_S + 1
+        for _ in range(10):
+            pulse.beat()
+            clock.now += BEAT_S
+        assert clock.now - pulse.heard_until() < 20
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")

@@ -56,13 +56,21 @@ def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: p
     assert all(sender.has_failed() for sender in request.senders)
 
 
-def test_decode_may_register_while_a_prefill_over_mooncake_still_starts(monkeypatch: pytest.MonkeyPatch):
-    """The engine's thread reads messages before the manager is complete, and decode registers once."""
+@pytest.mark.parametrize(
+    ("where", "name"), [(conn, "FastQueue"), (conn.MooncakeKVManager, "register_buffer_to_engine")]
+)
+def test_decode_may_register_while_a_prefill_over_mooncake_still_starts(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+):
+    """The engine's thread reads messages before the manager is complete, and decode registers once.
+
+    name: of what the engine does after its thread has started, or before; what has come by then is read at once.
+    """
     world = test_mooncake_wire.World(monkeypatch)
     decode = world.decode[0].manager
     # Its predecessor at this address is lost.
     decode._handle_node_failure(world.addr)
-    queue, receivers = conn.FastQueue, []
+    go_on, receivers = getattr(where, name), []
 
     def register(*args: Any) -> Any:
         if not receivers:
@@ -71,11 +79,17 @@ def test_decode_may_register_while_a_prefill_over_mooncake_still_starts(monkeypa
             receivers.append(receiver)
             receiver.init(0)
             until(lambda: receiver.poll() == KVPoll.WaitingForInput, "hands are shaken")
-            # Until the thread has read it.
+            # Until the thread has read it, if there is one.
             time.sleep(0.3)
-        return queue(*args)
+        return go_on(*args)
 
-    monkeypatch.setattr(conn, "FastQueue", register)
+    def start(manager: Any) -> None:
+        start_thread(manager)
+        time.sleep(0.3)
+
+    start_thread = conn.MooncakeKVManager.start_prefill_thread
+    monkeypatch.setattr(conn.MooncakeKVManager, "start_prefill_thread", start)
+    monkeypatch.setattr(where, name, register)
     world.prefill = world._ranks(DisaggregationMode.PREFILL, 1, 1, 1, 1)
     world.fill_prefill()
     (prefill,) = world.prefill

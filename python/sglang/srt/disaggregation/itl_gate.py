@@ -186,7 +186,7 @@ class ItlGate:
             self.decode.note(self._requests(batch), self._tokens(reqs), seconds)
         self._steps += 1
         if self._counters is not None and self._steps % REPORT == 0:
-            self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0, self.waiting)
+            self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0)
 
     def _note_joined(self, reqs: Sequence[Req]) -> None:
         """``reqs`` decode."""
@@ -320,7 +320,9 @@ class ItlGate:
             self.held_requests += 1
             if self._counters is not None:
                 self._counters.itl_held()
-        self._held, self.waiting = rid, 0 if rid is None else waiting()
+        before, self._held, self.waiting = self.waiting, rid, 0 if rid is None else waiting()
+        if self._counters is not None and self.waiting != before:
+            self._counters.itl_waiting(self.waiting)
 
     def state(self) -> dict[str, Any]:
         """What ``kv_pool`` says: milliseconds, microseconds for a request and nanoseconds for a token."""

@@ -179,10 +179,13 @@ class KvTransferCounters:
         if self.enabled:
             self._itl_target.set(seconds)
 
-    def itl(self, step_s: float, predicted_s: float, waiting: int) -> None:
+    def itl(self, step_s: float, predicted_s: float) -> None:
         if self.enabled:
             self._step.set(step_s)
             self._predicted.set(predicted_s)
+
+    def itl_waiting(self, waiting: int) -> None:
+        if self.enabled:
             self._held_back.set(waiting)
 
     def itl_held(self) -> None:

@@ -38,7 +38,7 @@ class ReceiverState:
 
     handshake: with prefill. asked: whether prefill may know where to write. given_up_at: by the monotonic clock, 0
     before. untold: prefill ranks that have still to be told so, and told_at, when that was last tried. over: whether
-    nobody writes for it any more.
+    nobody writes for it any more. complained: whether the log has why one could not be told.
     """
 
     handshake: Handshake = dataclasses.field(default_factory=Handshake)
@@ -47,6 +47,7 @@ class ReceiverState:
     untold: list[dict] = dataclasses.field(default_factory=list)
     told_at: float = 0.0
     over: bool = False
+    complained: bool = False
 
     def tell(self, room: int, send: Callable[[dict], None]) -> None:
         """Tell the prefill ranks that have not been told, as far as they take messages."""
@@ -56,7 +57,9 @@ class ReceiverState:
                 send(peer)
             except Exception as e:
                 # What could not be sent on a socket that was being closed is sent on a new one the next time.
-                level = logging.DEBUG if isinstance(e, NotTaken) else logging.WARNING
+                quiet = self.complained or isinstance(e, NotTaken)
+                self.complained = self.complained or not quiet
+                level = logging.DEBUG if quiet else logging.WARNING
                 logger.log(level, "Prefill cannot be told that room %s is given up: %s", room, e)
                 self.untold.append(peer)
 

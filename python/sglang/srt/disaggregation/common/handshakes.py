@@ -43,8 +43,10 @@ class RankAnswers:
             self._asking.add(addr)
             if in_background(put, "ask-dp-ranks") is not None:
                 self._asking.discard(addr)
+        # Looked at first: what is asked may be answered meanwhile.
+        all_told = addr not in self._asking
         known = [(room, told.pop(room)) for room in list(told)]
-        if addr not in self._asking:
+        if all_told:
             self._told.pop(addr)
         return {room: rank for room, rank in known if room in wanted}
 

@@ -18,9 +18,11 @@ class Pulse:
     """Beats for as long as the process runs, in a thread that waits for nothing else."""
 
     def __init__(self) -> None:
-        # By the monotonic clock. The last beat, the one before the last standstill, and the first one after it.
+        # By the monotonic clock: the last beat, and the one before the last standstill.
         self._beat_at: float | None = None
-        self._stopped_at = self._woke_at = float("-inf")
+        self._stopped_at = 0.0
+        # Seconds that it has run since then; of several standstills, since the first that was not caught up on.
+        self._runs_s = CATCH_UP_S
 
     def start(self) -> None:
         """Start the thread."""
@@ -34,8 +36,11 @@ class Pulse:
     def beat(self) -> None:
         """The process runs."""
         now = time.monotonic()
-        if self._stands_still(now):
-            self._stopped_at, self._woke_at = self._before_it(), now
+        since = now - (now if self._beat_at is None else self._beat_at)
+        if since <= LATE_S:
+            self._runs_s += since
+        elif self._runs_s >= CATCH_UP_S and self._beat_at is not None:
+            self._stopped_at, self._runs_s = self._beat_at, 0.0
         self._beat_at = now
 
     def heard_until(self) -> float:
@@ -44,14 +49,8 @@ class Pulse:
         The thread that beats may go on later than who asks.
         """
         now = time.monotonic()
-        if self._stands_still(now):
-            return self._before_it()
-        return self._stopped_at if now - self._woke_at < CATCH_UP_S else now
-
-    def _stands_still(self, now: float) -> bool:
-        return self._beat_at is not None and now - self._beat_at > LATE_S
-
-    def _before_it(self) -> float:
-        """The last beat; of two standstills with nothing read between them, the one before the first."""
-        assert self._beat_at is not None
-        return self._stopped_at if self._beat_at - self._woke_at < CATCH_UP_S else self._beat_at
+        beat_at = now if self._beat_at is None else self._beat_at
+        stands_still = now - beat_at > LATE_S
+        if self._runs_s + (0.0 if stands_still else now - beat_at) < CATCH_UP_S:
+            return self._stopped_at
+        return beat_at if stands_still else now

@@ -90,7 +90,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
-        self.sessions = FailedSessions()
+        self.failed_sessions = self.sessions = FailedSessions()
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
