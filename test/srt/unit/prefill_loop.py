@@ -209,6 +209,12 @@ class PrefillScheduler(Scheduler):
     def assert_nothing_held(self) -> None:
         tree = self.tree_cache
         assert tree.protected_size() == 0
+        below = [*tree.root_node.children.values()]
+        while below:
+            # One lock too few and one too many may have the same sum.
+            node = below.pop()
+            assert node.lock_ref == 0, (node.key, node.lock_ref)
+            below += node.children.values()
         assert self.token_to_kv_pool_allocator.available_size() + tree.evictable_size() == POOL
         assert sorted(self.req_to_token_pool.free_slots) == [*range(MAX_REQS)]
         assert self.req_to_metadata_buffer_idx_allocator.available_size() == 2 * MAX_REQS

@@ -108,6 +108,17 @@ def test_a_request_that_waited_while_prefill_stood_still_is_not_begun(world, rea
     request.start_prefill().assert_fails(OVER)
 
 
+def test_of_several_decode_ranks_the_one_heard_first_counts(monkeypatch: pytest.MonkeyPatch):
+    """The others may have asked after the standstill, and that one has given its pages away."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")
+    world = World(monkeypatch, decode_tp=2)
+    request = world.request(ROOM).start_decode().ask()
+    asked = world.prefill[0].manager.transfer_infos
+    until(lambda: len(asked.get(ROOM, ())) == 2, "both have asked")
+    [*asked[ROOM].values()][-1].heard_until -= 301
+    request.start_prefill().assert_fails(OVER)
+
+
 def test_one_that_waited_for_less_is_written_until_decode_gives_it_up(world):
     request = world.request(ROOM).start_prefill().start_decode()
     stop(world, 200)

@@ -273,6 +273,52 @@ def test_without_memory_it_is_computed(loop: PrefillLoop):
     assert_served(loop, ROOM, OTHER)
 
 
+@pytest.mark.parametrize("how", ["read", "aborted", "late", "no memory"])
+def test_what_prefill_has_of_it_is_locked_for_as_long_as_the_rest_is_read(
+    loop: PrefillLoop, how: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What is read is put behind it in the tree, and would otherwise be put behind what others have got by then."""
+    loop.arrive(48, OTHER, token=9)
+    loop.run(8)
+    if how == "late":
+        monkeypatch.setattr(decode_reads, "LATE_S", 0.0)
+    for scheduler in loop.schedulers if how == "no memory" else ():
+        scheduler.disagg_prefill_bootstrap_queue.reads._most = 0
+    hold_reads(loop)
+    loop.arrive(100, ROOM, held=80, token=9)
+    loop.run(3 if how in ("read", "aborted") else 14)
+    for scheduler in loop.schedulers if how in ("read", "aborted") else ():
+        tree = scheduler.tree_cache
+        tree.evict(decode_reads.EvictParams(num_tokens=POOL))
+        assert tree.protected_size() == 48 and tree.evictable_size() == 0
+        if how == "aborted":
+            scheduler.abort_request(AbortReq(rid=f"request-{ROOM}"))
+    loop.wire.wire.held = False
+    finish(loop)
+    loop.run(12)
+    assert len(reads(loop)) == (0 if how == "no memory" else loop.ranks.size)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == {"read": 20, "aborted": 0}.get(how, 52)
+        assert_rests(scheduler)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_been_read_and_not_begun_counts_as_taken(ranks: int, monkeypatch: pytest.MonkeyPatch):
+    """At most half of the pool, with what is being read."""
+    loop = PrefillLoop(monkeypatch, ranks, False, reads=LEAST)
+    loop.arrive(96, OTHER)
+    loop.arrive(220, ROOM, held=200)
+    loop.run(3)
+    for scheduler in loop.schedulers:
+        found = scheduler.disagg_prefill_bootstrap_queue.reads
+        assert sum(held.tokens for held in found.held) == 200 and not found.tokens_out
+    loop.arrive(120, THIRD, held=100)
+    loop.run(40)
+    for scheduler in loop.schedulers:
+        assert (computed(scheduler, ROOM), computed(scheduler, THIRD)) == (20, 120)
+    assert_served(loop, OTHER, ROOM, THIRD)
+
+
 def test_what_is_cached_goes_for_it(loop: PrefillLoop):
     for room in (OTHER, THIRD):
         loop.arrive(240, room)
