@@ -620,6 +620,8 @@ def test_a_truncated_message_fails_at_most_its_request(world, length):
     ("changed", "reason"),
     [
         ({9: b"12", 5: 4}, "ranks disagree: prefixes .8, 12"),
+        # With as many pages each.
+        ({9: b"12"}, "ranks disagree: prefixes .8, 12"),
         ({5: 4}, "ranks disagree: .* pages .4, 5"),
         ({9: None}, "ranks disagree: prefixes .0, 8"),
     ],
@@ -868,6 +870,16 @@ def test_a_request_for_a_room_that_failed_before_is_answered(world):
     request.start_decode().ask()
     request.wait_receivers(KVPoll.Failed)
     assert BAD not in world.prefill[0].manager.transfer_infos
+
+
+def test_what_has_all_been_written_is_not_failed_for_being_late(world):
+    """The poll that finds it late finds it done, too."""
+    request = world.request(GOOD).bootstrap().send()
+    (sender,) = request.senders
+    sender.state.due_at = 0.0
+    sender.fail_if_overdue()
+    assert not sender.has_failed()
+    request.wait_receivers(KVPoll.Success)
 
 
 def test_an_abort_after_decode_asked_is_told(world):

@@ -933,6 +933,18 @@ def test_trap_17_no_rank_reports_success_before_the_metadata():
     assert receiver.poll() == receiver.poll() == KVPoll.Success
 
 
+def test_what_a_buffer_held_before_is_not_taken_for_another_requests():
+    """The room of its last user: metadata that has not come yet would read as another's."""
+    world = World(size=64, page_size=4)
+    world.meta.bootstrap_room[:] = 99
+    decode_req = world.arrive(tokens(1, 22))
+    world.handshake(decode_req)
+    world.step()
+    receiver = decode_req.kv_receiver
+    assert world.meta.bootstrap_room[receiver.aux_index, 0] == 0 == receiver.metadata_room()
+    assert (world.meta.bootstrap_room == 99).any()
+
+
 def test_metadata_of_another_room_fails_the_request():
     """Left by the late writer of a request that decode had to give up on: an error, and no wait for the time-out."""
     receiver, reasons = bare_receiver(), {}
