@@ -407,7 +407,7 @@ def bootstrap_port():
         yield port
 
 
-def test_what_decode_computes_is_noted_by_a_prefill_that_has_served_nothing(monkeypatch):
+def test_what_decode_computes_is_noted_by_a_prefill_that_has_served_nothing():
     """With --skip-server-warmup there is no event loop before the first request."""
     prefill = manager(DisaggregationMode.PREFILL)
     prefill._on_computed_by_decode(5)

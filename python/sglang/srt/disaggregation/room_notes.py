@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RoomNotes", "is_room"]
+__all__ = ["RoomNotes", "is_room", "remember"]
 
 Note = TypeVar("Note")
 
@@ -17,6 +17,15 @@ Note = TypeVar("Note")
 def is_room(room: Any) -> bool:
     """Whether ``room`` may be a request's. Room 0 is nobody's: it is that of health checks."""
     return isinstance(room, int) and not isinstance(room, bool) and 0 < room < 2**63
+
+
+def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
+    """Put an entry into a book of at most ``most``, as its newest. The oldest is forgotten first."""
+    book.pop(key, None)
+    book[key] = value
+    while len(book) > most:
+        # The first key of a dict is found by a walk over all that were deleted before it.
+        book.popitem(last=False)
 
 
 class RoomNotes(Generic[Note]):
@@ -31,10 +40,7 @@ class RoomNotes(Generic[Note]):
 
     def note(self, room: int, note: Note) -> None:
         """Remember it. The oldest is forgotten first."""
-        self._notes.pop(room, None)
-        self._notes[room] = note, time.monotonic() + self._seconds
-        while len(self._notes) > self._most:
-            self._notes.popitem(last=False)
+        remember(self._notes, room, (note, time.monotonic() + self._seconds), self._most)
 
     def of(self, room: int | None) -> Note | None:
         """The note on ``room``; None if there is none, or it has expired."""

@@ -74,7 +74,7 @@ class TtftTarget:
     def admitted(self, arrival: int, priority: int) -> None:
         """A request is admitted."""
         self.admissions += 1
-        self._in_time.pop(arrival, None)
+        self.left(arrival)
         if not self.is_late(arrival):
             if len(self._since_late) >= PRIORITIES:
                 self._since_late.clear()

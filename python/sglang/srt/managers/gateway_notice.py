@@ -68,8 +68,7 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
 
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
-        for _ in pool.map(leave_one, urls):
-            pass
+        pool.map(leave_one, urls)
 
 
 def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> None:

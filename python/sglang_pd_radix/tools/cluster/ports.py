@@ -32,14 +32,12 @@ def free_ports(count: int, host: str = HOST, taken: Collection[int] = (), offset
         first_ephemeral = 32768
     candidates = range(10000, first_ephemeral) if first_ephemeral > 11000 else range(10000, 65536)
     found: list[int] = []
-    reserved = set(taken)
+    reserved = {*taken, *MOONCAKE_PORTS}
     for port in random.Random(os.urandom(8)).sample(candidates, min(len(candidates), 50 * count + 200)):
         if len(found) == count:
             break
         places = {port + offset for offset in offsets}
-        if places & reserved or max(places) >= candidates.stop or any(place in MOONCAKE_PORTS for place in places):
-            continue
-        if not all(_is_free(host, place) for place in places):
+        if places & reserved or max(places) >= candidates.stop or not all(_is_free(host, place) for place in places):
             continue
         reserved |= places
         found.append(port)

@@ -58,7 +58,7 @@ class ReceiverState:
             except Exception as e:
                 # What could not be sent on a socket that was being closed is sent on a new one the next time.
                 quiet = self.complained or isinstance(e, NotTaken)
-                self.complained = self.complained or not quiet
+                self.complained |= not quiet
                 level = logging.DEBUG if quiet else logging.WARNING
                 logger.log(level, "Prefill cannot be told that room %s is given up: %s", room, e)
                 self.untold.append(peer)

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
+from sglang.srt.disaggregation.room_notes import remember
+
 # Who a decode rank is: where it listens, over Mooncake, or the name of its agent, over NIXL.
 Peer = TypeVar("Peer", bound=Hashable)
 
@@ -37,9 +39,7 @@ class EndNotices(Generic[Peer]):
             if has_flag:
                 told[peer] = False
             if told:
-                self._told[room] = told
-            while len(self._told) > REMEMBERED:
-                self._told.popitem(last=False)
+                remember(self._told, room, told, REMEMBERED)
 
     def concerns(self, room: int, peer: Peer) -> bool:
         """Whether ``peer`` has asked for ``room``, as far as is known."""

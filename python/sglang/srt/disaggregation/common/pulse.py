@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -18,8 +19,8 @@ class Pulse:
     """Beats for as long as the process runs, in a thread that waits for nothing else."""
 
     def __init__(self) -> None:
-        # By the monotonic clock: the last beat, and the one before the last standstill.
-        self._beat_at: float | None = None
+        # By the monotonic clock: the last beat (to come, before there was one), and the one before the last standstill.
+        self._beat_at = math.inf
         self._stopped_at = 0.0
         # Seconds that it has run since then; of several standstills, since the first that was not caught up on.
         self._runs_s = CATCH_UP_S
@@ -36,10 +37,10 @@ class Pulse:
     def beat(self) -> None:
         """The process runs."""
         now = time.monotonic()
-        since = now - (now if self._beat_at is None else self._beat_at)
+        since = max(0.0, now - self._beat_at)
         if since <= LATE_S:
             self._runs_s += since
-        elif self._runs_s >= CATCH_UP_S and self._beat_at is not None:
+        elif self._runs_s >= CATCH_UP_S:
             self._stopped_at, self._runs_s = self._beat_at, 0.0
         self._beat_at = now
 
@@ -49,8 +50,9 @@ class Pulse:
         The thread that beats may go on later than who asks.
         """
         now = time.monotonic()
-        beat_at = now if self._beat_at is None else self._beat_at
-        stands_still = now - beat_at > LATE_S
-        if self._runs_s + (0.0 if stands_still else now - beat_at) < CATCH_UP_S:
+        beat_at = self._beat_at
+        since = max(0.0, now - beat_at)
+        stands_still = since > LATE_S
+        if self._runs_s + (0.0 if stands_still else since) < CATCH_UP_S:
             return self._stopped_at
         return beat_at if stands_still else now

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.pulse import Pulse
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
+from sglang.srt.disaggregation.room_notes import remember
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Rooms:
         with self.lock:
             self.live.pop(room, None)
             self.waiting.pop(room, None)
-            _remember(self.ended, room, reason)
+            remember(self.ended, room, reason, REMEMBERED_ROOMS)
 
     def has_ended(self, room: int) -> bool:
         """Whether the last request of ``room`` has ended, as far back as is remembered."""
@@ -119,7 +120,7 @@ class Rooms:
         with self.lock:
             # Nobody would read it for a room that has failed already.
             if self.failure(room) is None:
-                _remember(self.refused, room, reason)
+                remember(self.refused, room, reason, REMEMBERED_ROOMS)
 
     def refuse_request(self, room: int, reason: str) -> str:
         """`refuse` it, in the words in which both workers' clients are told; returns them."""
@@ -176,14 +177,14 @@ class Rooms:
         with self.lock:
             if not self.has_ended(room):
                 ranks = self.waiting.get(room, {})
-                _remember(self.waiting, room, {**ranks, (host, port): time.monotonic()})
+                remember(self.waiting, room, {**ranks, (host, port): time.monotonic()}, REMEMBERED_ROOMS)
 
     def note_peer(self, host: str, port: int) -> None:
         """Note that a decode rank with the flag sends messages here: it also says which rooms wait in it."""
         self.hears_of_waiting = True
         with self.lock:
             if (host, port) not in self._known_ranks:
-                _remember(self._known_ranks, (host, port), None)
+                remember(self._known_ranks, (host, port), None, REMEMBERED_ROOMS)
                 self._newcomers.add((host, port))
                 self._spoken.set()
 
@@ -226,13 +227,6 @@ class Rooms:
             elif status != KVPoll.Failed:
                 # Some of it is being written.
                 self.given_up.append(sender)
-
-
-def _remember(book: OrderedDict, room: Any, value: Any) -> None:
-    book.pop(room, None)
-    book[room] = value
-    while len(book) > REMEMBERED_ROOMS:
-        book.popitem(last=False)
 
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
