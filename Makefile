@@ -76,18 +76,22 @@ lint: setup
 
 # The quick ones first, in two processes: the managers in them have threads that never end, as in the engine, and what
 # all of them hold is more than the 20,000 descriptors that some hosts allow. Both at once, one core each; what the
-# second says comes when the first has ended. Status 5 of pytest: -k has left none.
+# second says comes when the first has ended. Status 5 of pytest: -k has left none. What failed is said again at the
+# end, where whoever is shown the last lines only finds it.
 test: setup lint
 ifneq ($(strip $(TESTS)),)
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 else
-	@mkdir -p build; status=5; \
+	@mkdir -p build; rm -f build/tests-*; status=5; \
 	ended() { if [ $$1 -ne 5 ]; then case $$status in 0|5) status=$$1;; esac; fi; }; \
+	shown() { { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) 2>&1; echo $$? >build/tests-status; } | tee build/tests-$$1.log; \
+		ended "$$(cat build/tests-status)"; }; \
 	$(BIN)/python -m pytest test/srt/unit/test_[a-m]*.py $(PYTEST_ARGS) >build/tests-a-m.log 2>&1 & half=$$!; \
 	trap 'kill $$half 2>/dev/null; exit 130' INT TERM; \
-	$(BIN)/python -m pytest test/srt/unit/test_[n-z]*.py $(PYTEST_ARGS); ended $$?; \
+	shown n-z 'test/srt/unit/test_[n-z]*.py'; \
 	wait $$half; ended $$?; trap - INT TERM; cat build/tests-a-m.log; \
-	$(BIN)/python -m pytest test/srt/e2e $(PYTEST_ARGS); ended $$?; exit $$status
+	shown e2e test/srt/e2e; \
+	grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
 endif
 
 test-all: override PYTEST_ARGS += -m ''
