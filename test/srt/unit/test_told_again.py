@@ -93,5 +93,7 @@ def test_decode_may_register_while_a_prefill_over_mooncake_still_starts(
     world.prefill = world._ranks(DisaggregationMode.PREFILL, 1, 1, 1, 1)
     world.fill_prefill()
     (prefill,) = world.prefill
-    assert receivers and list(prefill.manager.decode_kv_args_table) == [decode.get_session_id()]
+    assert receivers
+    table = prefill.manager.decode_kv_args_table
+    until(lambda: list(table) == [decode.get_session_id()], "the registration is read", lambda: list(table))
     world.request(6, 24, 8).bootstrap().send().finish()
