@@ -233,9 +233,9 @@ def test_prefill_refuses_what_decode_would_ask_for_of_samples(params):
 
 
 def test_a_small_body_does_not_name_millions():
-    began = time.monotonic()
+    began = time.thread_time()
     many = rooms({"bootstrap_room": list(range(1, 10_001)), "n": 4096}, samples=True)
-    assert sum(len(told) for told, _, _ in many) == drain.MOST_ROOMS + 1 and time.monotonic() - began < 1
+    assert sum(len(told) for told, _, _ in many) == drain.MOST_ROOMS + 1 and time.thread_time() - began < 1
     # All of one request's.
     most = rooms({"bootstrap_room": 7, "n": 4096}, samples=True)
     assert sum(len(told) for told, _, _ in most) == 4097
