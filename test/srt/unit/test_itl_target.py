@@ -443,6 +443,28 @@ def test_a_retracted_request_waits_for_time_and_goes_before_others():
     world.check()
 
 
+def test_those_held_back_for_time_are_counted_and_looked_at_now_and_then(monkeypatch):
+    world = World(size=512, max_reqs=16, options=target(4.5))
+    gate = known(world, estimate())
+    running = [serve(world, tokens(n, 8), max_new=90).req for n in (1, 2, 3)]
+    for req in running[1:]:
+        world.retract(req)
+    known(world, estimate(per_request=1.5))
+    looks: list[Any] = []
+    load = gate.load
+    monkeypatch.setattr(gate, "load", lambda live: looks.append(live) or load(live))
+    # With one of them a step takes 4 ms of 4.5, as measured. That one is back changes what there is.
+    for _ in range(2):
+        world.step()
+    assert running[1] in world.running and world.queue.retracted_queue == [running[2]]
+    assert gate.state()["held"] == 1 and len(looks) == 2
+    for _ in range(ABORT_INTERVAL - 1):
+        world.step()
+    assert len(looks) == 2
+    world.step()
+    assert len(looks) == 3 and gate.state()["held"] == 1
+
+
 @pytest.mark.parametrize("queued", [0, 1])
 def test_one_odd_measurement_keeps_no_retracted_request_back(queued):
     """Until somebody ends, which may take minutes. Nor while nobody else waits."""

@@ -180,6 +180,18 @@ def test_trap_03_a_retracted_request_comes_back(lost):
     assert not world.running and world.tree.protected_size() == 0
 
 
+def test_a_retracted_request_waits_for_a_row_as_for_memory():
+    world = World(size=96, max_reqs=2)
+    first, second = (serve(world, tokens(n, 9), max_new=4).req for n in (1, 2))
+    world.retract(second)
+    rows, world.pool.free_slots = world.pool.free_slots, []
+    for _ in range(3):
+        assert world.step() == [] and world.queue.retracted_queue == [second] and second.finished_reason is None
+    world.pool.free_slots = rows
+    assert world.step() == [second] and world.running == [first, second]
+    world.check()
+
+
 def test_trap_04_a_dense_model_waits_for_no_state():
     """Every request of a model without state hung: the test for state was an empty list, and that announced some."""
     world, asked = World(), []
