@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from sglang_pd_radix import __version__
@@ -37,14 +41,15 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``pd-radix``. Returns the exit code: 0 fine, 1 a problem, 2 bad usage (130 on Ctrl-C)."""
+    """Run ``pd-radix``. Returns the exit code: 0 fine, 1 a problem, 2 bad usage (128 + n when signal n ended it)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = build_parser(arguments[0] if arguments else None).parse_args(join_values(arguments))
-        code = int(args.run(args))
-        sys.stdout.flush()
+        with _ends_unwind():
+            code = int(args.run(args))
+            sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after bad usage
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after bad usage; a signal
         return stop.code if isinstance(stop.code, int) else 1
     except PdRadixError as error:
         print(f"pd-radix: {error}", file=sys.stderr)
@@ -54,6 +59,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `pd-radix patches | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, UnicodeError) as error:  # a full disk, a path or a name that is none
+        print(f"pd-radix: {error}", file=sys.stderr)
+        return 1
+
+
+@contextlib.contextmanager
+def _ends_unwind() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end a command as Ctrl-C does: what it has started ends, and what it has made is removed.
+
+    Commands with more to do then have handlers of their own. What is ignored (``nohup``) stays so.
+    """
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    ours = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for signum in ours:
+        signal.signal(signum, end)
+    try:
+        yield
+    finally:
+        for signum in ours:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -23,11 +23,13 @@ from .operate.reading import (
     UNTOLD,
     Rank,
     Reader,
+    Unheard,
     addresses,
     base_url,
     engine_requests,
     gateway_workers,
 )
+from .operate.texts import printable
 from .progress import Display
 
 # Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.timeout
     with Display() as steps:
         steps.now(f"asking {args.gateway} to send {url} nothing new")
-        leave(args.gateway, url)
+        leave(args.gateway, url, deadline)
         steps.done(f"{args.gateway} sends {url} nothing new")
         wait_empty(url, deadline, steps.now)
         steps.done(f"{url} has ended what it had")
@@ -71,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def leave(gateway: str, url: str) -> None:
+def leave(gateway: str, url: str, deadline: float) -> None:
     """Have ``gateway`` take a worker out, with all its ranks.
 
-    Raises PdRadixError if it cannot, or it is the last of its kind.
+    Raises PdRadixError if it cannot, or not before ``deadline``, or it is the last of its kind.
     """
-    known = gateway_workers(gateway)
+    known = _known(gateway, deadline)
     # A gateway may have its DP ranks as workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
@@ -98,11 +100,25 @@ def leave(gateway: str, url: str) -> None:
                 said = f"was asked to let go and did not answer ({error})"
                 continue
             if not reply.ok:
-                raise PdRadixError(f"{gateway} does not let go of {url}: HTTP {reply.status_code} {reply.text[:200]}")
-    until = time.monotonic() + LET_GO_S
-    while any(other["url"] == url and _serves(other) for other in gateway_workers(gateway)):
+                raise PdRadixError(
+                    f"{gateway} does not let go of {url}: HTTP {reply.status_code} {printable(reply.text[:200])}"
+                )
+    began = time.monotonic()
+    until = min(began + LET_GO_S, deadline)
+    while any(other["url"] == url and _serves(other) for other in _known(gateway, until)):
         if time.monotonic() > until:
-            raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {LET_GO_S} s")
+            raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {until - began:.0f} s")
+        time.sleep(LOOK_S)
+
+
+def _known(gateway: str, deadline: float) -> list[dict[str, Any]]:
+    """Its workers; of one that is late with its answer, asked again until ``deadline``."""
+    while True:
+        try:
+            return gateway_workers(gateway)
+        except Unheard:
+            if time.monotonic() > deadline:
+                raise
         time.sleep(LOOK_S)
 
 
@@ -129,7 +145,9 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
         elif now - (quiet_since := quiet_since or now) >= QUIET_S:
             return
         if now > deadline:
-            raise PdRadixError(f"{url} still has {left or 'had something a moment ago'}. It gets nothing new")
+            if not left:
+                raise PdRadixError(f"{url} has had nothing for less than {QUIET_S:g} s: give a longer --timeout")
+            raise PdRadixError(f"{url} still has {left}. It gets nothing new")
         time.sleep(LOOK_S)
 
 
@@ -164,7 +182,7 @@ def _left(ranks: list[Rank], url: str) -> str:
         for state, count in rank.requests.items():
             states[state] = states.get(state, 0) + count
     said = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if count)
-    return said or ("" if idle else "something that no queue has")
+    return printable(said) or ("" if idle else "something that no queue has")
 
 
 def check_pid(pid: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import freeze, http
-from .operate.reading import TIMEOUT_S, addresses, base_url, gateway_workers
+from .operate.reading import TIMEOUT_S, Unheard, addresses, base_url, gateway_workers
+from .operate.texts import printable
 from .progress import Display
 
 # Seconds between two looks, and for which a worker may take to answer its health check: it makes a token for it.
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     with Display() as steps:
         steps.now(f"waiting until {url} is ready")
         wait_ready(url, deadline)
-        worker = describe(url)
+        worker = describe(url, deadline)
         freeze(url)
         steps.done(f"{url} is ready, a {worker['worker_type']} worker")
         steps.now(f"asking {args.gateway} to take it in")
@@ -61,12 +62,17 @@ def wait_ready(url: str, deadline: float) -> None:
     )
 
 
-def describe(url: str) -> dict[str, Any]:
+def describe(url: str, deadline: float) -> dict[str, Any]:
     """What a gateway has to know of a worker, from that itself. Raises PdRadixError if it is none of a pair."""
     status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
+    while not status and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
+    if not status:
+        raise PdRadixError(f"{url} does not answer, though its health check did: see its log")
     try:
         info = json.loads(content) if status == 200 else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         info = {}
     mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
     if mode not in ("prefill", "decode"):
@@ -74,7 +80,9 @@ def describe(url: str) -> dict[str, Any]:
         raise PdRadixError(f"{url} is no prefill or decode worker: {said}")
     worker = {"url": url, "worker_type": mode}
     if mode == "prefill":
-        worker["bootstrap_port"] = info["disaggregation_bootstrap_port"]
+        worker["bootstrap_port"] = info.get("disaggregation_bootstrap_port")
+        if not isinstance(worker["bootstrap_port"], int):
+            raise PdRadixError(f"{url} does not tell its --disaggregation-bootstrap-port: is it of another version?")
     return worker
 
 
@@ -85,7 +93,8 @@ def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
         status, content = http(base_url(gateway) + "/workers", worker, TIMEOUT_S)
         # One that it knows already it refuses with 409, and looks at again by itself.
         if status not in (200, 201, 202, 409):
-            raise PdRadixError(f"{gateway} does not take {url}: HTTP {status} {content.decode(errors='replace')[:200]}")
+            said = printable(content.decode(errors="replace")[:200])
+            raise PdRadixError(f"{gateway} does not take {url}: HTTP {status} {said}")
     _until(
         lambda: _serves(gateway, url),
         deadline,
@@ -94,7 +103,10 @@ def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
 
 
 def _serves(gateway: str, url: str) -> bool:
-    found = [worker for worker in gateway_workers(gateway) if worker["url"] == url]
+    try:
+        found = [worker for worker in gateway_workers(gateway) if worker["url"] == url]
+    except Unheard:
+        return False
     return any(worker.get("is_healthy") and worker.get("status", "ready") == "ready" for worker in found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -30,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it. Returns the exit code: with --json 1 if a worker could not be looked at."""
-    if args.interval <= 0:
+    """Show it. Returns the exit code: with --json 1 if a worker could not be looked at, 128 + n after signal n."""
+    # Neither is NaN.
+    if not args.interval > 0:
         raise PdRadixError(f"--interval is {args.interval:g}: give a number of seconds above 0")
+    # The view reads keys from the first and draws on the third. Where the second goes elsewhere, nobody means to look.
+    if not args.json and not all(map(os.isatty, range(3))):
+        raise PdRadixError("the live view needs a terminal as its input and output: give --json to look once")
     reader = Reader(addresses(args.worker, args.gateway, args.deployment))
     if args.json:
         look = reader.look()
@@ -42,5 +47,6 @@ def run(args: argparse.Namespace) -> int:
         from .operate.screen import Top
     except ImportError as error:
         raise PdRadixError("the live view needs textual: pip install 'sglang-pd-radix[top]'; or --json") from error
-    Top(reader, args.interval, args.sort).run()
-    return 0
+    top = Top(reader, args.interval, args.sort)
+    top.run()
+    return top.return_code or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .cluster.local_http import http
 from .operate.reading import TIMEOUT_S, addresses
+from .operate.texts import printable
 
 VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
 # In the place of a status: 200, and not what a worker says.
@@ -68,33 +70,58 @@ def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
 
     The two workers of a pair share a request's room. Where the client gave no rid, each has made one of its own.
     """
-    known = _ask(urls, {"rid": rid})
+    known, silent = _ask(urls, {"rid": rid})
     rooms = {record["room"] for record in known if record["room"]}
     for room in sorted(rooms):
-        known += [record for record in _ask(urls, {"room": room}) if record not in known]
+        more, unheard = _ask(urls, {"room": room})
+        known += [record for record in more if record not in known]
+        silent |= unheard
+    said = ", ".join(f"{url}: {why}" for url, why in silent.items())
     if not known:
         raise PdRadixError(
             f"no worker remembers {rid}: it still runs, or others have ended since, or it went to another worker"
+            + (f" ({said})" if said else "")
         )
+    if said:
+        print(f"pd-radix: not all could be asked ({said})", file=sys.stderr)
     return sorted(known, key=lambda record: min(record["times"].values(), default=0.0))
 
 
-def _ask(urls: Sequence[str], question: dict[str, Any]) -> list[dict[str, Any]]:
+def _ask(urls: Sequence[str], question: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """What is remembered, and why some workers cannot say, by their URL. Raises PdRadixError if none can."""
+
     def ask(url: str) -> tuple[int, list[dict[str, Any]]]:
         status, content = http(f"{url}/ended_requests?{urlencode(question)}", timeout=TIMEOUT_S)
         try:
             found = json.loads(content)["requests"] if status == 200 else []
             worker = {"worker": url.partition("//")[2]}
-            return status, [record | worker for record in found if record.keys() >= {"room", "times"}]
-        except (ValueError, TypeError, KeyError, AttributeError):
+            records = [record | worker for record in found if _is_record(record)]
+            return status if len(records) == len(found) else OTHER, records
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return OTHER, []
 
     with ThreadPoolExecutor(len(urls)) as pool:
         answers = list(pool.map(ask, urls))
-    if all(status != 200 for status, _ in answers):
-        said = ", ".join(f"{url}: {_why(status)}" for url, (status, _) in zip(urls, answers, strict=True))
-        raise PdRadixError(f"no worker remembers requests ({said})")
-    return [record for _, found in answers for record in found]
+    silent = {url: _why(status) for url, (status, _) in zip(urls, answers, strict=True) if status != 200}
+    records = [record for _, found in answers for record in found]
+    if len(silent) == len(urls) and not records:
+        raise PdRadixError(
+            f"no worker remembers requests ({', '.join(f'{url}: {why}' for url, why in silent.items())})"
+        )
+    return records, silent
+
+
+def _is_record(record: Any) -> bool:
+    """Whether it has what is told here; another version's may not."""
+    times, details = record["times"], record["cached_tokens_details"]
+    return (
+        record.keys() >= {"prompt_tokens", "completion_tokens", "retractions"}
+        and all(isinstance(record[key], str) for key in ("rid", "role"))
+        and isinstance(record["room"], (int, type(None)))
+        and all(isinstance(at, (int, float)) and 0 <= at < 1e11 for at in times.values())
+        and isinstance(details or {}, dict)
+        and isinstance(record["finish_reason"] or {}, dict)
+    )
 
 
 def _why(status: int) -> str:
@@ -115,11 +142,10 @@ def as_text(records: Iterable[dict[str, Any]]) -> list[str]:
     events.sort(key=lambda event: event[0])
     began = last = events[0][0]
     day = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began))
-    lines += ["", f"from {day}.{began % 1 * 1000:03.0f} UTC", f"{'ms':>10} {'after':>9}  worker"]
+    lines += ["", f"from {day}.{int(began % 1 * 1000):03d} UTC", f"{'ms':>10} {'after':>9}  worker"]
     for at, record, words in events:
-        lines.append(
-            f"{(at - began) * 1e3:10.1f} {(at - last) * 1e3:+9.1f}  {record['role']:7} {record['worker']}: {words}"
-        )
+        who = f"{printable(record['role']):7} {record['worker']}"
+        lines.append(f"{(at - began) * 1e3:10.1f} {(at - last) * 1e3:+9.1f}  {who}: {printable(words)}")
         last = at
     return lines
 
@@ -134,4 +160,5 @@ def _summary(record: dict[str, Any]) -> str:
     if record["retractions"]:
         parts.append(f"retracted {record['retractions']} times")
     ended = finish.get("type", "?") + (f" ({finish['message']})" if finish.get("message") else "")
-    return f"{record['rid']} on {record['role']} {record['worker']}, room {record['room']}: {', '.join(parts)}; {ended}"
+    where = f"{record['rid']} on {record['role']} {record['worker']}, room {record['room']}"
+    return printable(f"{where}: {', '.join(parts)}; {ended}")

@@ -108,7 +108,10 @@ def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None 
 
 def check_model(path: str) -> str:
     """``path`` itself, if it is a model directory or could be the name of a hosted model. Raises PdRadixError."""
-    directory = Path(path).expanduser()
+    try:
+        directory = Path(path).expanduser()
+    except RuntimeError as error:
+        raise PdRadixError(f"no model at {path}: {error}") from error
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise PdRadixError(f"{path} is not a model: it has no config.json")
@@ -137,7 +140,7 @@ def owner(path: Path) -> int | None:
     """The process of the deployment that a file of ``pd-radix up --json`` describes; None if there is no such file."""
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
@@ -155,7 +158,7 @@ def _wrote(pid: int, path: Path) -> bool:
     """
     try:
         return psutil.Process(pid).create_time() <= path.stat().st_mtime
-    except (OSError, psutil.Error):
+    except (OSError, ValueError, OverflowError, psutil.Error):
         return False
 
 
@@ -193,17 +196,16 @@ def own_log_dir(path: Path | None) -> Iterator[None]:
 
 def check_port(host: str, port: int | None) -> None:
     """Raise PdRadixError if the router could not listen there; workers would be started for nothing."""
-    if port is None:
-        return
-    if not 1 <= port <= 65535:
+    if port is not None and not 1 <= port <= 65535:
         raise PdRadixError(f"--port {port}: give 1 to 65535")
     try:
-        (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), port or 0, type=socket.SOCK_STREAM)
         with socket.socket(family) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
     except (OSError, ValueError) as error:
-        raise PdRadixError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from error
+        given = f"--host {host}" + ("" if port is None else f" --port {port}")
+        raise PdRadixError(f"{given}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
@@ -226,7 +228,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     """The (not yet started) cluster that the parsed options describe; ``more`` goes to `Cluster` as it is."""
-    if args.timeout <= 0:
+    if not args.timeout > 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
     check_json(args.json)
     check_unowned(args.json)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import signal
@@ -30,7 +29,7 @@ from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
 from .thorough import command as thorough
-from .up import check_json, check_may_switch, check_model, own_log_dir
+from .up import check_json, check_may_switch, check_model, own_log_dir, write_json
 from .verification import kv_record, self_test
 from .verification.asking import ANSWER_TOKENS
 from .verification.check import Check
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     print(verdict.text)
     if args.json:
         document = {**asdict(verdict), "passed": verdict.word == "PASSED"}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(args.json, document)
     if interrupted:
         return 128 + signal.SIGINT
     return 0 if verdict.word == "PASSED" else 1
@@ -236,6 +235,8 @@ def _measure(
         runs[variant.name] = measure.run_once(deployment, load, workload, variant, 1, page_size)
         verdict.failures += [f"(a), flag {variant.name}: {problem}" for problem in runs[variant.name].problems]
     a, b = (runs[name].figures for name in ("off", "on"))
+    if not (a["sent_bytes"] and b["least_pages"]):
+        raise PdRadixError("(a): prefill sent nothing, so that nothing can be compared: see the workers' logs")
     over_least = b["sent_bytes"] / (b["least_pages"] * a["sent_bytes"] / a["prompt_pages"])
     exact = str(info["dtype"]).endswith("float32")
     ratios = {key: b[key] / a[key] for key in ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -229,3 +230,41 @@ def test_reader_may_close_the_pipe() -> None:
     done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device", "x.json"), UnicodeEncodeError("utf-8", "\udc80", 0, 1, "surrogate")],
+)
+def test_what_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def diagnose() -> list[doctor.Check]:
+        raise error
+
+    monkeypatch.setattr(doctor, "diagnose", diagnose)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().err == f"pd-radix: {error}\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_a_command_has_made_goes_with_it(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
+    """However it is ended."""
+    unwound = []
+
+    def diagnose() -> list[doctor.Check]:
+        try:
+            signal.raise_signal(signum)
+            return []
+        finally:
+            unwound.append(signum)
+
+    monkeypatch.setattr(doctor, "diagnose", diagnose)
+    # What starts these tests may ignore some of them, as `nohup` does.
+    usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(signum, usual)
+    try:
+        assert cli.main(["doctor"]) == 128 + signum and unwound == [signum]
+        assert signal.getsignal(signum) == usual
+    finally:
+        signal.signal(signum, before)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from threading import Timer
 
 import pytest
 from test_top import Worker, workers
 
 from sglang_pd_radix.tools import cli, join
+from sglang_pd_radix.tools.operate import reading
 
 
 @pytest.fixture
@@ -96,3 +98,26 @@ def test_a_gateway_that_does_not(found, capsys):
     assert joined(gateway, worker, "--timeout", "0.2") == 1
     assert "does it reach this address" in capsys.readouterr().err
     assert cli.main(["join", worker.address, "--gateway", gateway.address, "--timeout", "0"]) == 1
+
+
+def test_one_that_is_late_once_is_asked_again(found, monkeypatch):
+    gateway, worker = found
+    monkeypatch.setattr(join, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reading, "TIMEOUT_S", 0.2)
+    info, listed = {"disaggregation_mode": "decode"}, gateway.answers["/workers"]
+    for one, path, answer in ((worker, "/get_server_info", info), (gateway, "/workers", listed)):
+        late = [1.0]
+        one.answers[path] = lambda late=late, answer=answer: time.sleep(late.pop() if late else 0) or answer
+    assert joined(gateway, worker) == 0
+
+
+def test_a_worker_that_never_tells_what_it_is(found, monkeypatch, capsys):
+    gateway, worker = found
+    monkeypatch.setattr(join, "TIMEOUT_S", 0.1)
+    worker.answers["/get_server_info"] = lambda: time.sleep(0.5)
+    assert joined(gateway, worker, "--timeout", "1") == 1
+    assert "does not answer, though its health check did" in capsys.readouterr().err
+    says(worker, "prefill")
+    monkeypatch.setattr(join, "TIMEOUT_S", 5)
+    assert joined(gateway, worker) == 1
+    assert "does not tell its --disaggregation-bootstrap-port" in capsys.readouterr().err and not gateway.asked

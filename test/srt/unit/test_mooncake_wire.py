@@ -1619,7 +1619,8 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
         offsets = [staging.space.take(staging.space.size) for staging in stagings]
         request.senders[0].send(np.arange(sent, request.num_pages, dtype=np.int32))
         until(
-            lambda: all(any(share._waiting for share in one.shares.all.values()) for one in stagings), "decode is asked"
+            lambda: all(any(share._waiting for share in [*one.shares.all.values()]) for one in stagings),
+            "decode is asked",
         )
     give_up(request)
     if when == "granted":
@@ -1659,9 +1660,9 @@ def test_writes_by_way_of_staging_that_fail_are_not_tried_for_each_request(monke
     for request in requests:
         request.wait_senders(KVPoll.Failed)
     told = [reason for request in requests for reason in reasons(request.senders)]
-    # One for each rank of that worker.
+    # One for each rank of that worker. Of whichever request was granted memory first.
     assert 1 <= len(tried) == len(set(tried)) <= 2
-    assert "a piece could not be written to decode at" in told[0]
+    assert any("a piece could not be written to decode at" in reason for reason in told)
     assert sum("since writes to it have failed" in reason for reason in told) >= len(told) - len(tried)
     library.batch_transfer_sync = write
     for request in requests:

@@ -369,8 +369,8 @@ def test_prefill_that_is_told_later_gives_its_warmup_up():
         assert len(await task) == 6
         # What a generator leaves that was not read to its end goes with it.
         gc.collect()
-        await asyncio.sleep(0.01)
-        assert not prefill.rid_to_state and not prefill.own_states and not prefill.rids_of_samples
+        await until(lambda: not prefill.own_states and not prefill.rids_of_samples, asyncio.Future())
+        assert not prefill.rid_to_state
 
     run(test())
 

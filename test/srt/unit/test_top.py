@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +26,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.operate.columns import COLUMNS, NAMES, ordered, size, summary
 from sglang_pd_radix.tools.operate.reading import Look, Rank, Reader, addresses
+from sglang_pd_radix.tools.operate.texts import printable
 
 POOL = {"size": 1000, "available": 400, "evictable": 500, "protected": 100, "idle": False}
 
@@ -208,6 +213,88 @@ def test_something_else_at_an_address_costs_the_others_nothing(says):
     assert second.error.startswith("HTTP 200") and not second.idle
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"oldest": [{"rid": "x", "seconds": None}]},
+        {"oldest": [{"rid": "x", "seconds": "3"}]},
+        {"oldest": [{"rid": "x", "seconds": math.nan}]},
+        {"oldest": {}},
+        {"requests": None},
+        {"requests": ["running"]},
+        {"requests": {"running": None}},
+        {"size": "10"},
+        {"available": 10**400},
+        {"audit": 3},
+        {"idle": None},
+        {"dp_rank": "0"},
+    ],
+)
+def test_an_odd_figure_is_an_error_of_its_worker_alone(odd):
+    with workers(2) as (worker, other):
+        worker.says("decode", POOL | {"requests": {"running": 1}, "oldest": [oldest("a", 1.0)]})
+        other.says("decode", POOL | {"requests": {"running": 1}} | odd)
+        look = Reader([f"http://{worker.address}", f"http://{other.address}"]).look()
+    first, second = look.ranks
+    assert not first.error and second.error.startswith(f"HTTP 200: {next(iter(odd))} is ") and len(look.oldest) == 1
+    assert json.dumps(look.as_dict()) and summary(look) and [c.shown(r) for c in COLUMNS.values() for r in look.ranks]
+
+
+@pytest.mark.parametrize("says", ["[" * 100_000, {"disaggregation_mode": ["x"], "internal_states": [{}]}])
+def test_an_odd_answer_is_an_error_of_its_worker_alone(says):
+    with workers(2) as (worker, other):
+        worker.says("decode", POOL | {"requests": {"running": 1}})
+        other.answers["/get_server_info"] = says
+        look = Reader([f"http://{worker.address}", f"http://{other.address}"]).look()
+    first, second = look.ranks
+    assert not first.error and second.error.startswith("HTTP 200") and summary(look)
+
+
+def test_prompts_are_counted_and_none_was_held_yet():
+    rank = Rank("w:1", "decode", counters={"prompt_tokens": 5.0})
+    assert rank.held_part == 0 and "0% of prompts held" in summary(Look(0.0, [rank], []))
+
+
+def test_no_rate_is_of_the_time_before_a_restart():
+    """It was away in between, and counts past what it had counted then."""
+    with workers(1) as (worker,):
+        reader = Reader([f"http://{worker.address}"])
+        worker.says("decode", POOL | {"requests": {}}, metrics=counted(900, 1000))
+        reader.look()
+        (before,) = reader.look().ranks
+        worker.answers.clear()
+        assert reader.look().ranks[0].error
+        worker.says("decode", POOL | {"requests": {}}, metrics=counted(950, 5000))
+        (rank,) = reader.look().ranks
+    assert before.rates and rank.rates == {} and rank.held_part == 0.19
+
+
+ESCAPES = "A\x1b]0;owned\x07\x9b31m\nB\u202e\ud800"
+
+
+def test_what_a_terminal_would_obey_is_shown_instead():
+    assert printable("é – 日本 a\\b") == "é – 日本 a\\b"
+    assert printable(ESCAPES) == r"A\x1b]0;owned\x07\x9b31m\nB\u202e\ud800" and printable(ESCAPES).encode()
+    with workers(1) as (worker,):
+        worker.answers["/get_server_info"] = worker.answers["/workers"] = "busy \x1b[2J\n"
+        (rank,) = Reader([f"http://{worker.address}"]).look().ranks
+        assert rank.error == r"HTTP 200: busy \x1b[2J\n"
+        with pytest.raises(PdRadixError) as refused:
+            addresses([], worker.address, None)
+        assert str(refused.value).isprintable()
+        worker.answers["/workers"] = {"workers": [{"url": "http://h:1\x1b[2J"}]}
+        assert all(url.isprintable() for url in addresses([], worker.address, None))
+    assert summary(Look(0.0, [Rank("w\x1b[2J:1", error="no")], [])).isprintable()
+
+
+def test_what_cannot_be_shown_is_refused(capsys, monkeypatch):
+    assert cli.main(["top", "127.0.0.1:9", "--json", "--interval", "nan"]) == 1
+    assert "--interval is nan" in capsys.readouterr().err
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor != 1)
+    assert cli.main(["top", "127.0.0.1:9"]) == 1
+    assert "needs a terminal" in (said := capsys.readouterr().err) and "--json" in said
+
+
 def test_one_shot_json(capsys):
     with workers(1) as (worker,):
         worker.says("decode", POOL | {"requests": {"running": 4}}, metrics=counted(25, 100))
@@ -304,6 +391,82 @@ def test_it_ends_while_it_looks():
     began = time.monotonic()
     asyncio.run(use())
     assert time.monotonic() - began < 30
+
+
+def test_a_look_that_fails_is_told_and_old_figures_are_marked():
+    textual = pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
+    from sglang_pd_radix.tools.operate.screen import Top
+
+    # A request of an older version, of which less is told.
+    seen = Look(0.0, ranks_of(a=7), [{"rid": ESCAPES, "seconds": 1.0}])
+    answers: list[Any] = [RecursionError("too \x1b deep"), seen, TypeError("no number"), seen]
+
+    def look() -> Look:
+        now = answers[0]
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    async def use() -> None:
+        app = Top(SimpleNamespace(look=look), 0.02, "worker")
+
+        async def shown(words: str) -> str:
+            for _ in range(500):
+                await pilot.pause(0.02)
+                said = str(app.query_one("#summary").render())
+                if words in said:
+                    return said
+            raise AssertionError(said)
+
+        def styles() -> set[str]:
+            tables = app.query(textual.widgets.DataTable)
+            return {str(cell.style) for table in tables for cell in table.get_row_at(0)}
+
+        async with app.run_test(size=(160, 30)) as pilot:
+            assert await shown("deep") == r"cannot look: RecursionError: too \x1b deep"
+            answers.pop(0)
+            await shown("7 running")
+            requests = app.query_one("#requests", textual.widgets.DataTable)
+            row = [str(cell) for cell in requests.get_row_at(0)]
+            assert row == [printable(ESCAPES), "–", "–", "1.0", "–", "–", "–"] and styles() == {""}
+            answers.pop(0)
+            assert (await shown("no number")).startswith("as of ") and styles() == {"dim"}
+            await pilot.press("w")
+            assert "no number" in await shown("") and styles() == {"dim"}
+            answers.pop(0)
+            await shown("7 running")
+            assert styles() == {""}
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (b"\x03", 0), (b"q", 0)])
+def test_what_ends_it_gives_the_terminal_back(end, code):
+    pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "sglang_pd_radix.tools.cli", "top", "127.0.0.1:9", "--interval", "0.2"]
+    env = os.environ | {"TERM": "xterm-256color"}
+    view = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
+    os.close(theirs)
+    written, asked, until = b"", False, time.monotonic() + 30
+    try:
+        while time.monotonic() < until:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    written += os.read(ours, 65536)
+                except OSError:
+                    # Its end is closed.
+                    break
+            # Keys are read by the time that the first look is shown.
+            if not asked and b"1 ranks |" in written:
+                asked = True
+                os.write(ours, end) if isinstance(end, bytes) else view.send_signal(end)
+        assert view.wait(10) == code
+    finally:
+        view.kill()
+        view.wait()
+        os.close(ours)
+    assert written.rfind(b"\x1b[?1049l") > written.rfind(b"\x1b[?1049h") >= 0
 
 
 @pytest.mark.thorough

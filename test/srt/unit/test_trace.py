@@ -167,3 +167,45 @@ def test_nobody_knows(pair, capsys):
     prefill.answers["/ended_requests?rid=x"] = "<html>log in</html>"
     assert cli.main(["trace", "x", prefill.address]) == 1
     assert "something else answers there" in capsys.readouterr().err
+
+
+def test_who_could_not_be_asked_is_told(pair, capsys):
+    prefill, decode = pair
+    del decode.answers["/ended_requests?rid=p"]
+    assert cli.main(["trace", "p", prefill.address, decode.address]) == 0
+    said = capsys.readouterr()
+    assert "p on prefill" in said.out and f"http://{decode.address}: {trace.VARIABLE} is not set there" in said.err
+    assert cli.main(["trace", "d", prefill.address, decode.address]) == 0
+    prefill.answers["/ended_requests?rid=x"] = {"requests": []}
+    assert cli.main(["trace", "x", prefill.address, decode.address]) == 1
+    assert "no worker remembers x: it still runs, or others have ended since" in (said := capsys.readouterr().err)
+    assert f"http://{decode.address}: " in said
+
+
+ODD = [
+    {"role": None}, {"prompt_tokens": "gone"}, {"retractions": "gone"}, {"finish_reason": "length"}, {"room": [7]},
+    {"times": {"received": None}}, {"times": {"received": 1e300}}, {"times": [1.0]}, {"cached_tokens_details": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_record_of_another_version_is_left_out(pair, capsys, odd):
+    prefill, decode = pair
+    for one in decode.answers["/ended_requests?room=7"]["requests"]:
+        one |= odd
+        for name in [name for name, value in odd.items() if value == "gone"]:
+            del one[name]
+    assert cli.main(["trace", "p", prefill.address, decode.address]) == 0
+    said = capsys.readouterr()
+    assert "p on prefill" in said.out and "on decode" not in said.out
+    assert f"http://{decode.address}: something else answers there" in said.err
+
+
+def test_a_terminal_gets_nothing_to_obey(pair, capsys):
+    prefill, decode = pair
+    (one,) = prefill.answers["/ended_requests?rid=p"]["requests"]
+    one |= {"rid": "p\x1b]0;title\x07\n", "finish_reason": {"type": "abort", "message": "no\x1b[2Jway"}}
+    one["times"]["received"] = 100.9996
+    assert cli.main(["trace", "p", prefill.address, decode.address]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and "\x07" not in said and "\\x1b]0;title" in said and "00.1000" not in said

@@ -37,6 +37,7 @@ from sglang_pd_radix.tools.cluster import (
     option_value,
     per_worker,
 )
+from sglang_pd_radix.tools.cluster.options import connectable
 from sglang_pd_radix.tools.cluster.startup import Startup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
@@ -179,7 +180,11 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "m/x", "--json", "/"], "that is a directory"),
         (["--model-path", "m/x", "--log-dir", "/dev/null/x"], "--log-dir /dev/null/x: it cannot be made"),
         (["--model-path", "m/x", "--port", "70000"], "give 1 to 65535"),
+        (["--model-path", "m/x", "--host", "203.0.113.9"], "^--host 203.0.113.9: "),
+        (["--model-path", "m/x", "--host", "no such host"], "^--host no such host: "),
+        (["--model-path", "~nobody-at-all/x"], "no model at ~nobody-at-all/x"),
         (["--model-path", "m/x", "--timeout", "0"], "above 0"),
+        (["--model-path", "m/x", "--timeout", "nan"], "above 0"),
         (["--model-path", "m/x", "--", "--port", "1"], "--port is set by"),
         (["--model-path", "m/x", "--pegaflow-args", "--pool-size 1gb"], "add --pegaflow"),
         (["--model-path", "m/x", "--prefill-args", "--disaggregation-mode=decode"], "--disaggregation-mode is set by"),
@@ -189,6 +194,18 @@ def test_bad_input_is_refused_with_one_clear_error(arguments, message, monkeypat
     monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
     with pytest.raises(PdRadixError, match=message):
         up.cluster_from(parse(*arguments))
+
+
+@pytest.mark.parametrize(("host", "reached"), [("[::1]", "[::1]"), ("::1", "[::1]"), ("[::]", "[::1]"), ("h", "h")])
+def test_an_address_may_stand_in_brackets(host, reached):
+    assert connectable(host) == reached
+
+
+@pytest.mark.parametrize("pid", ["-1", "Infinity", "1e400", "[" * 5000, "[1]"])
+def test_a_file_with_an_odd_owner_is_no_deployment(tmp_path, pid):
+    file = tmp_path / "up.json"
+    file.write_text(f'{{"owner_pid": {pid}}}')
+    up.check_unowned(file)
 
 
 def test_directory_without_config_is_not_a_model(tmp_path):
@@ -550,6 +567,8 @@ def test_a_killed_server_can_be_started_again(fake, tmp_path):
         assert not process_group.members(gone.pid) and http(gone.url + "/health")[0] == 0
         assert http(other.url + "/health")[0] == 200
         first = gone.pid
+        # Its number may be a stranger's from now on.
+        assert first not in cluster._family._groups and other.pid in cluster._family._groups
         cluster.restart("decode-0")
         assert cluster.alive() and gone.pid != first and http(gone.url + "/health")[0] == 200
     assert not process_group.members(gone.pid)

@@ -194,6 +194,7 @@ class Cluster:
         assert process.popen
         process.popen.wait(timeout=10)
         process_group.wait_gone(process.pid, 10)
+        self._family.ended(process)
 
     def restart(self, name: str) -> None:
         """Start a server that has ended again, with the same command and ports, and wait until it is ready.

@@ -93,4 +93,5 @@ def refuse_owned(args: Sequence[str], owned: Sequence[str] = OWNED_OPTIONS, wher
 
 def connectable(host: str) -> str:
     """An address at which a server that listens on ``host`` can be reached from here."""
+    host = host.strip("[]")
     return HOST if host in ("0.0.0.0", "") else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host

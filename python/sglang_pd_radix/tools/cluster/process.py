@@ -95,6 +95,8 @@ class Family:
 
     def __init__(self) -> None:
         self._watchdog: subprocess.Popen[bytes] | None = None
+        # What may run. The number of one that has ended may be a stranger's soon.
+        self._groups: set[int] = set()
 
     def start(self, process: Process) -> None:
         """Start it, and have the watchdog know; in one piece, since nobody else would end what is not known."""
@@ -110,6 +112,7 @@ class Family:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.ended(process)
         process.log_path.parent.mkdir(parents=True, exist_ok=True)
         with process.log_path.open("wb") as log:
             process.popen = subprocess.Popen(
@@ -121,7 +124,14 @@ class Family:
                 start_new_session=True,
             )
         process.pid = process.popen.pid
+        self._groups.add(process.pid)
         self._tell("+", process.pid)
+
+    def ended(self, process: Process) -> None:
+        """Leave a server alone from here on, of which nothing runs any more: it was killed, or is started again."""
+        if process.pid in self._groups:
+            self._groups.remove(process.pid)
+            self._tell("-", process.pid)
 
     def _tell(self, sign: str, pid: int) -> None:
         if self._watchdog and self._watchdog.stdin:
@@ -131,7 +141,7 @@ class Family:
 
     def stop(self, processes: Sequence[Process], grace_s: float) -> None:
         """End every process of every group: ask, wait up to ``grace_s`` seconds for all together, then kill."""
-        started = [p for p in processes if p.popen]
+        started = [p for p in processes if p.popen and p.pid in self._groups]
         for process in started:
             assert process.popen
             if process.popen.poll() is None:
@@ -154,7 +164,7 @@ class Family:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(timeout=max(0.1, deadline - time.monotonic()))
             process_group.wait_gone(process.pid, deadline - time.monotonic())
-            self._tell("-", process.pid)
+            self.ended(process)
         if self._watchdog and self._watchdog.stdin:
             self._watchdog.stdin.close()
             self._watchdog.wait(timeout=10)

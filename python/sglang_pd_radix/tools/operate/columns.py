@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .reading import Look, Rank, totals
+from .texts import printable
 
 
 class Column(NamedTuple):
@@ -97,7 +98,7 @@ def summary(look: Look) -> str:
     sums = totals(look.ranks)
     decode, rates = sums["requests"].get("decode", {}), sums["rates"]
     tokens = rates if rates.get("prompt_tokens") else sums["counters"]
-    held = tokens["held_tokens"] / tokens["prompt_tokens"] if tokens.get("prompt_tokens") else None
+    held = tokens.get("held_tokens", 0) / tokens["prompt_tokens"] if tokens.get("prompt_tokens") else None
     waits = sum(count for state, count in decode.items() if state != "running")
     said = [
         f"{len(look.ranks)} ranks",
@@ -108,4 +109,4 @@ def summary(look: Look) -> str:
     ]
     if sums["unreachable"]:
         said.append("cannot be looked at: " + ", ".join(sums["unreachable"]))
-    return " | ".join(said)
+    return printable(" | ".join(said))

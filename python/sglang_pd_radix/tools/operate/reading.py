@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from ..cluster.local_http import http
+from .texts import printable
 
 # Seconds for which a worker may take to answer.
 TIMEOUT_S = 5.0
@@ -33,6 +34,14 @@ _COUNTERS = {
     "failures": "sglang:kv_transfer_failures_total",
     "peers_lost": "sglang:kv_transfer_peers_lost_total",
 }
+# What a rank tells of its pool, in tokens.
+_TOKENS = ("size", "available", "evictable", "protected")
+# What reading JSON raises that is none, is nested too deeply, or has other things in it than are looked for.
+_OTHER = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+class _Odd(ValueError):
+    """A worker tells a figure that is none. The message names it."""
 
 
 @dataclass
@@ -65,7 +74,7 @@ class Rank:
         """Part of the prompt tokens that the tree held, of late; since the start if there were none of late."""
         for figures in (self.rates, self.counters):
             if figures.get("prompt_tokens"):
-                return figures["held_tokens"] / figures["prompt_tokens"]
+                return figures.get("held_tokens", 0) / figures["prompt_tokens"]
         return None
 
     @property
@@ -121,7 +130,7 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
         try:
             processes = json.loads(Path(deployment).read_text(encoding="utf-8"))["processes"]
             found += [process["url"] for process in processes if process["role"] in ("prefill", "decode", "engine")]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, *_OTHER) as error:
             raise PdRadixError(f"{deployment} is no file of pd-radix up --json: {error}") from error
     if not found and (gateway or deployment):
         raise PdRadixError(f"{gateway or deployment} has no workers")
@@ -130,18 +139,24 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
     return list(dict.fromkeys(url.rstrip("/") for url in found))
 
 
+class Unheard(PdRadixError):
+    """Something did not answer, and may the next time."""
+
+
 def gateway_workers(gateway: str) -> list[dict[str, Any]]:
     """What a gateway says of each of its workers; of several, their DP ranks, the ``url`` is the same.
 
-    Raises PdRadixError if it does not.
+    Raises PdRadixError if it does not; `Unheard` if it does not answer.
     """
     url = base_url(gateway) + "/workers"
     status, content = http(url, timeout=TIMEOUT_S)
+    if not status:
+        raise Unheard(f"{url} does not answer: {printable(content.decode(errors='replace')[:200])}")
     try:
         listed = json.loads(content)["workers"]
-        return [worker | {"url": _RANK.sub("", str(worker["url"]).rstrip("/"))} for worker in listed]
-    except (ValueError, TypeError, KeyError) as error:
-        said = content.decode(errors="replace")[:200]
+        return [worker | {"url": printable(_RANK.sub("", str(worker["url"]).rstrip("/")))} for worker in listed]
+    except _OTHER as error:
+        said = printable(content.decode(errors="replace")[:200])
         raise PdRadixError(f"{url} names no workers (HTTP {status}): {said}") from error
 
 
@@ -161,13 +176,15 @@ class Reader:
         for of_worker, requests in read:
             ranks += of_worker
             oldest += requests
+        # What was counted at the look before, and at no earlier one: a worker that has not answered in between may have
+        # begun anew, and counted past what it had then.
+        before, self._before = self._before, {}
         for rank in ranks:
-            self._rate(rank)
+            self._rate(rank, before.get(rank.name))
         return Look(time.time(), ranks, sorted(oldest, key=lambda request: -request["seconds"]))
 
-    def _rate(self, rank: Rank) -> None:
+    def _rate(self, rank: Rank, before: tuple[float, Mapping[str, float]] | None) -> None:
         now = time.monotonic()
-        before = self._before.get(rank.name)
         if before is not None and now > before[0]:
             past = {name: value - before[1].get(name, 0.0) for name, value in rank.counters.items()}
             # A worker that has begun anew counts from 0.
@@ -178,17 +195,20 @@ class Reader:
 
 
 def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
-    """The ranks of one worker, and its oldest requests; at least one rank, of something else one with an error."""
+    """The ranks of one worker, and its oldest requests; at least one rank, one with an error if it cannot be read."""
     worker = url.partition("//")[2]
     status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
+    said = content.decode(errors="replace")
     try:
         info = json.loads(content) if status == 200 else None
         if info is not None and info["internal_states"]:
             return _ranks(worker, info, _counters(url))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except _Odd as odd:
+        said = str(odd)
+    except _OTHER:
         # Something else listens there, or stands before it.
         pass
-    said = content.decode(errors="replace")[:80] if status else SILENT
+    said = printable(said[:80]) if status else SILENT
     return [Rank(worker, error=f"HTTP {status}: {said}" if status else said)], []
 
 
@@ -198,9 +218,13 @@ def _ranks(
     """What a worker says of its ranks and of its oldest requests. Of what is none, errors of many kinds."""
     states = info["internal_states"]
     mode = info.get("disaggregation_mode") or "?"
+    if not isinstance(mode, str):
+        raise _Odd(f"disaggregation_mode is {json.dumps(mode)}")
     role = "engine" if mode == "null" else mode
     # They come in the order in which they answered; one of an older version does not say which it is.
     pools = [state.get("kv_pool", {}) for state in states]
+    for pool in pools:
+        _check(pool)
     ranks, oldest = [], []
     for number, _, pool in sorted((pool.get("dp_rank", n), n, pool) for n, pool in enumerate(pools)):
         rank = Rank(
@@ -210,7 +234,7 @@ def _ranks(
             bool(info.get("disaggregation_decode_enable_radix_cache")),
             pool.get("idle", False),
             pool.get("requests", {}),
-            {name: pool[name] for name in ("size", "available", "evictable", "protected") if name in pool},
+            {name: pool[name] for name in _TOKENS if name in pool},
             pool.get("audit"),
             counted.get(str(number) if len(states) > 1 else "", {}),
         )
@@ -221,6 +245,32 @@ def _ranks(
     return ranks, oldest
 
 
+def _is_number(value: Any) -> bool:
+    # Neither NaN nor what could not be divided.
+    return isinstance(value, (int, float)) and abs(value) < 2**63
+
+
+def _are_requests(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) and _is_number(each.get("seconds")) for each in value)
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_TOKENS, _is_number),
+    "dp_rank": lambda value: isinstance(value, int),
+    "idle": lambda value: isinstance(value, bool),
+    "requests": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "audit": lambda value: value is None or isinstance(value, list),
+    "oldest": _are_requests,
+}
+
+
+def _check(pool: dict[str, Any]) -> None:
+    """Raise _Odd for a figure of a rank that is not of its kind: added or sorted, it would end the whole look."""
+    for name, fits in _KINDS.items():
+        if name in pool and not fits(pool[name]):
+            raise _Odd(f"{name} is {json.dumps(pool[name])}")
+
+
 def engine_requests(url: str) -> int | None:
     """How many requests the engine says that a worker has in its queues and its running batch; None if it does not.
 
@@ -229,7 +279,7 @@ def engine_requests(url: str) -> int | None:
     status, content = http(url + "/get_load", timeout=TIMEOUT_S)
     try:
         return sum(int(rank["num_reqs"]) for rank in json.loads(content)) if status == 200 else None
-    except (ValueError, TypeError, KeyError):
+    except _OTHER:
         return None
 
 
@@ -244,7 +294,7 @@ def _counters(url: str) -> dict[str, dict[str, float]]:
     ours = {theirs: name for name, theirs in _COUNTERS.items()}
     try:
         families = list(text_string_to_metric_families(content.decode(errors="replace")))
-    except ValueError:
+    except (ValueError, IndexError):
         # A page of something that stands before the worker.
         return found
     for family in families:

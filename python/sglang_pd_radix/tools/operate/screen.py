@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import asyncio
+import signal
+import time
+from types import FrameType
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Footer, Static
 
+from ..process_group import ENDS, on_end
 from .columns import COLUMNS, ordered, summary
 from .reading import Look, Reader
+from .texts import printable
 
 REQUESTS = ("request", "worker", "state", "seconds", "prompt", "held", "out")
+LOOKING = "looking ..."
 ORDER = tuple(COLUMNS)
 
 
@@ -24,6 +31,8 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "End"),
+        # Before the screen's own, which copies a selection.
+        Binding("ctrl+c", "quit", show=False, priority=True),
         ("less_than_sign", "column(-1)", "Left"),
         ("greater_than_sign", "column(1)", "Right"),
         ("r", "turn", "Turn"),
@@ -34,24 +43,42 @@ class Top(App[None]):
     ]
 
     class Looked(Message):
-        """All workers have been looked at."""
+        """All workers have been looked at; or not, and ``trouble`` says why."""
 
-        def __init__(self, look: Look):
+        def __init__(self, look: Look | None, trouble: str = ""):
             super().__init__()
-            self.look = look
+            self.look, self.trouble = look, trouble
 
     def __init__(self, reader: Reader, interval: float, sort: str):
         """interval: seconds between looks. sort: one of `COLUMNS`."""
         super().__init__()
         self._reader, self._interval, self.sorted_by, self.turned = reader, interval, sort, False
         self._look: Look | None = None
+        self._trouble = ""
 
     def compose(self) -> ComposeResult:
         """Lay out the screen."""
-        yield Static("looking ...", id="summary", markup=False)
+        yield Static(LOOKING, id="summary", markup=False)
         yield DataTable(id="workers", cursor_type="row", zebra_stripes=True)
         yield DataTable(id="requests", cursor_type="row", zebra_stripes=True)
         yield Footer()
+
+    async def run_async(self, **options: Any) -> None:
+        """Run it; signals end it as a key does, so that the terminal is given back as it was."""
+        loop = asyncio.get_running_loop()
+
+        def end(signum: int, frame: FrameType | None) -> None:
+            # A second one is obeyed at once, whatever this is busy with.
+            signal.signal(signum, signal.SIG_DFL)
+            loop.call_soon_threadsafe(self.exit, None, 128 + signum)
+
+        before = {signum: signal.getsignal(signum) for signum in ENDS}
+        on_end(end)
+        try:
+            await super().run_async(**options)
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
     def on_mount(self) -> None:
         """Begin to look."""
@@ -65,12 +92,18 @@ class Top(App[None]):
             self.run_worker(self._take_look, thread=True, group="look", exit_on_error=False)
 
     def _take_look(self) -> None:
+        try:
+            looked = self.Looked(self._reader.look())
+        except Exception as error:
+            # Untold, the old figures would be taken for those of now.
+            looked = self.Looked(None, f"cannot look: {type(error).__name__}: {error}")
         # Without waiting for its being shown: who has asked for the end meanwhile would wait for that for ever.
-        self.post_message(self.Looked(self._reader.look()))
+        self.post_message(looked)
 
     def on_top_looked(self, message: Looked) -> None:
-        """Show what has been seen."""
-        self._show(message.look)
+        """Show what has been seen, or that nothing has."""
+        self._look, self._trouble = message.look or self._look, message.trouble
+        self._show()
 
     def action_column(self, step: int) -> None:
         """Sort by the next column to the right, or the left."""
@@ -79,18 +112,21 @@ class Top(App[None]):
     def action_sort(self, column: str) -> None:
         """Sort by a column."""
         self.sorted_by, self.turned = column, False
-        self._show(self._look)
+        self._show()
 
     def action_turn(self) -> None:
         """Turn the order."""
         self.turned = not self.turned
-        self._show(self._look)
+        self._show()
 
-    def _show(self, look: Look | None) -> None:
+    def _show(self) -> None:
+        look = self._look
+        if not self.query("#summary"):
+            # A look that came as this ends, and the screen has been taken down.
+            return
+        self.query_one("#summary", Static).update(self._summary(look))
         if look is None:
             return
-        self._look = look
-        self.query_one("#summary", Static).update(summary(look))
         workers = self.query_one("#workers", DataTable)
         row, (x, y) = workers.cursor_row, workers.scroll_offset
         workers.clear(columns=True)
@@ -99,12 +135,22 @@ class Top(App[None]):
             workers.add_column(column.title + (mark if name == self.sorted_by else ""), key=name)
         for rank in ordered(look.ranks, self.sorted_by, self.turned):
             style = "bold red" if rank.error or rank.audit else ""
-            workers.add_row(*(Text(column.shown(rank), style=style) for column in COLUMNS.values()))
+            workers.add_row(*(self._cell(column.shown(rank), style) for column in COLUMNS.values()))
         workers.move_cursor(row=min(row, max(len(look.ranks) - 1, 0)))
         workers.scroll_to(x, y, animate=False)
         requests = self.query_one("#requests", DataTable)
         requests.clear()
         for each in look.oldest:
-            shown = (each["rid"], each["worker"], each["state"], f"{each['seconds']:.1f}")
-            tokens = (each["prompt_tokens"], each["decode_prefix"], each["output_tokens"])
-            requests.add_row(*(Text(str(cell)) for cell in (*shown, *tokens)))
+            told = [each.get(name, "–") for name in ("rid", "worker", "state")]
+            tokens = [each.get(name, "–") for name in ("prompt_tokens", "decode_prefix", "output_tokens")]
+            requests.add_row(*map(self._cell, (*told, f"{each['seconds']:.1f}", *tokens)))
+
+    def _summary(self, look: Look | None) -> str:
+        if not self._trouble:
+            return summary(look) if look else LOOKING
+        old = f"as of {time.strftime('%H:%M:%S', time.localtime(look.at))}, " if look else ""
+        return printable(old + self._trouble)
+
+    def _cell(self, told: Any, style: str = "") -> Text:
+        # Dim: not of now.
+        return Text(printable(str(told)), style="dim" if self._trouble else style)
