@@ -251,7 +251,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_requests(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) and _is_number(each.get("seconds")) for each in value)
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and _is_number(each.get("seconds", 0)) for each in value
+    )
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
