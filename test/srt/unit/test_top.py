@@ -444,11 +444,16 @@ def test_a_look_that_fails_is_told_and_old_figures_are_marked():
 def test_what_ends_it_gives_the_terminal_back(end, code):
     pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "sglang_pd_radix.tools.cli", "top", "127.0.0.1:9", "--interval", "0.2"]
+    # What starts these tests may ignore it, as `nohup` does, and so would the view.
+    code_of_view = """import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from sglang_pd_radix.tools import cli
+sys.exit(cli.main(["top", "127.0.0.1:9", "--interval", "0.2"]))"""
+    command = [sys.executable, "-c", code_of_view]
     env = os.environ | {"TERM": "xterm-256color"}
     view = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
     os.close(theirs)
-    written, asked, until = b"", False, time.monotonic() + 30
+    written, asked, until = b"", False, time.monotonic() + 60
     # Not `select.select`: other tests of this process hold more descriptors than that takes.
     readable = select.poll()
     readable.register(ours, select.POLLIN)
@@ -464,7 +469,7 @@ def test_what_ends_it_gives_the_terminal_back(end, code):
             if not asked and b"1 ranks |" in written:
                 asked = True
                 os.write(ours, end) if isinstance(end, bytes) else view.send_signal(end)
-        assert view.wait(10) == code
+        assert view.wait(30) == code
     finally:
         view.kill()
         view.wait()
