@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.arguments import join_values
 
 if TYPE_CHECKING:
@@ -77,13 +78,8 @@ def _ends_unwind() -> Iterator[None]:
     ours = []
     if threading.current_thread() is threading.main_thread():
         ours = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
-    for signum in ours:
-        signal.signal(signum, end)
-    try:
+    with process_group.handled(ours, end):
         yield
-    finally:
-        for signum in ours:
-            signal.signal(signum, signal.SIG_DFL)
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -14,6 +14,8 @@ from .cluster.local_http import freeze, http
 from .operate.reading import TIMEOUT_S, Unheard, addresses, base_url, gateway_workers
 from .operate.texts import printable
 from .progress import Display
+
+_Come = TypeVar("_Come")
 
 # Seconds between two looks, and for which a worker may take to answer its health check: it makes a token for it.
 LOOK_S, HEALTH_S = 0.5, 25.0
@@ -64,12 +66,12 @@ def wait_ready(url: str, deadline: float) -> None:
 
 def describe(url: str, deadline: float) -> dict[str, Any]:
     """What a gateway has to know of a worker, from that itself. Raises PdRadixError if it is none of a pair."""
-    status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
-    while not status and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-        status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
-    if not status:
-        raise PdRadixError(f"{url} does not answer, though its health check did: see its log")
+
+    def answered() -> tuple[int, bytes] | None:
+        reply = http(url + "/get_server_info", timeout=TIMEOUT_S)
+        return reply if reply[0] else None
+
+    status, content = _until(answered, deadline, f"{url} does not answer, though its health check did: see its log")
     try:
         info = json.loads(content) if status == 200 else {}
     except (ValueError, RecursionError):
@@ -110,8 +112,10 @@ def _serves(gateway: str, url: str) -> bool:
     return any(worker.get("is_healthy") and worker.get("status", "ready") == "ready" for worker in found)
 
 
-def _until(over: Callable[[], bool], deadline: float, otherwise: str) -> None:
-    while not over():
+def _until(come: Callable[[], _Come | None], deadline: float, otherwise: str) -> _Come:
+    """What ``come`` says, once that is true. Raises PdRadixError with ``otherwise`` after ``deadline``."""
+    while not (found := come()):
         if time.monotonic() > deadline:
             raise PdRadixError(otherwise)
         time.sleep(LOOK_S)
+    return found

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 # Removes a Python program's shared memory and semaphores once its processes are gone. Killed, it leaves them behind.
@@ -65,10 +65,25 @@ def wait_gone(group: int, seconds: float) -> None:
 
 def on_end(handler: Callable[[int, FrameType | None], None]) -> None:
     """Have ``handler`` called by the signals that end this process."""
-    for signum in ENDS:
-        # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handler)
+    for signum in ends():
+        signal.signal(signum, handler)
+
+
+def ends() -> list[signal.Signals]:
+    """Those of `ENDS` that this process is to obey."""
+    # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
+    return [one for one in ENDS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handled(signums: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Have ``handler`` called by these signals until the block is left, and what was called before again after it."""
+    before = {signum: signal.signal(signum, handler) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, was in before.items():
+            signal.signal(signum, was)
 
 
 @contextlib.contextmanager
@@ -79,16 +94,13 @@ def ends_held_back() -> Iterator[None]:
     the main thread has them. What is ignored stays so.
     """
     came: list[int] = []
-    held = {}
+    held: list[int] = []
     if threading.current_thread() is threading.main_thread():
-        for signum in ENDS:
-            if signal.getsignal(signum) not in (None, signal.SIG_IGN):
-                held[signum] = signal.signal(signum, lambda one, frame: came.append(one))
+        held = [one for one in ENDS if signal.getsignal(one) not in (None, signal.SIG_IGN)]
     try:
-        yield
+        with handled(held, lambda one, frame: came.append(one)):
+            yield
     finally:
-        for signum, handler in held.items():
-            signal.signal(signum, handler)
         for number in came:
             signal.raise_signal(number)
 

@@ -76,7 +76,7 @@ def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
         more, unheard = _ask(urls, {"room": room})
         known += [record for record in more if record not in known]
         silent |= unheard
-    said = ", ".join(f"{url}: {why}" for url, why in silent.items())
+    said = _listed(silent)
     if not known:
         raise PdRadixError(
             f"no worker remembers {rid}: it still runs, or others have ended since, or it went to another worker"
@@ -105,10 +105,12 @@ def _ask(urls: Sequence[str], question: dict[str, Any]) -> tuple[list[dict[str, 
     silent = {url: _why(status) for url, (status, _) in zip(urls, answers, strict=True) if status != 200}
     records = [record for _, found in answers for record in found]
     if len(silent) == len(urls) and not records:
-        raise PdRadixError(
-            f"no worker remembers requests ({', '.join(f'{url}: {why}' for url, why in silent.items())})"
-        )
+        raise PdRadixError(f"no worker remembers requests ({_listed(silent)})")
     return records, silent
+
+
+def _listed(silent: dict[str, str]) -> str:
+    return ", ".join(f"{url}: {why}" for url, why in silent.items())
 
 
 def _is_record(record: Any) -> bool:

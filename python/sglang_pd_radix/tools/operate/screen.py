@@ -14,7 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Footer, Static
 
-from ..process_group import ENDS, on_end
+from ..process_group import ends, handled
 from .columns import COLUMNS, ordered, summary
 from .reading import Look, Reader
 from .texts import printable
@@ -72,13 +72,8 @@ class Top(App[None]):
             signal.signal(signum, signal.SIG_DFL)
             loop.call_soon_threadsafe(self.exit, None, 128 + signum)
 
-        before = {signum: signal.getsignal(signum) for signum in ENDS}
-        on_end(end)
-        try:
+        with handled(ends(), end):
             await super().run_async(**options)
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
     def on_mount(self) -> None:
         """Begin to look."""
