@@ -984,7 +984,7 @@ def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str, monkey
     request.wait_receivers(KVPoll.Failed)
     wait_quiet(request)
     post(Peer("127.0.0.1", decode.manager.rank_port), [b"what is this"])
-    until(lambda: heard[-1] == [b"what is this"], "all has come")
+    until(lambda: heard[-1:] == [[b"what is this"]], "all has come")
     assert [frames[:3] for frames in heard[:-1]] == [[b"1", b"%d" % KVPoll.Failed, b"0"]] and len(heard[0]) == 4
     again = world.request(1, 24, 4)
     prefill.library.result = 0
