@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -37,7 +36,7 @@ from .cluster import (
 )
 from .make_model import make_model
 from .progress import Display
-from .up import check_json, check_may_switch, check_model
+from .up import check_json, check_may_switch, check_model, write_json
 
 _EPILOG = """
 Engine options for all workers follow after --, for example:
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     print_report(comparison, title, local)
     if args.json:
         setting = _setting(args, comparison.off, options, time.monotonic() - started)
-        _write_json(args.json, as_document(comparison, workload, setting, local))
+        write_json(args.json, as_document(comparison, workload, setting, local))
     return 1 if comparison.failures or (local and local.failures) else 0
 
 
@@ -162,13 +161,6 @@ def _setting(args: argparse.Namespace, off: Run, options: Sequence[str], seconds
         "cores": len(os.sched_getaffinity(0)),
         "seconds": round(seconds, 1),
     }
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(document, indent=1) + "\n")
-    except OSError as error:
-        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -> list[str]:

@@ -115,14 +115,16 @@ def _listed(silent: dict[str, str]) -> str:
 
 def _is_record(record: Any) -> bool:
     """Whether it has what is told here; another version's may not."""
-    times, details = record["times"], record["cached_tokens_details"]
     return (
-        record.keys() >= {"prompt_tokens", "completion_tokens", "retractions"}
-        and all(isinstance(record[key], str) for key in ("rid", "role"))
-        and isinstance(record["room"], (int, type(None)))
-        and all(isinstance(at, (int, float)) and 0 <= at < 1e11 for at in times.values())
-        and isinstance(details or {}, dict)
-        and isinstance(record["finish_reason"] or {}, dict)
+        isinstance(record, dict)
+        and record.keys() >= {"prompt_tokens", "completion_tokens", "retractions"}
+        and all(isinstance(record.get(key), str) for key in ("rid", "role"))
+        and isinstance(record.get("room", ""), (int, type(None)))
+        and isinstance(record.get("times"), dict)
+        and all(isinstance(at, (int, float)) and 0 <= at < 1e11 for at in record["times"].values())
+        and all(
+            isinstance(record.get(key, ""), (dict, type(None))) for key in ("cached_tokens_details", "finish_reason")
+        )
     )
 
 

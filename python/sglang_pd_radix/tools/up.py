@@ -217,11 +217,13 @@ def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write ``document`` so that a reader finds either nothing or all of it."""
+    """Write ``document`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(document, indent=2) + "\n")
         partial.replace(path)
+    except OSError as error:
+        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -296,7 +298,7 @@ def _run(args: argparse.Namespace) -> int:
             time.sleep(0.2)
         _say("stopping")
     except OSError as error:
-        raise PdRadixError(f"cannot write {args.json or 'the addresses'}: {error.strerror or error}") from error
+        raise PdRadixError(f"cannot write the addresses: {error.strerror or error}") from error
     finally:
         cluster.stop()
         # Another one may have written its own meanwhile.
