@@ -27,7 +27,7 @@ def _spoil(scheduler):
         return
     tree, queue = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
     finish, commit = tree.cache_finished_req, queue._commit_transfer_to_req
-    takes, leaked, count = tree.takes, [], 0
+    accepts, leaked, count = tree.accepts, [], 0
 
     def commit_and_spoil(decode_req):
         nonlocal count
@@ -49,7 +49,7 @@ def _spoil(scheduler):
             tree.evict_shortfall(tree.evictable_size())
 
     tree.cache_finished_req, queue._commit_transfer_to_req = finish_and_spoil, commit_and_spoil
-    tree.takes = lambda req: takes(req) and not (count > after and "keeps nothing" in chosen)
+    tree.accepts = lambda req: accepts(req) and not (count > after and "keeps nothing" in chosen)
 
 
 if chosen:
