@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .cluster.local_http import freeze, http
+from .cluster.local_http import freeze, http, servers_key
 from .operate.reading import TIMEOUT_S, Unheard, addresses, base_url, gateway_workers
 from .operate.texts import printable
 from .progress import Display
@@ -92,7 +92,10 @@ def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
     """Have ``gateway`` take a worker in, and wait until it may choose it. Raises PdRadixError if it does not."""
     url = worker["url"]
     if not _serves(gateway, url):
-        status, content = http(base_url(gateway) + "/workers", worker, TIMEOUT_S)
+        # A gateway gives its own key to the workers that it was started with, and to no other.
+        key = servers_key()
+        told = worker if key is None else worker | {"api_key": key}
+        status, content = http(base_url(gateway) + "/workers", told, TIMEOUT_S)
         # One that it knows already it refuses with 409, and looks at again by itself.
         if status not in (200, 201, 202, 409):
             said = printable(content.decode(errors="replace")[:200])

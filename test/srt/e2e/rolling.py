@@ -13,6 +13,7 @@ from pd import counter, generate_body, words
 
 from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.cluster import Cluster
+from sglang_pd_radix.tools.cluster.local_http import local_session
 from sglang_pd_radix.tools.cluster.process import Process
 
 # Tokens of an answer, enough for a restart to come in the middle of some.
@@ -104,7 +105,9 @@ def named(cluster: Cluster, name: str) -> Process:
 
 def known(cluster: Cluster) -> dict[str, dict]:
     """What the gateway says of its workers, by their addresses."""
-    return {w["url"]: w for w in requests.get(cluster.router_url + "/workers", timeout=30).json()["workers"]}
+    with local_session() as session:
+        found = session.get(cluster.router_url + "/workers", timeout=30).json()
+    return {worker["url"]: worker for worker in found["workers"]}
 
 
 def join(cluster: Cluster, process: Process) -> None:

@@ -12,6 +12,9 @@ import pytest
 from pd import FLAG, check_idle
 from rolling import Load, join, known, named, wait
 
+from sglang_pd_radix.tools import cli
+from sglang_pd_radix.tools.cluster.local_http import local_session
+
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
@@ -55,3 +58,29 @@ def test_a_rolling_restart_loses_no_request(cluster):
     assert not load.failed, load.failed[:3]
     for url in (*cluster.prefill_urls, *cluster.decode_urls):
         check_idle(url)
+
+
+KEY = "of the workers"
+
+
+def test_a_worker_with_a_key_comes_back(clusters, model):
+    """A gateway gives its key to the workers that it was started with, and to no other."""
+    cluster = clusters.get(
+        model, decode=2, decode_args=[FLAG], common_args=["--page-size", "16", "--api-key", KEY], backend="nixl"
+    )
+
+    def answer() -> str:
+        with local_session() as session:
+            body = {"text": "one two three", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+            reply = session.post(cluster.router_url + "/generate", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["text"]
+
+    before, process = answer(), named(cluster, "decode-0")
+    drain(cluster, process)
+    cluster.restart("decode-0")
+    assert cli.main(["join", process.url, "--gateway", cluster.router_url, "--timeout", "60"]) == 0
+    # So that there is no other.
+    drain(cluster, named(cluster, "decode-1"))
+    assert answer() == before
+    clusters.stop()

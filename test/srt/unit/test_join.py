@@ -56,6 +56,16 @@ def test_a_gateway_is_told_what_it_has_to_know(found, mode, more):
     assert len(gateway.asked) == 1
 
 
+def test_a_gateway_is_given_the_key_of_a_worker(found, monkeypatch):
+    """Its own it gives to those alone that it was started with."""
+    gateway, worker = found
+    says(worker, "decode")
+    monkeypatch.setenv("SGLANG_PD_RADIX_API_KEY", "of the workers")
+    assert joined(gateway, worker) == 0
+    ((_, told),) = gateway.asked
+    assert told == {"url": f"http://{worker.address}", "worker_type": "decode", "api_key": "of the workers"}
+
+
 def test_a_worker_that_starts_is_waited_for(found, capsys):
     gateway, worker = found
     del worker.answers["/health"]

@@ -11,11 +11,16 @@ import requests
 API_KEY = "SGLANG_PD_RADIX_API_KEY"
 
 
+def servers_key() -> str | None:
+    """The key of the servers that are asked; None if they have none."""
+    return os.environ.get(API_KEY) or None
+
+
 def local_session() -> requests.Session:
     """A session for the servers of this machine, on which a proxy of the environment has no business."""
     session = requests.Session()
     session.trust_env = False
-    if key := os.environ.get(API_KEY):
+    if key := servers_key():
         session.headers["Authorization"] = f"Bearer {key}"
     return session
 
