@@ -66,6 +66,26 @@ def test_a_gateway_is_given_the_key_of_a_worker(found, monkeypatch):
     assert told == {"url": f"http://{worker.address}", "worker_type": "decode", "api_key": "of the workers"}
 
 
+def test_where_a_key_is_missing_the_error_says_how_to_give_it(found, monkeypatch, capsys):
+    gateway, worker = found
+    says(worker, "decode")
+    monkeypatch.delenv("SGLANG_PD_RADIX_API_KEY", raising=False)
+    worker.key = "of the workers"
+    assert joined(gateway, worker) == 1
+    assert "HTTP 401 (it asks for a key, which SGLANG_PD_RADIX_API_KEY has to have)" in capsys.readouterr().err
+    worker.key = None
+    gateway.on_post = lambda path, body: 401
+    assert joined(gateway, worker) == 1
+    assert "which SGLANG_PD_RADIX_API_KEY has to have" in capsys.readouterr().err
+    gateway.key = worker.key = "of the workers"
+    for command in (["top", "--json", worker.address], ["trace", "x", worker.address]):
+        assert cli.main(command) == 1
+        said = capsys.readouterr()
+        assert "which SGLANG_PD_RADIX_API_KEY has to have" in said.out + said.err
+    assert cli.main(["top", "--json", "--gateway", gateway.address]) == 1
+    assert "which SGLANG_PD_RADIX_API_KEY has to have" in capsys.readouterr().err
+
+
 def test_a_worker_that_starts_is_waited_for(found, capsys):
     gateway, worker = found
     del worker.answers["/health"]

@@ -44,6 +44,8 @@ class Worker:
         self.answers: dict[str, Any] = {}
         # Seconds that each answer takes.
         self.delay_s = 0.0
+        # Without which it answers no GET but one after its health.
+        self.key: str | None = None
         self.on_delete: Callable[[str], int] = lambda path: 404
         self.on_post: Callable[[str, Any], int] = lambda path, body: 404
         worker = self
@@ -51,6 +53,10 @@ class Worker:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 time.sleep(worker.delay_s)
+                if worker.key and self.path != "/health" and self.headers["Authorization"] != f"Bearer {worker.key}":
+                    self.send_response(401)
+                    self.end_headers()
+                    return
                 answer = worker.answers.get(self.path)
                 if callable(answer):
                     answer = answer()
