@@ -36,7 +36,9 @@ def test_the_demo_sees_what_does_not_enter_the_tree(clusters, model, tmp_path, f
     command = ["-m", "sglang_pd_radix.tools.cli", "demo", "--model", model, "--work-dir", str(tmp_path / "work")]
     failures = failed(command, tmp_path / "demo.json", faults)["failures"]
     assert failures[0].startswith(f"turns 2 to 5: {told}")
-    assert all("times the least possible was sent from turn 2 on" in more for more in failures[1:])
+    # Where nothing is kept, no rest is short enough for decode to compute it.
+    follows = ("times the least possible was sent from turn 2 on", "decode has computed no token of a prompt")
+    assert all(any(part in more for part in follows) for more in failures[1:])
 
 
 def test_a_soak_sees_wrong_tokens(clusters, model, tmp_path):
