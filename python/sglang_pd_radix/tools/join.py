@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .cluster.local_http import freeze, http, servers_key, told
+from .cluster.local_http import freeze, http, servers_key, status_text
 from .operate.reading import TIMEOUT_S, Unheard, addresses, base_url, gateway_workers
 from .operate.texts import printable
 from .progress import Display
@@ -78,7 +78,7 @@ def describe(url: str, deadline: float) -> dict[str, Any]:
         info = {}
     mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
     if mode not in ("prefill", "decode"):
-        said = told(status) if mode is None else f"its --disaggregation-mode is {mode}"
+        said = status_text(status) if mode is None else f"its --disaggregation-mode is {mode}"
         raise PdRadixError(f"{url} is no prefill or decode worker: {said}")
     worker = {"url": url, "worker_type": mode}
     if mode == "prefill":
@@ -99,7 +99,7 @@ def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
         # One that it knows already it refuses with 409, and looks at again by itself.
         if status not in (200, 201, 202, 409):
             said = printable(content.decode(errors="replace")[:200])
-            raise PdRadixError(f"{gateway} does not take {url}: {told(status)} {said}")
+            raise PdRadixError(f"{gateway} does not take {url}: {status_text(status)} {said}")
     _until(
         lambda: _serves(gateway, url),
         deadline,

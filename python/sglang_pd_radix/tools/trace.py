@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .cluster.local_http import http, told
+from .cluster.local_http import http, status_text
 from .operate.reading import TIMEOUT_S, addresses
 from .operate.texts import printable
 
@@ -130,7 +130,7 @@ def _is_record(record: Any) -> bool:
 
 def _why(status: int) -> str:
     words = {0: "does not answer", 404: f"{VARIABLE} is not set there", OTHER: "something else answers there"}
-    return words.get(status, told(status))
+    return words.get(status, status_text(status))
 
 
 def as_text(records: Iterable[dict[str, Any]]) -> list[str]:

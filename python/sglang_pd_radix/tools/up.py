@@ -217,10 +217,16 @@ def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write ``document`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails."""
+    """Write ``document`` as `write_whole` does."""
+    write_whole(path, json.dumps(document, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(document, indent=2) + "\n")
+        # A name on the command line need not be UTF-8.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
     except OSError as error:
         raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error

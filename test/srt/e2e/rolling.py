@@ -110,9 +110,14 @@ def known(cluster: Cluster) -> dict[str, dict]:
     return {worker["url"]: worker for worker in found["workers"]}
 
 
-def join(cluster: Cluster, process: Process) -> None:
-    """Have the gateway take a worker in, with the command, and wait until it is used."""
+def take_in(cluster: Cluster, process: Process) -> None:
+    """Have the gateway take a worker in, with the command."""
     assert cli.main(["join", process.url, "--gateway", cluster.router_url, "--timeout", "60"]) == 0
+
+
+def join(cluster: Cluster, process: Process) -> None:
+    """The same, and wait until it is used."""
+    take_in(cluster, process)
     wait_used(process)
 
 

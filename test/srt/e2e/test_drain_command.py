@@ -10,9 +10,8 @@ import time
 
 import pytest
 from pd import FLAG, check_idle
-from rolling import Load, join, known, named, wait
+from rolling import Load, join, known, named, take_in, wait
 
-from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.cluster.local_http import local_session
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
@@ -79,7 +78,7 @@ def test_a_worker_with_a_key_comes_back(clusters, model):
     before, process = answer(), named(cluster, "decode-0")
     drain(cluster, process)
     cluster.restart("decode-0")
-    assert cli.main(["join", process.url, "--gateway", cluster.router_url, "--timeout", "60"]) == 0
+    take_in(cluster, process)
     # So that there is no other.
     drain(cluster, named(cluster, "decode-1"))
     assert answer() == before

@@ -16,7 +16,7 @@ def servers_key() -> str | None:
     return os.environ.get(API_KEY) or None
 
 
-def told(status: int) -> str:
+def status_text(status: int) -> str:
     """An answer's HTTP status in words, for an error that names the way out."""
     return f"HTTP {status}" + (f" (it asks for a key, which {API_KEY} has to have)" if status == 401 else "")
 

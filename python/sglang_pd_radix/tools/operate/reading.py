@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from ..cluster.local_http import http, told
+from ..cluster.local_http import http, status_text
 from .texts import printable
 
 # Seconds for which a worker may take to answer.
@@ -157,7 +157,7 @@ def gateway_workers(gateway: str) -> list[dict[str, Any]]:
         return [worker | {"url": printable(_RANK.sub("", str(worker["url"]).rstrip("/")))} for worker in listed]
     except _OTHER as error:
         said = printable(content.decode(errors="replace")[:200])
-        raise PdRadixError(f"{url} names no workers ({told(status)}): {said}") from error
+        raise PdRadixError(f"{url} names no workers ({status_text(status)}): {said}") from error
 
 
 class Reader:
@@ -209,7 +209,7 @@ def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
         # Something else listens there, or stands before it.
         pass
     said = printable(said[:80]) if status else SILENT
-    return [Rank(worker, error=f"{told(status)}: {said}" if status else said)], []
+    return [Rank(worker, error=f"{status_text(status)}: {said}" if status else said)], []
 
 
 def _ranks(

@@ -17,10 +17,9 @@ from types import FrameType
 from typing import Any
 
 from sglang_pd_radix import __version__
-from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import doctor
 from sglang_pd_radix.tools.bench.chart import check_libraries
-from sglang_pd_radix.tools.up import check_json, check_may_switch, check_model
+from sglang_pd_radix.tools.up import check_json, check_may_switch, check_model, write_whole
 
 from .. import process_group
 from . import child, facts, host, parts, report, runner
@@ -204,13 +203,7 @@ def _write(file: Path, json_file: Path | None, told: Mapping[str, Any], outcomes
         content = {**asdict(document), "verdict": document.verdict, "passed": document.verdict == PASSED}
         files[json_file] = json.dumps(content, indent=1) + "\n"
     for path, content_of in files.items():
-        try:
-            partial = path.with_name(path.name + ".partial")
-            # A name on the command line need not be UTF-8.
-            partial.write_text(content_of, encoding="utf-8", errors="backslashreplace")
-            partial.replace(path)
-        except OSError as error:
-            raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
+        write_whole(path, content_of)
 
 
 def _say(text: str) -> None:
