@@ -316,6 +316,50 @@ def test_a_step_lasts_from_result_to_result_and_idle_time_is_no_step():
     assert max(seconds for *_, seconds in gate.decode._recent) < 0.011
 
 
+def seen(gate: ItlGate) -> list[float]:
+    """Seconds that clients have seen of each step, milliseconds."""
+    return [round(1000 * seconds, 6) for *_, seconds in gate.decode._last(99).tolist()]
+
+
+def test_clients_wait_for_steps_over_prompts_as_well():
+    """Of three that decode one ends before it, so two have waited, and one has joined: 2/3 of it for each."""
+    gate, result, ended = made(10), SimpleNamespace(), req(10, done=5)
+    stay = [req(10), req(20)]
+    gate.note_step(batch([*stay, ended]), result, 1.0)
+    ended.finished_reason = FINISH_LENGTH(5)
+    gate.note_step(batch([*stay, ended]), result, 1.010)
+    gate.note_step(
+        batch([req(64)], ForwardMode.EXTEND, prefill_stats=SimpleNamespace(log_input_tokens=64)), result, 1.040
+    )
+    gate.note_step(batch([*stay, req(64)]), result, 1.050)
+    gate.note_step(batch([*stay, req(64)]), result, 1.060)
+    assert seen(gate) == [10, 10 + 20, 10]
+
+
+def test_nobody_waits_for_a_step_over_prompts_while_nobody_decodes():
+    gate, result = made(10), SimpleNamespace()
+    stats = SimpleNamespace(log_input_tokens=64)
+    gate.note_step(batch([req(64)], ForwardMode.EXTEND, prefill_stats=stats), result, 1.0)
+    gate.note_step(batch([req(64)], ForwardMode.EXTEND, prefill_stats=stats), result, 1.5)
+    gate.note_step(batch([req(64)]), result, 1.510)
+    # One that waits for a step over prompts and is aborted meanwhile has the loop idle, and is no client any more.
+    gate.note_step(batch([req(64)], ForwardMode.EXTEND, prefill_stats=stats), result, 2.0)
+    gate.idle()
+    gate.note_step(batch([req(64)]), result, 3.0)
+    gate.note_step(batch([req(64)]), result, 3.010)
+    assert seen(gate) == [10, 10]
+
+
+def test_clients_wait_for_prompts_of_another_dp_rank():
+    """Their step gives tokens here and is no step like others: what it took more than these is waited for."""
+    gate, result, both = made(10), SimpleNamespace(), [req(10), req(20)]
+    for now in range(40):
+        gate.note_step(batch(both, global_num_tokens=[2, 2]), result, now / 100)
+    gate.note_step(batch(both, global_num_tokens=[2, 512], is_extend_in_batch=True), result, 0.44)
+    gate.note_step(batch(both, global_num_tokens=[2, 2]), result, 0.45)
+    assert seen(gate)[-2:] == [10, 10 + 40]
+
+
 def test_accepted_drafts_and_lengths_of_answers():
     gate = made(10)
     for n in range(8):

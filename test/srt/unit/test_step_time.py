@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_agreement import MEASURED
 from sglang.srt.disaggregation.step_time import (
+    LEAST_SEEN,
+    MOST_SEEN,
     MOST_SIZES,
+    RECENT,
+    SEEN,
     WIDTH,
     Estimate,
     Parts,
+    SeenTimes,
     StepTimes,
 )
 
@@ -100,6 +106,70 @@ def test_a_machine_that_becomes_slower_is_noticed_at_once_and_a_better_day_too()
         assert said(times, 60, 90000) == pytest.approx(factor * true_seconds(parts, 60, 90000), rel=0.25)
 
 
+def test_where_a_mean_is_promised_the_parts_have_it():
+    """One step in four takes five times as long: what a step usually takes is half of what clients see."""
+    times, usual = SeenTimes(), StepTimes()
+    for n in range(SEEN):
+        for each in (times, usual):
+            each.note(8, 8000, 10 * MS * (1 if n % 4 else 5))
+    assert said(times, 8, 8000) == pytest.approx(20 * MS, rel=0.01)
+    assert times.seconds() == pytest.approx(20 * MS, rel=0.01)
+    assert times.seconds_explained() == pytest.approx(20 * MS, rel=0.01)
+    assert said(usual, 8, 8000) == pytest.approx(10 * MS, rel=0.01)
+
+
+def test_a_step_counts_for_each_of_its_requests():
+    """Every other step has ten times the requests, and those take twice what the parts say."""
+    times = SeenTimes()
+    times._fit = np.array([10 * MS, 0.0, 0.0])
+    times._update = lambda: None  # type: ignore[method-assign]
+    for _ in range(SEEN):
+        times.note(1, 1000, 10 * MS)
+        times.note(10, 10000, 20 * MS)
+    assert said(times, 1, 1000) == pytest.approx((1 * 10 + 10 * 20) / 11 * MS)
+
+
+def test_what_requests_waited_for_counts_with_their_next_step():
+    times = SeenTimes()
+    for n in range(SEEN):
+        times.note(8, 8000, 10 * MS, waited=0 if n % 2 else 5 * MS)
+    assert said(times, 8, 8000) == pytest.approx(12.5 * MS, rel=0.01)
+
+
+def test_a_pause_counts_as_some_steps_of_a_mean():
+    times = SeenTimes()
+    for _ in range(SEEN):
+        times.note(8, 8000, 10 * MS)
+    times.note(8, 8000, 30.0)
+    paused = 10 * MS * (1 + (MOST_SEEN - 1) / LEAST_SEEN)
+    assert said(times, 8, 8000) == pytest.approx(paused, rel=0.001)
+    for _ in range(LEAST_SEEN):
+        times.note(8, 8000, 10 * MS)
+    assert said(times, 8, 8000) == pytest.approx(10 * MS, rel=0.001)
+
+
+def test_the_first_steps_of_a_worker_are_no_mean_yet():
+    times = SeenTimes()
+    assert times.parts() is times.seconds() is times.seconds_explained() is None
+    times.note(2, 400, 5.0)
+    for n in range(RECENT - 2):
+        times.note(2, 402 + 2 * n, 5 * MS)
+    assert said(times, 2, 404) == pytest.approx(5 * MS, rel=0.05)
+
+
+@pytest.mark.parametrize(("answer", "span"), [(0, LEAST_SEEN), (100, 400), (10**6, SEEN)])
+def test_the_mean_is_that_of_as_many_steps_as_answers_take(answer, span):
+    times = SeenTimes()
+    times.expect(answer)
+    for _ in range(SEEN):
+        times.note(8, 8000, 20 * MS)
+    for _ in range(span - 1):
+        times.note(8, 8000, 10 * MS)
+    assert said(times, 8, 8000) > 10.005 * MS
+    times.note(8, 8000, 10 * MS)
+    assert said(times, 8, 8000) == pytest.approx(10 * MS, rel=1e-6)
+
+
 def test_a_few_steps_are_enough_to_begin_with_and_one_or_two_are_not():
     times = StepTimes()
     assert times.parts() is None and times.seconds() is None and times.most() == (0, 0)
@@ -136,10 +206,11 @@ def test_sizes_are_bounded_and_the_oldest_go():
     assert times.most()[0] == 399
 
 
-def test_the_cost_of_a_step_is_small():
+@pytest.mark.parametrize("kind", [StepTimes, SeenTimes])
+def test_the_cost_of_a_step_is_small(kind):
     import time
 
-    times, rng = StepTimes(), random.Random(3)
+    times, rng = kind(), random.Random(3)
     loads = batches(rng, 3000, most=256)
     began = time.thread_time()
     for requests, tokens in loads:

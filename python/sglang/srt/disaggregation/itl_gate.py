@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.step_time import (
     WIDTH,
     Estimate,
     Parts,
+    SeenTimes,
     StepTimes,
     StepWatch,
     has_prompts,
@@ -130,12 +131,14 @@ class ItlGate:
         self.target_ms, self._target = target_ms, round(target_ms * PS / 1000)
         self._tree, self._shares = tree, shares
         self._counters: KvTransferCounters | None = counters
-        self.decode, self.computed = StepTimes(), StepTimes()
+        self.decode, self.computed = SeenTimes(), StepTimes()
         # What all ranks go by.
         self.estimate: Estimate | None = None
         self._accepted: deque[float] = deque(maxlen=RECENT)
         self._answers: deque[int] = deque(maxlen=ANSWERS)
         self._watch = StepWatch()
+        # How many that decoded in the last step go on, and the seconds of steps over prompts since, for all of them.
+        self._left, self._waited = 0, 0.0
         # The requests of the last step, and the tokens of theirs that it did not read again.
         self._reqs: list[Req] = []
         self._read_once = 0
@@ -165,6 +168,7 @@ class ItlGate:
     def idle(self) -> None:
         """The loop has nothing to do: the next step's time is not what passes until its end."""
         self._watch.idle()
+        self._left, self._waited = 0, 0.0
 
     def note_step(self, batch: Any, result: Any, now: float | None = None) -> None:
         """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
@@ -173,20 +177,32 @@ class ItlGate:
         if not mode.is_decode():
             if mode.is_extend() and seconds is not None and batch.prefill_stats is not None:
                 self.computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
+            self._waited += self._left * (seconds or 0.0)
             return
         accepted = getattr(result, "accept_length_per_req_cpu", None)
         if accepted:
             self._accepted.append(1 + sum(accepted) / len(accepted))
-        self._answers.extend(
-            [len(req.output_ids) for req in reqs if req.finished_reason is not None and not _aborted(req)]
-        )
+        ended = [req for req in reqs if req.finished_reason is not None]
+        if ended:
+            self._answers.extend([len(req.output_ids) for req in ended if not _aborted(req)])
+            self.decode.expect(mean_of(self._answers))
         self._note_joined(reqs)
-        # Of another DP rank's prompts tokens are told, and the step took as long as they did.
-        if seconds is not None and not has_prompts(batch):
-            self.decode.note(self._requests(batch), self._tokens(reqs), seconds)
+        if seconds is not None:
+            self._note_decoded(batch, seconds)
+        self._left = len(reqs) - len(ended)
         self._steps += 1
         if self._counters is not None and self._steps % REPORT == 0:
             self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0)
+
+    def _note_decoded(self, batch: Any, seconds: float) -> None:
+        """A decode step took ``seconds``."""
+        own = len(batch.reqs)
+        if has_prompts(batch):
+            # Of another DP rank's prompts tokens are told, and the step took as long as they did.
+            self._waited += own * max(0.0, seconds - (self.decode.seconds() or seconds))
+        else:
+            self.decode.note(self._requests(batch), self._tokens(batch.reqs), seconds, self._waited / own)
+            self._waited = 0.0
 
     def _note_joined(self, reqs: Sequence[Req]) -> None:
         """``reqs`` decode."""

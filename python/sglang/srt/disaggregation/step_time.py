@@ -5,6 +5,9 @@ parts are what explains the medians of steps of a size, over many sizes: a pause
 sample of its size, and changes no median. Where the samples leave two explanations, the one that charges a further
 request less is taken: it is put to the test by the next steps, where a bound that is too low would never be.
 
+What clients see is a mean, and steps that wait for others on the same cores or GPU have a long tail: where a mean is
+promised, the parts are multiplied by what makes them that of the last steps.
+
 Upstream: none is known.
 """
 
@@ -23,6 +26,7 @@ __all__ = [
     "Estimate",
     "OtherRanks",
     "Parts",
+    "SeenTimes",
     "StepTimes",
     "StepWatch",
     "has_prompts",
@@ -38,6 +42,10 @@ KEPT, ENOUGH, MOST_SIZES = 9, 3, 128
 REFIT, HALF_LIFE = 16, 5000
 # The last steps, which say by how much the present differs from what was learned; and by how much it may.
 RECENT, MOST_DRIFT = 32, 2.0
+# Where the mean is promised, it is that of as many steps as so many answers take, within bounds: who is admitted stays
+# for an answer, and steps that wait for others do so by the dozen. And a step counts as at most so many times what is
+# expected of it: a pause of a second is not what the next requests will see.
+ANSWERS_SEEN, LEAST_SEEN, SEEN, MOST_SEEN = 4, 256, 1024, 12.0
 # What keeps parts that nothing is known of small.
 RIDGE = 1e-3
 
@@ -193,6 +201,59 @@ class StepTimes:
             explained = fixed + per_request * requests + per_token * tokens
             ratios.append(seconds / explained if explained else MOST_DRIFT)
         return min(MOST_DRIFT, max(1 / MOST_DRIFT, median(ratios)))
+
+
+class SeenTimes(StepTimes):
+    """As `StepTimes`, but `parts` have the mean that clients have seen of the last steps.
+
+    Each step counts for as many requests as it had, and with what these waited for before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Requests, tokens and seconds of the last steps, each in the place of the oldest one.
+        self._seen = np.zeros((SEEN, 3))
+        self._span = LEAST_SEEN
+
+    def expect(self, answer: int) -> None:
+        """Answers have ``answer`` tokens, a step each."""
+        self._span = min(SEEN, max(LEAST_SEEN, ANSWERS_SEEN * answer))
+
+    def note(self, requests: int, tokens: int, seconds: float, waited: float = 0.0) -> None:
+        """As in `StepTimes`. waited: seconds of other steps, for which the requests of this one had waited before."""
+        before = self._count
+        super().note(requests, tokens, seconds)
+        if self._count > before:
+            self._seen[before % SEEN] = requests, tokens, seconds + waited
+
+    def seconds(self) -> float | None:
+        """The mean of the last `RECENT` steps, as clients have seen them; None while too little is known."""
+        self._update()
+        return None if self._fit is None else self._means(self._last(RECENT), self._fit)[0]
+
+    def seconds_explained(self) -> float | None:
+        """What the parts make of the same steps."""
+        parts = self.parts()
+        return None if parts is None else self._means(self._last(RECENT), np.array(parts) / PS)[1]
+
+    def _drift(self, fit: np.ndarray) -> float:
+        if self._count < RECENT:
+            return super()._drift(fit)
+        seen, explained = self._means(self._last(self._span), fit)
+        return min(MOST_DRIFT, max(1 / MOST_DRIFT, seen / explained)) if explained else MOST_DRIFT
+
+    def _last(self, count: int) -> np.ndarray:
+        """So many of the last steps, or all that there were."""
+        count = min(count, self._count)
+        return self._seen[np.arange(self._count - count, self._count) % SEEN]
+
+    @staticmethod
+    def _means(steps: np.ndarray, fit: np.ndarray) -> tuple[float, float]:
+        """Mean seconds of ``steps`` for each of their requests, as they were and as ``fit`` has them."""
+        requests, tokens, seconds = steps.T
+        explained = fit[0] + fit[1] * requests + fit[2] * tokens
+        seen = np.minimum(seconds, MOST_SEEN * explained)
+        return float((requests * seen).sum() / requests.sum()), float((requests * explained).sum() / requests.sum())
 
 
 class StepWatch:

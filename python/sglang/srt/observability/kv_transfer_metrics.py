@@ -105,7 +105,7 @@ class KvTransferCounters:
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
             self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
             self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds; 0 without a target.")
-            self._step = gauge("decode_step_seconds", "Median time of the last decode steps, where a target is set.")
+            self._step = gauge("decode_step_seconds", "Mean time of the last steps, where an ITL target is set.")
             self._predicted = gauge(
                 "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
             )
