@@ -522,9 +522,10 @@ class World(DecodeWorker):
             assert watch.peek() == found and watch.length == found.length
             assert watch.node is (found.path[-1] if found.path else self.tree.root_node)
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
-        # memory, that is not in each step.
+        # memory, or the next one for time, that is not in each step.
         transfers = {dr.entry for dr in (*self.transfer.queue, *computed)}
-        looked_at = not self.queue.retracted_queue and not self.looks_later
+        held = self.queue.has_radix and self.queue.admission.held is not None
+        looked_at = not self.queue.retracted_queue and not self.looks_later and not held
         assert not looked_at or all(
             # One that is computed here leaves when its step is launched, after they were looked at.
             entry.leader is None or not entry.coming or entry.leader.owner in transfers or entry.leader.owner.local

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_adder import DecodeAdder
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, Load
 from sglang.srt.disaggregation.local_prefill import Policy
@@ -431,6 +432,35 @@ def test_who_is_held_back_goes_when_another_ends():
             world.finish(running)
     assert all(asked(requests)) and gate.state()["held"] == 0
     world.check()
+
+
+def test_who_is_held_back_is_looked_at_when_somebody_ends_and_now_and_then(monkeypatch):
+    """And not with whatever comes into the tree: a look at a queue of hundreds takes a millisecond."""
+    world = World(size=512, max_reqs=16, options=target(5.5))
+    known(world, estimate())
+    looks: list[int] = []
+    admit = world.queue._admit
+    monkeypatch.setattr(world.queue, "_admit", lambda *args: (looks.append(1), admit(*args))[1])
+    requests = queue(world, *(tokens(n, 8) for n in range(1, 7)))
+    world.step()
+    assert asked(requests) == [True] * 4 + [False] * 2 and len(looks) == 1
+    for decode_req in requests[:3]:
+        world.complete(decode_req)
+        world.step()
+    assert len(looks) == 1 and len(world.running) == 3
+    # One ends that decodes, and one whose transfer fails.
+    world.finish(requests[0].req)
+    world.step()
+    assert len(looks) == 2 and sum(asked(requests)) == 5
+    requests[3].kv_receiver.state = KVPoll.Failed
+    world.step()
+    assert len(looks) == 3 and sum(asked(requests)) == 6
+    more = queue(world, *(tokens(n, 8) for n in range(7, 9)))
+    world.step()
+    looks.clear()
+    for _ in range(2 * ABORT_INTERVAL):
+        world.step()
+    assert not any(asked(more)) and len(looks) == 2
 
 
 def test_a_better_estimate_lets_more_in_although_nobody_has_ended():

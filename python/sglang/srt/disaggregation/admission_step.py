@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
-__all__ = ["Admission", "Blocked"]
+__all__ = ["Admission", "Blocked", "Held"]
 
 # To get at a member of an enumeration takes longer than what is done with it.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
@@ -53,6 +53,13 @@ class Blocked(NamedTuple):
     kept: Memory
     version: tuple[int, ...]
     free: Memory | None = None
+
+
+class Held(NamedTuple):
+    """A request with which decode steps would have taken too long, and how many were live then."""
+
+    rid: str
+    live: int
 
 
 class Admission:
@@ -80,7 +87,7 @@ class Admission:
         self._loads = None if tree.tier is None else HostLoads(tree.tier, memory.rows, ranks)
         # The request at which the last step ended for lack of memory, or of time in a decode step.
         self.blocked: Blocked | None = None
-        self.held: Blocked | None = None
+        self.held: Held | None = None
         # Whether one was no candidate of the last step that is one of the next.
         self.left = False
 
@@ -91,6 +98,7 @@ class Admission:
         retracted: Sequence[Req],
         schedule: Schedule,
         budget: Callable[[], Budget],
+        live: Callable[[], LiveReqs],
     ) -> bool:
         """Whether a step can be left out: all handshakes are done and what goes next still does not fit.
 
@@ -101,19 +109,22 @@ class Admission:
         """
         if retracted:
             return step % ABORT_INTERVAL != 0
-        blocked = self.blocked or self.held
-        every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
-        if step % every == 0 or blocked is None or not queue or self.left:
+        blocked, held = self.blocked, self.held
+        every = ABORT_INTERVAL if self._policy.ttft is None or held is not None else LATE_INTERVAL
+        if step % every == 0 or (blocked is None and held is None) or not queue or self.left:
             return False
         ready = READY
         # Without a generator, which would take longer than this in a queue of hundreds.
         for decode_req in queue:
             if decode_req.phase is not ready:
                 return False
+        if blocked is None:
+            # While nobody ends, steps only become longer, whatever comes into the tree.
+            now = live()
+            return held is None or len(now.running) + len(now.coming) >= held.live
         if blocked.version != schedule.version():
             return False
-        # While nobody ends, steps only become longer.
-        return self.held is not None or not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
+        return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
 
     def _has_freed(self, blocked: Blocked) -> bool:
         """Whether there is more memory than when ``blocked`` was asked, in the same state otherwise.
@@ -175,7 +186,7 @@ class Admission:
                 free = self._accounts.free(())
                 self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), free)
             if added is NO_TIME:
-                self.held = Blocked(req.rid, plan, adder.promised, schedule.version())
+                self.held = Held(req.rid, adder.live)
             if added is not YES and added is not LAST:
                 break
             self.admit_one(decode_req, plan, fence)

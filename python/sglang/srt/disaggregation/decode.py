@@ -320,15 +320,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return super().pop_preallocated(rids_to_check)
         # 1. Commit what has arrived, so that who waited for it goes on in this step.
         self.transfer_queue.collect()
-        # 2. Find out what a step in flight still uses of requests that have ended. Rows that become free after this
-        # would be given away after theirs.
+        # 2. Find out what a step in flight still uses of requests that have ended, before other rows become free.
         fence = step_in_flight.OPEN
         if self.queue:
             fence = step_in_flight.raise_fence(self.scheduler, self.req_to_token_pool, self.radix.page_size)
         # 3. Go on with handshakes.
         self._resolve_pending_reqs()
-        self._steps += 1
-        if self.admission.has_nothing_new(self._steps, self.queue, self.retracted_queue, self.schedule, self._budget):
+        self._steps, queue, retracted = self._steps + 1, self.queue, self.retracted_queue
+        if self.admission.has_nothing_new(self._steps, queue, retracted, self.schedule, self._budget, self.live):
             return [], []
         # 4. Agree with the other ranks on who is looked at, and in which order.
         agreed = self._agree()

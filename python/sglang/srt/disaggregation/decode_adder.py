@@ -99,6 +99,11 @@ class DecodeAdder:
         evicts = self._agreed_prefixes and plan.delta > budget.available
         return LAST if evicts else YES
 
+    @property
+    def live(self) -> int:
+        """Requests that the gate has counted, those that were added included."""
+        return 0 if self._load is None else len(self._load.reqs)
+
     def overtaken(self) -> int:
         """At the end of the step: how many others those that were added have overtaken."""
         return self._turns.end(self._entries) if self._entries and self._turns is not None else 0
