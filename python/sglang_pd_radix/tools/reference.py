@@ -305,8 +305,9 @@ POOL_FIELDS = {
     "longest_queue_step_s": "the longest step of decode's queues since then, less what it waited for a core of a busy "
     "host: a wait for a peer would show here",
     "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
-    "itl": "with a target for ITL: the mean time of the last steps, as requests waited for them, and what was predicted "
-    "of them, how many requests wait for it now, how often it held back whose turn it was, and the parts of a step",
+    "itl": "with a target for ITL: the mean time of the last steps, as requests waited for them, and what was "
+    "predicted of them, how many requests wait for it now, how often it held back whose turn it was, and the parts of "
+    "a step",
     "ttft": "with a target for TTFT: what an admission takes until its first token, how many requests wait that are "
     "too late for it, and how many were when they were admitted",
     "idle": "whether the worker has no request and nothing in quarantine",
