@@ -351,6 +351,15 @@ def test_nobody_waits_for_a_step_over_prompts_while_nobody_decodes():
     assert seen(gate) == [10, 10]
 
 
+def test_a_step_of_nobody_is_none():
+    """Whose requests have all been taken out of it before its result came."""
+    gate = made(10)
+    gate.note_step(batch([req(10)]), SimpleNamespace(), 1.0)
+    gate.note_step(batch([]), SimpleNamespace(), 1.5)
+    gate.note_step(batch([req(10)]), SimpleNamespace(), 1.510)
+    assert seen(gate) == [10]
+
+
 def test_clients_wait_for_prompts_of_another_dp_rank():
     """Their step gives tokens here and is no step like others: what it took more than these is waited for."""
     gate, result, both = made(10), SimpleNamespace(), [req(10), req(20)]

@@ -196,7 +196,7 @@ class ItlGate:
 
     def _note_decoded(self, batch: Any, seconds: float) -> None:
         """A decode step took ``seconds``."""
-        own = len(batch.reqs)
+        own = max(1, len(batch.reqs))
         if has_prompts(batch):
             # Of another DP rank's prompts tokens are told, and the step took as long as they did.
             self._waited += own * max(0.0, seconds - (self.decode.seconds() or seconds))
