@@ -102,9 +102,10 @@ def test_prompts_are_no_requests_of_a_step():
         gates.append(gate.estimate)
         paces.append(pace.own())
     alone, beside = gates
-    assert alone._replace(decode=None) == beside._replace(decode=None) and alone.requests == 8
-    # 0.2 s in every fourth step are beyond what the mean is allowed to say.
-    assert beside.decode.of(4, 4) == pytest.approx(MOST_DRIFT * alone.decode.of(4, 4), rel=0.05)
+    # 0.2 s in every fourth step are beyond what is allowed to be said of them.
+    assert (alone.waits, beside.waits) == (1000, 1000 * MOST_DRIFT)
+    assert alone == beside._replace(decode=alone.decode, waits=1000) and alone.requests == 8
+    assert beside.decode.of(4, 4) == pytest.approx(alone.decode.of(4, 4), rel=0.05)
     assert paces[0] == paces[1] and paces[0][0] > 0
 
 

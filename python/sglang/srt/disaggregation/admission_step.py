@@ -56,10 +56,13 @@ class Blocked(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A request with which decode steps would have taken too long, and how many were live then."""
+    """A request with which decode steps would have taken too long.
+
+    live: with fewer live requests it is asked again; None: in any case, since steps that are run may be what it needs.
+    """
 
     rid: str
-    live: int
+    live: int | None
 
 
 class Admission:
@@ -110,7 +113,7 @@ class Admission:
         if retracted:
             return step % ABORT_INTERVAL != 0
         blocked, held = self.blocked, self.held
-        every = ABORT_INTERVAL if self._policy.ttft is None or held is not None else LATE_INTERVAL
+        every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
         if step % every == 0 or (blocked is None and held is None) or not queue or self.left:
             return False
         ready = READY
@@ -119,9 +122,11 @@ class Admission:
             if decode_req.phase is not ready:
                 return False
         if blocked is None:
+            if held is None or held.live is None:
+                return False
             # While nobody ends, steps only become longer, whatever comes into the tree.
             now = live()
-            return held is None or len(now.running) + len(now.coming) >= held.live
+            return len(now.running) + len(now.coming) >= held.live
         if blocked.version != schedule.version():
             return False
         return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
@@ -186,7 +191,8 @@ class Admission:
                 free = self._accounts.free(())
                 self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), free)
             if added is NO_TIME:
-                self.held = Held(req.rid, adder.live)
+                untried = self._gate is not None and self._gate.untried
+                self.held = Held(req.rid, None if untried else adder.live)
             if added is not YES and added is not LAST:
                 break
             self.admit_one(decode_req, plan, fence)

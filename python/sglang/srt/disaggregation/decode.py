@@ -330,8 +330,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self.admission.has_nothing_new(self._steps, queue, retracted, self.schedule, self._budget, self.live):
             return [], []
         # 4. Agree with the other ranks on who is looked at, and in which order.
-        agreed = self._agree()
-        if agreed is None:
+        if (agreed := self._agree()) is None:
+            # Or they would look again only when somebody ends.
+            self.admission.held = None
             return [], []
         # 5. Let go of what has been aborted, or failed.
         failed = self._drop_aborted()

@@ -147,6 +147,8 @@ class ItlGate:
         # how many steps those decoded for which something was.
         self._admitted: dict[str, int | None] = {}
         self._delays: deque[int] = deque(maxlen=ANSWERS)
+        # Whether the last one was refused since no step has been like that, which the next ones may change.
+        self.untried = False
         # The request that is held back, how many wait with it, and how many have been so far.
         self._held: str | None = None
         self.waiting = self.held_requests = 0
@@ -185,7 +187,7 @@ class ItlGate:
         ended = [req for req in reqs if req.finished_reason is not None]
         if ended:
             self._answers.extend([len(req.output_ids) for req in ended if not _aborted(req)])
-            self.decode.expect(mean_of(self._answers))
+            self.decode.expect(round(mean_of(self._answers) / self._tokens_per_step()))
         self._note_joined(reqs)
         if seconds is not None:
             self._note_decoded(batch, seconds)
@@ -235,11 +237,15 @@ class ItlGate:
         parts = self.decode.parts()
         if parts is None:
             return [0] * WIDTH
-        accepted = sum(self._accepted) / len(self._accepted) if self._accepted else 1.0
+        accepted, waits = round(1000 * self._tokens_per_step()), round(1000 * self.decode.waits())
         computed = self.computed.parts() or Parts(0, 0, 0)
         answer = mean_of(self._answers)
         delay = sorted(self._delays)[len(self._delays) // SHORT_PART] if self._delays else 0
-        return Estimate(parts, computed, round(1000 * accepted), answer, *self.decode.most(), delay).figures()
+        return Estimate(parts, computed, accepted, answer, *self.decode.most(), delay, waits).figures()
+
+    def _tokens_per_step(self) -> float:
+        """Of a request, where drafts are accepted."""
+        return sum(self._accepted) / len(self._accepted) if self._accepted else 1.0
 
     def take(self, figures: list[int]) -> None:
         """These are what all ranks go by from now on."""
@@ -295,15 +301,17 @@ class ItlGate:
         return False
 
     def _covers(self, load: Load) -> bool:
-        known = self.estimate
+        known, self.untried = self.estimate, False
         if known is None:
-            return len(load.reqs) <= SEED
+            self.untried = len(load.reqs) > SEED
+            return not self.untried
         begin, end = load.steps()
         # No further than twice what has been seen: beyond that, the parts are a guess.
         requests, tokens = begin.requests.max(), begin.tokens.max()
         if requests > max(SEED, STRIDE * known.requests) or (requests > SEED and tokens > STRIDE * known.tokens):
+            self.untried = True
             return False
-        most = self._most(known)
+        most = self._most(known) * 1000 // known.waits
         return begin.longest(known.decode) <= most and 10 * end.longest(known.decode) <= PEAK_TENTHS * most
 
     def _most(self, known: Estimate) -> int:
@@ -359,6 +367,7 @@ class ItlGate:
                 "tokens_per_step": known.milli_tokens / 1000,
                 "answer_tokens": known.answer,
                 "steps_until_it_decodes": known.delay,
+                "waits": known.waits / 1000,
             }
         return state
 

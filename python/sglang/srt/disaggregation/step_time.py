@@ -68,6 +68,7 @@ class Estimate(NamedTuple):
     decode: of a decode step. computed: of a step over remainders of prompts, by tokens instead of requests.
     milli_tokens: a request's tokens in a step, thousandths. answer: mean tokens of the last answers, 0 if none has
     ended. requests, tokens: the most that steps have had. delay: steps from an admission until the request decodes.
+    waits: time between two tokens of a request over that of its step, thousandths: more where it waits for others'.
     """
 
     decode: Parts
@@ -77,6 +78,7 @@ class Estimate(NamedTuple):
     requests: int
     tokens: int
     delay: int = 0
+    waits: int = 1000
 
     def figures(self) -> list[int]:
         """These as `WIDTH` numbers of 0 or more."""
@@ -90,7 +92,7 @@ class Estimate(NamedTuple):
         return cls(Parts(*figures[:3]), Parts(*figures[3:6]), *figures[6:WIDTH])
 
 
-WIDTH = 11
+WIDTH = 12
 
 
 class _Size:
@@ -204,43 +206,56 @@ class StepTimes:
 
 
 class SeenTimes(StepTimes):
-    """As `StepTimes`, but `parts` have the mean that clients have seen of the last steps.
+    """As `StepTimes`, but `parts` have the mean of the last steps and not what they usually take.
 
-    Each step counts for as many requests as it had, and with what these waited for before it.
+    Each step counts for as many requests as it had, as clients see it. What these waited for besides is kept apart.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Requests, tokens and seconds of the last steps, each in the place of the oldest one.
-        self._seen = np.zeros((SEEN, 3))
+        # Requests, tokens, seconds and seconds waited before of the last steps, each in the place of the oldest one.
+        self._seen = np.zeros((SEEN, 4))
         self._span = LEAST_SEEN
 
-    def expect(self, answer: int) -> None:
-        """Answers have ``answer`` tokens, a step each."""
-        self._span = min(SEEN, max(LEAST_SEEN, ANSWERS_SEEN * answer))
+    def expect(self, steps: int) -> None:
+        """Answers take so many ``steps``."""
+        self._span = min(SEEN, max(LEAST_SEEN, ANSWERS_SEEN * steps))
 
     def note(self, requests: int, tokens: int, seconds: float, waited: float = 0.0) -> None:
         """As in `StepTimes`. waited: seconds of other steps, for which the requests of this one had waited before."""
         before = self._count
         super().note(requests, tokens, seconds)
         if self._count > before:
-            self._seen[before % SEEN] = requests, tokens, seconds + waited
+            self._seen[before % SEEN] = requests, tokens, seconds, waited
+
+    def waits(self) -> float:
+        """Seconds between two tokens of a request for each second of its own steps: 1 or more, at most `MOST_DRIFT`."""
+        self._update()
+        if self._fit is None:
+            return 1.0
+        own, _, waited = self._means(self._last(self._span), self._fit)
+        return min(MOST_DRIFT, 1 + waited / own) if own else MOST_DRIFT
 
     def seconds(self) -> float | None:
-        """The mean of the last `RECENT` steps, as clients have seen them; None while too little is known."""
+        """The mean of the last `RECENT` steps with what was waited for; None while too little is known."""
         self._update()
-        return None if self._fit is None else self._means(self._last(RECENT), self._fit)[0]
+        if self._fit is None:
+            return None
+        own, _, waited = self._means(self._last(RECENT), self._fit)
+        return own + waited
 
     def seconds_explained(self) -> float | None:
-        """What the parts make of the same steps."""
+        """What the parts, and how long is waited besides, make of the same steps."""
         parts = self.parts()
-        return None if parts is None else self._means(self._last(RECENT), np.array(parts) / PS)[1]
+        return None if parts is None else self._means(self._last(RECENT), np.array(parts) / PS)[1] * self.waits()
 
     def _drift(self, fit: np.ndarray) -> float:
-        if self._count < RECENT:
+        # The first steps of a worker may take seconds, and are no mean of others.
+        later = self._count - RECENT
+        if later < RECENT:
             return super()._drift(fit)
-        seen, explained = self._means(self._last(self._span), fit)
-        return min(MOST_DRIFT, max(1 / MOST_DRIFT, seen / explained)) if explained else MOST_DRIFT
+        own, explained, _ = self._means(self._last(min(self._span, later)), fit)
+        return min(MOST_DRIFT, max(1 / MOST_DRIFT, own / explained)) if explained else MOST_DRIFT
 
     def _last(self, count: int) -> np.ndarray:
         """So many of the last steps, or all that there were."""
@@ -248,12 +263,14 @@ class SeenTimes(StepTimes):
         return self._seen[np.arange(self._count - count, self._count) % SEEN]
 
     @staticmethod
-    def _means(steps: np.ndarray, fit: np.ndarray) -> tuple[float, float]:
-        """Mean seconds of ``steps`` for each of their requests, as they were and as ``fit`` has them."""
-        requests, tokens, seconds = steps.T
+    def _means(steps: np.ndarray, fit: np.ndarray) -> tuple[float, float, float]:
+        """Mean seconds of ``steps`` for each of their requests: as they were, as ``fit`` has them, waited before."""
+        requests, tokens, seconds, waited = steps.T
         explained = fit[0] + fit[1] * requests + fit[2] * tokens
-        seen = np.minimum(seconds, MOST_SEEN * explained)
-        return float((requests * seen).sum() / requests.sum()), float((requests * explained).sum() / requests.sum())
+        most, count = MOST_SEEN * explained, float(requests.sum())
+        columns = np.minimum(seconds, most), explained, np.minimum(waited, most)
+        own, made, waits = (float((requests * column).sum()) / count for column in columns)
+        return own, made, waits
 
 
 class StepWatch:
