@@ -121,13 +121,13 @@ class Admission:
         for decode_req in queue:
             if decode_req.phase is not ready:
                 return False
-        if blocked is None:
-            if held is None or held.live is None:
-                return False
+        if held is not None:
             # While nobody ends, steps only become longer, whatever comes into the tree.
+            if held.live is None:
+                return False
             now = live()
             return len(now.running) + len(now.coming) >= held.live
-        if blocked.version != schedule.version():
+        if blocked is None or blocked.version != schedule.version():
             return False
         return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
 
@@ -191,8 +191,7 @@ class Admission:
                 free = self._accounts.free(())
                 self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), free)
             if added is NO_TIME:
-                untried = self._gate is not None and self._gate.untried
-                self.held = Held(req.rid, None if untried else adder.live)
+                self.held = Held(req.rid, adder.held_live)
             if added is not YES and added is not LAST:
                 break
             self.admit_one(decode_req, plan, fence)

@@ -100,9 +100,13 @@ class DecodeAdder:
         return LAST if evicts else YES
 
     @property
-    def live(self) -> int:
-        """Requests that the gate has counted, those that were added included."""
-        return 0 if self._load is None else len(self._load.reqs)
+    def held_live(self) -> int | None:
+        """After `Added.NO_TIME`: requests that the gate has counted, those that were added included.
+
+        None if it has refused since no step has been like that.
+        """
+        assert self._gate is not None and self._load is not None
+        return None if self._gate.untried else len(self._load.reqs)
 
     def overtaken(self) -> int:
         """At the end of the step: how many others those that were added have overtaken."""

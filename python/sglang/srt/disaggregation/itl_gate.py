@@ -301,15 +301,16 @@ class ItlGate:
         return False
 
     def _covers(self, load: Load) -> bool:
-        known, self.untried = self.estimate, False
+        known = self.estimate
         if known is None:
             self.untried = len(load.reqs) > SEED
             return not self.untried
         begin, end = load.steps()
         # No further than twice what has been seen: beyond that, the parts are a guess.
         requests, tokens = begin.requests.max(), begin.tokens.max()
-        if requests > max(SEED, STRIDE * known.requests) or (requests > SEED and tokens > STRIDE * known.tokens):
-            self.untried = True
+        beyond = requests > STRIDE * known.requests or tokens > STRIDE * known.tokens
+        self.untried = bool(requests > SEED and beyond)
+        if self.untried:
             return False
         most = self._most(known) * 1000 // known.waits
         return begin.longest(known.decode) <= most and 10 * end.longest(known.decode) <= PEAK_TENTHS * most
