@@ -1465,6 +1465,38 @@ def test_a_request_of_a_room_that_has_ended_well_is_given_up_as_any_other(world:
     world.assert_books_closed()
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world: World, aborted: bool) -> None:
+    """As a gateway sends it whose connection was closed."""
+    first, again = world.request(7, 26, 8), world.request(7, 26, 8)
+    first.bootstrap()
+    again.start_prefill()
+    gate = world.prefill[0].library.gate
+    gate.clear()
+    first.send()
+    if aborted:
+        again.senders[0].abort()
+    again.wait_senders(KVPoll.Failed)
+    with pytest.raises(Exception, match="aborted on prefill" if aborted else "is being served; each request needs"):
+        again.senders[0].failure_exception()
+    gate.set()
+    first.finish()
+    first.assert_landed()
+    world.assert_books_closed(7)
+
+
+def test_of_two_requests_of_a_room_that_wait_none_is_taken_for_the_one_that_decode_asks_for(world: World) -> None:
+    first, other = world.request(7, 26, 8).start_prefill(), world.request(7, 26, 8).start_prefill()
+    first.start_decode().ask()
+    first.wait_senders(KVPoll.Failed)
+    first.wait_receivers(KVPoll.Failed)
+    other.wait_senders(KVPoll.Failed)
+    for sender in (*first.senders, *other.senders):
+        with pytest.raises(Exception, match="a room of its own"):
+            sender.failure_exception()
+    assert not world.prefill[0].library.writing.is_set()
+
+
 @pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
 def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world: World, status: KVPoll) -> None:
     request = world.request(1, 24, 8).bootstrap(fenced=True)

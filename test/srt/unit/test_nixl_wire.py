@@ -1065,6 +1065,79 @@ def test_two_requests_of_one_room_fail_one_and_not_the_worker(world):
     world.assert_healthy()
 
 
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world, posted):
+    """As a gateway sends it whose connection was closed. Told of a failure, decode gave pages away under the writes."""
+    first, again = world.request(7), world.request(7)
+    first.bootstrap()
+    (receiver,), (prefill,) = first.receivers, world.prefill
+    world.wire.held = True
+    if posted:
+        first.send()
+        again.start_prefill()
+    else:
+        again.start_prefill()
+        first.send()
+    again.wait_senders(KVPoll.Failed)
+    with pytest.raises(RuntimeError, match="is being served; each request needs a room of its own"):
+        again.senders[0].failure_exception()
+    prefill.manager.settle()
+    assert not prefill.told("7_fail") and receiver.poll() == KVPoll.WaitingForInput
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    first.wait_senders(KVPoll.Success)
+    first.wait_receivers(KVPoll.Success)
+    assert not prefill.manager.request_status and not prefill.manager.failure_records
+    assert not prefill.manager.rooms.live and not prefill.manager.rooms.writing
+    world.wire.held = False
+    world.assert_healthy()
+
+
+@pytest.mark.parametrize("end", [lambda sender: sender.abort(), lambda sender: sender.fail("of another rank")])
+def test_the_end_of_a_request_that_came_again_is_not_that_of_the_first(world, end):
+    first, again = world.request(7), world.request(7)
+    first.bootstrap()
+    again.start_prefill()
+    end(again.senders[0])
+    again.wait_senders(KVPoll.Failed)
+    with pytest.raises(RuntimeError):
+        again.senders[0].failure_exception()
+    first.send()
+    first.wait_senders(KVPoll.Success)
+    first.wait_receivers(KVPoll.Success)
+
+
+def test_of_two_requests_of_a_room_that_wait_none_is_taken_for_the_one_that_decode_asks_for(world):
+    """Decode has one of them, and the other may have another prompt: its KV would be taken for that of decode's."""
+    first, other = world.request(7).start_prefill(), world.request(7).start_prefill()
+    first.start_decode().ask()
+    first.assert_fails("two requests of this bootstrap_room")
+    other.wait_senders(KVPoll.Failed)
+    with pytest.raises(RuntimeError, match="a room of its own"):
+        other.senders[0].failure_exception()
+    assert not any(b"_kv_" in transfer.notification for transfer in world.wire.transfers)
+    world.assert_healthy()
+
+
+def test_another_decode_worker_that_asks_for_a_room_fails_alone(world):
+    """Chunks begin where the first one's prefix ends; the other had pages that nobody had filled, and a success."""
+    first = world.request(7).bootstrap()
+    (one,) = world.decode
+    world.decode = [Rank(world, DisaggregationMode.DECODE, 0, 1)]
+    (two,) = world.decode
+    for name in ("prefill_info_table", "prefills"):
+        setattr(two.manager, name, getattr(one.manager, name))
+    two.manager._resolve_rank_mapping(two.manager.prefill_info_table[ADDR])
+    other = world.request(7, prefix_len=0).start_decode().ask()
+    other.wait_receivers(KVPoll.Failed)
+    with pytest.raises(Exception, match="another decode worker has asked for this room"):
+        other.receivers[0].failure_exception()
+    first.send()
+    first.wait_senders(KVPoll.Success)
+    first.wait_receivers(KVPoll.Success)
+    assert {transfer.peer for transfer in world.wire.transfers} == {one.agent.name}
+
+
 # ---- foreign messages ----
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import rooms as module
+from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
+from sglang.srt.disaggregation.common.delta_sender import DeltaSender
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.common.wire import GIVEN_UP
 
@@ -22,8 +25,9 @@ def sender(room: int, *polls: KVPoll) -> SimpleNamespace:
 def test_a_room_lives_ends_and_may_be_used_again() -> None:
     rooms = Rooms()
     first, second = object(), object()
-    rooms.begin(1, first)
+    assert rooms.begin(1, first) is None
     assert rooms.live == {1: first} and not rooms.has_ended(1)
+    assert rooms.begin(1, second) is first and rooms.live == {1: first}
     rooms.end(1)
     assert not rooms.live and rooms.has_ended(1) and rooms.failure(1) is None
     rooms.begin(1, second)
@@ -32,6 +36,22 @@ def test_a_room_lives_ends_and_may_be_used_again() -> None:
     assert rooms.failure(1) == "its prefill was lost"
     rooms.reopen(1)
     assert not rooms.has_ended(1) and rooms.failure(1) is None
+
+
+def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
+    rooms = Rooms()
+    first, second = SimpleNamespace(is_writing=lambda: writes), object()
+    rooms.begin(1, first)
+    rooms.write_on(1)
+    rooms.end(1)
+    writes = True
+    assert rooms.begin(1, second) is first and not rooms.live
+    rooms.written(1, second)
+    assert rooms.writing == {1: first}
+    writes = False
+    assert rooms.begin(1, second) is None and rooms.live == {1: second}
+    rooms.written(1, first)
+    assert not rooms.writing
 
 
 def test_a_refusal_waits_for_its_sender_and_is_read_once() -> None:
@@ -143,3 +163,19 @@ def test_newcomers_are_told_of_once() -> None:
     assert not rooms._spoken.is_set() and not rooms.take_newcomers()
     rooms.note_peer("a", 1)
     assert not rooms.take_newcomers(), "known by now"
+
+
+def test_a_clock_that_is_set_makes_no_transfer_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine counts its time-outs by the wall clock, from what it sets and what our classes set."""
+    for made in (DeltaSender, DeltaReceiver):
+        half = object.__new__(made)
+        assert half.init_time is None
+        half.init_time = time.time() - 5
+        then = time.time()
+        monkeypatch.setattr(time, "time", lambda then=then: then + 1e6)
+        assert 5 <= time.time() - half.init_time < 60
+        half.init_time -= 100
+        assert 105 <= time.time() - half.init_time < 160
+        monkeypatch.undo()
+        half.init_time = None
+        assert half.init_time is None

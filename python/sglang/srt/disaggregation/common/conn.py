@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.common.peer_watch import (
     ports_of,
 )
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes, requests
-from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, Rooms, rooms_held
+from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters, count_transfer
@@ -217,10 +217,7 @@ class CommonKVManager(engine.CommonKVManager):
         status = self.request_status.get(bootstrap_room)
         if status is not None:
             return status
-        super().record_failure(
-            bootstrap_room,
-            "another request of this bootstrap_room has ended; each request needs a room of its own",
-        )
+        super().record_failure(bootstrap_room, f"another request of this bootstrap_room has ended; {OWN_ROOM}")
         return KVPoll.Failed
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
+from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
 from sglang.srt.disaggregation.no_prefill import PrefillGone
 
@@ -112,6 +113,8 @@ class DeltaReceiver(Base):
 
     # Whether this backend's send_metadata takes decode_prefix_len.
     carries_prefix = False
+    # When prefill was asked: the engine's.
+    init_time = SinceThen()
     # The room in the request's metadata buffer, 0 while nothing has been written since its admission.
     metadata_room: Callable[[], int] | None = None
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.rooms import OWN_ROOM
+from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
 
@@ -156,6 +158,8 @@ class DeltaSender(Base):
     `fail`, `hear`, `fail_if_refused`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
     """
 
+    # When it was made: the engine's.
+    init_time = SinceThen()
     # Tokens of the prompt.
     prompt_len: int | None = None
     # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
@@ -173,8 +177,11 @@ class DeltaSender(Base):
         # Where the request is, and why it failed.
         self.state = SenderState()
         self.made_at = time.monotonic()
-        if mgr.ends_rooms:
-            mgr.rooms.begin(bootstrap_room, self)
+        # The request that has this one's room, if that is not this one, and whether another is waiting for its own.
+        self.earlier: DeltaSender | None = mgr.rooms.begin(bootstrap_room, self) if mgr.ends_rooms else None
+        self.doubted = False
+        if self.earlier is not None and self.earlier.state.phase == Phase.WAITING:
+            self.earlier.doubted = True
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     @property
@@ -186,7 +193,9 @@ class DeltaSender(Base):
     def conclude_state(self, outcome: KVPoll | None) -> None:
         if outcome == KVPoll.Failed:
             # As another thread or the engine has recorded.
-            self.state.fail(self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON))
+            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON)
+            if not self.stands_back(reason):
+                self.state.fail(reason)
         elif outcome == KVPoll.Success:
             self.state.succeed()
 
@@ -202,6 +211,10 @@ class DeltaSender(Base):
             return True
         with manager.rooms.lock:
             state.asked = dict(manager.transfer_infos.get(self.bootstrap_room, {}))
+        if self.doubted and names_prefix(state.asked.values()):
+            # Its prompt may be the other's.
+            self.fail(f"two requests of this bootstrap_room are here, and decode has asked for one; {OWN_ROOM}")
+            return False
         try:
             prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
             due_at = math.inf
@@ -249,11 +262,54 @@ class DeltaSender(Base):
 
     def fail(self, reason: str) -> None:
         """Fail this request, on this worker and on decode, and nothing else. The first reason stays."""
-        if not self.has_failed():
+        if not self.has_failed() and not self.stands_back(reason):
             # The engine's senders, as Mori's, look for the reason in the manager's book.
             self.kv_mgr.fail_room(self.bootstrap_room, reason)
             self.state.fail(reason)
             self.on_failure()
+
+    def stands_back(self, reason: str) -> bool:
+        """Fail this request if its room is another's that is here: what books say of the room is said of that one.
+
+        So nobody is told, and nothing is closed: decode would give away pages that are being written. Returns whether
+        that is so; without a decode worker with a radix cache, it is as in the engine.
+        """
+        manager, room, earlier = self.kv_mgr, self.bootstrap_room, self.earlier
+        if earlier is None:
+            return False
+        with manager.rooms.lock:
+            holder = manager.rooms.live.get(room)
+            waits = holder is earlier and manager.rooms.hears_of_waiting
+            if not (waits or names_prefix(earlier.state.asked.values())):
+                return False
+            if holder is None:
+                # What this one has begun.
+                manager.request_status.pop(room, None)
+        self.state.fail(reason)
+        self.state.reach(Phase.CLOSED)
+        return True
+
+    def fail_if_behind(self) -> None:
+        """Fail if decode has asked for another request of this room, which was here before."""
+        earlier = self.earlier
+        if earlier is not None and not self.has_failed() and names_prefix(earlier.state.asked.values()):
+            self.fail(f"another request of this bootstrap_room is being served; {OWN_ROOM}")
+
+    def waits_unasked(self) -> bool:
+        """Whether decode's request has not come and still may; too late for it, this one fails. For polls over NIXL.
+
+        As of most in a long queue, for which nothing has been posted.
+        """
+        self.fail_if_behind()
+        manager, room = self.kv_mgr, self.bootstrap_room
+        asked = manager.request_status.get(room) != KVPoll.Bootstrapping
+        if asked or self.conclude_state is not None or room in manager.rooms.refused:
+            return False
+        unheard = manager.rooms.silent_s(room, self.made_at)
+        if unheard < manager.bootstrap_timeout:
+            return True
+        self.fail(f"timed out after {unheard:.0f} s, in which no decode worker has said that it knows of it")
+        return False
 
     def on_failure(self) -> None:
         """Called when it has been failed here. Backends that need not wait for the next poll override it."""
@@ -268,6 +324,8 @@ class DeltaSender(Base):
 
     def take_reason(self, default: str = NO_REASON) -> str:
         """Why the request has failed, here or on another rank: from here on it has, and no book says why."""
+        if self.stands_back(default):
+            return self.state.reason or default
         self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
         return self.state.reason or default
 

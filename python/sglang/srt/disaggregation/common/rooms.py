@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 # Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
 REMEMBERED_ROOMS = 65536
 
+# What to do about two requests of one room.
+OWN_ROOM = "each request needs a room of its own"
+
 # Attributes of the engine's manager with an entry for each live room, or with a set of rooms for each peer.
 ENGINE_BOOKS = (
     "request_status",
@@ -45,7 +48,7 @@ class Verdict(enum.Enum):
     READY = enum.auto()
     # It cannot be right, or not be met.
     REFUSED = enum.auto()
-    # The request has failed here before decode asked for it.
+    # The request has failed here before decode asked for it, or is of other decode ranks, which have asked.
     TOO_LATE = enum.auto()
     REPEATED = enum.auto()
 
@@ -68,6 +71,8 @@ class Rooms:
         self.lock = threading.RLock()
         # Senders of the requests that are here.
         self.live: dict[int, Any] = {}
+        # Those of rooms that have ended, of which all has been posted and not all written.
+        self.writing: dict[int, Any] = {}
         # Why a room ended, None if it ended well; the oldest are forgotten.
         self.ended: OrderedDict[int, str | None] = OrderedDict()
         # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
@@ -89,11 +94,32 @@ class Rooms:
         # Up to when all that decode has said is in these books.
         self.pulse = Pulse()
 
-    def begin(self, room: int, sender: Any) -> None:
-        """A request is here. One of its room that had ended is forgotten."""
+    def begin(self, room: int, sender: Any) -> Any:
+        """A request is here. One of its room that had ended is forgotten.
+
+        Returns the sender of one that has not: the room stays that one's. None if there is none.
+        """
         with self.lock:
-            self.reopen(room)
-            self.live[room] = sender
+            earlier = self.writing.get(room)
+            if earlier is None or not earlier.is_writing():
+                # Decode may have had all of it before that was seen here.
+                earlier = self.live.setdefault(room, sender)
+            if earlier is sender:
+                self.reopen(room)
+                return None
+        return earlier
+
+    def write_on(self, room: int) -> None:
+        """All of ``room`` has been posted, and it is about to end; its request is here until `written`."""
+        with self.lock:
+            if room in self.live:
+                self.writing[room] = self.live[room]
+
+    def written(self, room: int, sender: Any) -> None:
+        """Nothing is being written any more for a request of ``room``."""
+        with self.lock:
+            if self.writing.get(room) is sender:
+                del self.writing[room]
 
     def reopen(self, room: int) -> None:
         """Forget that ``room`` has ended: what is asked for it now is of a new request."""
@@ -165,6 +191,9 @@ class Rooms:
             counts = {other.required_dst_info_num for other in (*asked.values(), info)}
             if len(counts) > 1 or min(counts) < 1:
                 return Judged(Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask")
+            if before is None and info.names_prefix and len(asked) >= info.required_dst_info_num:
+                # What is sent begins where theirs does, and may be under way.
+                return Judged(Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}")
             # A room that ended well may be used again, as in the engine.
             self.reopen(room)
         # Of a decode rank without the flag, the last message counts, as in the engine. The room is as ready as before.
@@ -231,7 +260,7 @@ class Rooms:
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
     """How many rooms each book mentions. books: dicts and sets by room; of dicts of sets, each set is counted."""
-    held = {"live": len(rooms.live), "given_up": len(rooms.given_up)}
+    held = {"live": len(rooms.live), "writing": len(rooms.writing), "given_up": len(rooms.given_up)}
     for name, book in books.items():
         held[name] = sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
     return held

@@ -340,7 +340,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     def abort(self) -> None:
         """Notifies decode of the abort; a request that has failed is not aborted."""
-        if self.has_failed():
+        if self.has_failed() or self.stands_back("aborted on prefill"):
             return
         super().abort()
         self._tell("aborted on prefill")
@@ -362,6 +362,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         """
         if self.agreed:
             return KVPoll.WaitingForInput
+        self.fail_if_behind()
         rooms = self.kv_mgr.rooms
         if self.conclude_state is None and self.init_time is not None and self.bootstrap_room in rooms.waiting:
             unheard = rooms.silent_s(self.bootstrap_room, self.made_at)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
-from sglang.srt.disaggregation.common.delta_sender import Phase
+from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
@@ -248,13 +248,13 @@ class NixlKVManager(engine.NixlKVManager):
             if room_for != len(kv_indices):
                 raise ValueError(f"decode allocated {room_for} of {len(kv_indices)} pages of a chunk")
         claim = self.digest(bootstrap_room, infos, kv_indices, index_slice.start, is_last)
-        for info in infos if claim is not None else []:
-            if info.wants_digest:
-                self.agent.send_notif(info.agent_name, f"{bootstrap_room}_digest_{claim}".encode("ascii"))
+        for info in [info for info in infos if claim is not None and info.wants_digest]:
+            self.agent.send_notif(info.agent_name, f"{bootstrap_room}_digest_{claim}".encode("ascii"))
         handles = super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
         )
         if is_last:
+            self.rooms.write_on(bootstrap_room)
             self.end_room(bootstrap_room)
         for info in infos:
             saved = info.decode_prefix_len // self.kv_args.page_size if is_last else 0
@@ -376,6 +376,7 @@ class NixlKVSender(engine.NixlKVSender):
 
     def _release(self) -> None:
         """Give back the handles of writes that have ended. One that is collected gives itself back, without a lock."""
+        self.kv_mgr.rooms.written(self.bootstrap_room, self)
         handles, self.xfer_handles = self.xfer_handles, []
         for handle in handles:
             try:
@@ -416,7 +417,7 @@ class NixlKVSender(engine.NixlKVSender):
 
     def abort(self) -> None:
         """An abort comes too late when everything has been posted, or the request has failed."""
-        if not (self.has_sent or self.has_failed()):
+        if not (self.has_sent or self.has_failed() or self.stands_back("aborted on prefill")):
             super().abort()
 
     def _states(self) -> list[str]:
@@ -430,6 +431,10 @@ class NixlKVSender(engine.NixlKVSender):
                 states.append("ERR")
         return states
 
+    def is_writing(self) -> bool:
+        """Whether some of what a decode worker with a radix cache has asked for is under way."""
+        return names_prefix(self.state.asked.values()) and "PROC" in self._states()
+
     def poll(self) -> KVPoll:
         """Replaces the engine's poll, in which an error ends the scheduler and an abort goes unseen.
 
@@ -437,14 +442,9 @@ class NixlKVSender(engine.NixlKVSender):
         """
         if self.agreed:
             return KVPoll.WaitingForInput
+        if self.waits_unasked():
+            return KVPoll.Bootstrapping
         manager, room = self.kv_mgr, self.bootstrap_room
-        status = manager.request_status.get(room)
-        if status == KVPoll.Bootstrapping and self.conclude_state is None and room not in manager.rooms.refused:
-            # As most are in a long queue, and nothing has been posted for it.
-            unheard = manager.rooms.silent_s(room, self.made_at)
-            if unheard < manager.bootstrap_timeout:
-                return status
-            self.fail(f"timed out after {unheard:.0f} s, in which no decode worker has said that it knows of it")
         states = self._states()
         if "ERR" in states and not self.has_failed():
             self.fail("NIXL reports an error of the transfer")
