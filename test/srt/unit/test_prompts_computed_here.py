@@ -563,3 +563,44 @@ def test_a_batch_that_is_given_up_before_its_computed_prompt_is_answered():
         assert not state.finished and not state.out_list and front.rid_to_state == {"a": other}
 
     asyncio.run(serve())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("places", [1, 3])
+def test_who_has_its_kv_decodes_although_short_turns_keep_coming(overlap, places):
+    """With more rows than places, each place that came free was first seen, and taken, by the step over prompts."""
+    options = {"disaggregation_decode_local_prefill": "128"}
+    loop = Loop(options=options, size=4096, page_size=4, reserved=0, max_reqs=12, overlap=overlap)
+    scheduler, held = loop.scheduler, [1] * 40
+    scheduler.max_running_requests = places
+    turns = iter(range(1, 400))
+    asked: list[Any] = []
+    began: list[int] = []
+
+    def arrive(prompt: list[int], max_new: int) -> Any:
+        decode_req = loop.arrive(prompt, max_new=max_new)
+        loop.handshake(decode_req)
+        return decode_req.req
+
+    def between() -> None:
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        turn = loop.iterations
+        if turn == 1:
+            arrive(held, 2)
+        waiting = sum(map(len, (loop.transfer.local.waiting, loop.queue.queue, loop.transfer.queue)))
+        if turn > 8 and waiting + len(scheduler.waiting_queue) < 4:
+            n = next(turns)
+            # Their ends are not those of one step.
+            arrive([*held, 2 + n % 90, 2 + n // 90, 3, 4], 24 if n > places else 8 * n)
+        if turn == 30:
+            asked.append(arrive([77] * 300, 4))
+        if asked and asked[0] in loop.running and not began:
+            began.append(len(loop.told))
+        if turn >= 900 or (began and len(loop.told) >= began[0] + 8):
+            raise LoopEnds
+
+    loop.run(between)
+    assert began and began[0] <= 16, loop.iterations
+    # Nor do the others stand still.
+    assert len(loop.told) >= began[0] + 8

@@ -23,6 +23,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, Inva
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -165,6 +166,24 @@ def test_options_that_the_engine_does_not_look_at_may_be_anything():
     # Of KV that is kept under a key it matters, with and without a peer.
     with pytest.raises(ValueError, match="extra_key"):
         check(request(extra_key=["a"]), pair=False, keyed=True)
+
+
+def test_half_a_surrogate_pair_is_refused_where_it_cannot_be_served():
+    """JSON can bring one. No tokenizer takes it, no answer can hold it, and in a label it would end all of /metrics."""
+    half = "a \ud800"
+    bad = [{"text": half, "input_ids": None}, {"rid": half}, {"bootstrap_host": "fe80::1%\ud800"}]
+    bad += [{"custom_labels": {"user": half}}, {"params": {"stop": half}}, {"params": {"stop": ["a", half]}}]
+    for options in bad:
+        check(request(**options), pair=False)
+        name = next(iter(options.get("params", options)))
+        with pytest.raises(ValueError, match=f"{name} must be Unicode text without lone surrogates") as raised:
+            check(request(**options))
+        # Else it could not be told.
+        assert str(raised.value).isascii()
+    # Two halves are a whole one; of KV that is kept under a key, only bytes are needed.
+    whole = "\u00e9 \U0001f600"
+    check(request({"stop": whole}, text=whole, input_ids=None, rid=whole, custom_labels={"user": whole}))
+    check(request(extra_key=half))
 
 
 def test_options_that_do_not_go_together():
@@ -371,6 +390,26 @@ def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_f
         scheduler._add_request_to_queue(req)
     SchedulePolicy._sort_by_priority_and_fcfs(added, 1 if low_first else -1)
     assert [req.rid for req in added] == (["low", "high", "none"] if low_first else ["high", "low", "none"])
+
+
+def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request(monkeypatch):
+    """With DP attention both come one way each: it waited for decode's question until its time was up."""
+    scheduler, added = object.__new__(Scheduler), []
+    scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
+    scheduler.enable_priority_scheduling, scheduler.grammar_manager = False, SimpleNamespace(grammar_queue=[])
+    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[], kv_manager=None)
+    scheduler.computed_rooms = ComputedRooms()
+    add = lambda self, req, retracted: added.append(req)  # noqa: E731
+    monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
+    scheduler.handle_computed_request(ComputedReq(7))
+    for room in (7, 8, 7):
+        scheduler._add_request_to_queue(Req(f"of {room}", "", [1], SamplingParams(), bootstrap_room=room))
+    # Who uses the room again means another request.
+    assert [req.bootstrap_room for req in added] == [8, 7]
+    # Of what is here nothing is remembered.
+    scheduler.grammar_manager.grammar_queue.append(Req("waits", "", [1], SamplingParams(), bootstrap_room=9))
+    scheduler.handle_computed_request(ComputedReq(9))
+    assert not scheduler.grammar_manager.grammar_queue and not scheduler.computed_rooms
 
 
 def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):

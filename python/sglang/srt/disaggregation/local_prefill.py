@@ -234,6 +234,8 @@ class LocalPrefills:
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
+        # Whether they have left the last place that was free, of too few, to those whose KV has arrived.
+        self.stood_back = False
         # The last step, until those that it has finished decode.
         self.launched: Any = None
         self.steps, self._pages = PromptSteps(tree), PromptPages(tree)
@@ -378,8 +380,8 @@ class LocalPrefills:
     def most_tokens(self, decoding: int) -> int:
         """Tokens that one step computes, for which ``decoding`` requests wait.
 
-        A slice, or one for each that decodes where as many wait for this step: a step of its own for each of them, and
-        a decode step between two, would take all of them longer than one step for all.
+        A slice, or as many as those who wait for this step are times those that decode: a step of its own for each of
+        them, and a decode step between two, would take all of them longer than one step for all.
         """
         if not decoding:
             return self.policy.step

@@ -141,12 +141,13 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 KvTransferCounters.get(self.server_args).ended(req.finished_reason)
         return done
 
-    def drop_computed(self, room: int) -> None:
-        """Forget the request of a room that decode computes itself, in the same step on all ranks.
+    def drop_computed(self, room: int) -> bool:
+        """Forget the request of a room that decode computes itself, in the same step on all ranks; whether it is here.
 
         One that decode has asked for, and waited for in vain, ends as soon as nothing is being written for it.
         """
         waiting = self.grammar_manager.grammar_queue
+        before = len(waiting)
         waiting[:] = [req for req in waiting if req.bootstrap_room != room]
         queue = self.disagg_prefill_bootstrap_queue
         manager = queue.kv_manager
@@ -167,6 +168,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 req.time_stats.trace_ctx.abort()
             if self.enable_hicache_storage:
                 self.tree_cache.release_aborted_request(req.rid)
+        return bool(dropped) or was_asked or len(waiting) < before
 
     def lost_requests(self) -> dict[str, str]:
         """Why requests have failed, as far as this rank knows, that no queue polls, by rid.

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
@@ -33,8 +33,8 @@ Base: Any = object
 class SchedulerRefusalMixin(Base):
     """Takes requests in, refuses those that are known to be wrong, and tells the other worker."""
 
-    # What decode has refused, on prefill.
-    refused_rooms = RefusedRooms()
+    # What decode has refused, and what it computes, on prefill.
+    refused_rooms, computed_rooms = RefusedRooms(), ComputedRooms()
 
     def init_request_dispatcher(self) -> None:
         """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
@@ -115,6 +115,10 @@ class SchedulerRefusalMixin(Base):
                 self.stream_output([req], req.return_logprob)
                 self._tell_peer(req, reason)
                 return
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.computed_rooms.take(req.bootstrap_room):
+            # Its client has been answered.
+            req.time_stats.trace_ctx.abort()
+            return
         sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
         if sorts and self.enable_priority_scheduling:
             self._set_or_validate_priority(req)
@@ -142,8 +146,9 @@ class SchedulerRefusalMixin(Base):
 
     def handle_computed_request(self, recv_req: ComputedReq) -> None:
         """Drop the request of a room that decode computes, whose client has been answered; decode asks for nothing."""
-        if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.drop_computed(recv_req.room)
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and not self.drop_computed(recv_req.room):
+            # With DP attention words to all ranks and a rank's requests come one way each, and in no order.
+            self.computed_rooms.note(recv_req.room)
 
     def _tell_peer(self, req, reason: str) -> None:
         """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""
