@@ -42,7 +42,7 @@ def look(process: Process, asked: int, at_s: float, ask_pools: bool = False) -> 
         own.descriptors,
         own.threads,
         own.rss_kib,
-        sum(pool["size"] - pool["available"] - pool["evictable"] for pool in own.pools),
+        sum(pool["size"] - pool["available"] - pool["evictable"] for pool in own.pools if "size" in pool),
         sum(sum(pool["rooms"].values()) for pool in own.pools),
     )
 

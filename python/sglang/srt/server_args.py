@@ -81,6 +81,10 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
 
 def _check_flag_is_there(args: ServerArgs) -> None:
     """Raise ValueError for an option that needs the flag, on a worker that has it not."""
+    if args.disaggregation_decode_admission != "prefix":
+        raise ValueError(f"--disaggregation-decode-admission needs {FLAG}. Give both to the decode worker.")
+    if args.disaggregation_decode_max_overtaken != DEFAULT_MAX_OVERTAKEN:
+        raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_verify_pages:
         raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_local_prefill != "off":

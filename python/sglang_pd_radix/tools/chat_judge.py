@@ -302,7 +302,7 @@ def _what_cannot_be_reused(result: Comparison, failed: bool) -> list[str]:
     if result.later("without_prompts") <= result.later("without_answers"):
         notes.append(f"whether prompts are reused cannot be told: none fills a page of {on.page_size} tokens")
     needed = sum(prompt + answer for prompt, answer in on.sizes[-1])
-    pools = [pool["size"] for name, pool in on.pools.items() if name.startswith("decode")]
+    pools = [pool["size"] for name, pool in on.pools.items() if name.startswith("decode") and "size" in pool]
     if failed and pools and sum(pools) < needed:
         notes.append(
             f"decode's KV pool has room for {sum(pools)} tokens, and the conversations have {needed}: what does not "

@@ -79,7 +79,8 @@ def _lines(comparison: Comparison) -> list[str]:
             f"          {mib(comparison.later('without_answers'))} MiB would be sent if decode kept prompts and no "
             f"answers, {mib(comparison.later('without_prompts'))} if it kept nothing",
         ]
-    pools = len(off.pools) + len(on.pools)
+    # Whose tree is over several kinds of KV, or with host memory, says less than that.
+    pools = sum("size" in pool for run in (off, on) for pool in run.pools.values())
     sound = "sound" if not off.problems + on.problems else "NOT sound"
     lines += [
         f"TTFT:     {since}median {_spread(off)} off, {_spread(on)} on: {comparison.ttft_ratio:.2f}x",

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -44,6 +45,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``pd-radix``. Returns the exit code: 0 fine, 1 a problem, 2 bad usage (128 + n when signal n ended it)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # What the locale has no letter for is to cost that letter, and not the text and the exit code.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = 128 + signal.SIGPIPE  # until a command has said what it found
     try:
         args = build_parser(arguments[0] if arguments else None).parse_args(join_values(arguments))
         with _ends_unwind():
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `pd-radix patches | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except (OSError, UnicodeError) as error:  # a full disk, a path or a name that is none
         print(f"pd-radix: {error}", file=sys.stderr)
         return 1
@@ -133,7 +138,10 @@ def _patches(args: argparse.Namespace) -> int:
     silent = [row for row in rows if row.undocumented]
     for row in silent:
         print(f"pd-radix: {row.file}:{row.line}: {row.name} has no docstring that says why", file=sys.stderr)
-    return 1 if silent else 0
+    drift = registry.check_pins()
+    for one in drift:
+        print(f"pd-radix: {one}", file=sys.stderr)
+    return 1 if silent or drift else 0
 
 
 def _print_table(rows: list[Replacement]) -> None:

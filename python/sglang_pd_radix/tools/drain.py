@@ -16,7 +16,7 @@ import requests
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .cluster.local_http import local_session
+from .cluster.local_http import local_session, status_text
 from .operate.reading import (
     SILENT,
     TIMEOUT_S,
@@ -56,32 +56,33 @@ def run(args: argparse.Namespace) -> int:
     """Drain it. Returns the exit code."""
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
-    if args.pid is not None:
-        check_pid(args.pid)
+    started = "" if args.pid is None else check_pid(args.pid)
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
     with Display() as steps:
         steps.now(f"asking {args.gateway} to send {url} nothing new")
-        leave(args.gateway, url, deadline)
-        steps.done(f"{args.gateway} sends {url} nothing new")
+        steps.done(leave(args.gateway, url, deadline))
         wait_empty(url, deadline, steps.now)
         steps.done(f"{url} has ended what it had")
         if args.pid is not None:
             steps.now(f"ending process {args.pid}")
-            end(args.pid, deadline)
+            end(args.pid, started, deadline)
             steps.done(f"process {args.pid} has ended")
     return 0
 
 
-def leave(gateway: str, url: str, deadline: float) -> None:
-    """Have ``gateway`` take a worker out, with all its ranks.
+def leave(gateway: str, url: str, deadline: float) -> str:
+    """Have ``gateway`` take a worker out, with all its ranks. Returns what has been done, in words.
 
-    Raises PdRadixError if it cannot, or not before ``deadline``, or it is the last of its kind.
+    One that it does not know and that answers has been taken out before, as by a drain whose time was up. Raises
+    PdRadixError if it cannot, or not before ``deadline``, or it is the last of its kind.
     """
     known = _known(gateway, deadline)
     # A gateway may have its DP ranks as workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
+        if role := _role(url, deadline):
+            return f"{gateway} does not know {url}, which answers as a {role} worker, and sends it nothing"
         others = sorted({worker["url"] for worker in known})
         raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}")
     nameless = [worker for worker in ours if "id" not in worker]
@@ -100,14 +101,25 @@ def leave(gateway: str, url: str, deadline: float) -> None:
                 said = f"was asked to let go and did not answer ({error})"
                 continue
             if not reply.ok:
-                raise PdRadixError(
-                    f"{gateway} does not let go of {url}: HTTP {reply.status_code} {printable(reply.text[:200])}"
-                )
+                refused = f"{status_text(reply.status_code)} {printable(reply.text[:200])}"
+                raise PdRadixError(f"{gateway} does not let go of {url}: {refused}")
     began = time.monotonic()
     until = min(began + LET_GO_S, deadline)
     while any(other["url"] == url and _serves(other) for other in _known(gateway, until)):
         if time.monotonic() > until:
             raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {until - began:.0f} s")
+        time.sleep(LOOK_S)
+    return f"{gateway} sends {url} nothing new"
+
+
+def _role(url: str, deadline: float) -> str:
+    """What kind of worker of a pair answers at an address; "" where none does in `LET_GO_S` seconds."""
+    until = min(time.monotonic() + LET_GO_S, deadline)
+    while True:
+        rank = Reader([url]).look().ranks[0]
+        # One that is busy takes its time to answer.
+        if rank.error != SILENT or not _listens(url) or time.monotonic() > until:
+            return rank.role if rank.role in ("prefill", "decode") else ""
         time.sleep(LOOK_S)
 
 
@@ -185,31 +197,50 @@ def _left(ranks: list[Rank], url: str) -> str:
     return printable(said) or ("" if idle else "something that no queue has")
 
 
-def check_pid(pid: int) -> None:
-    """Raise PdRadixError where ``pid`` is no process that could be ended. 0 and less are groups, and everybody."""
+def check_pid(pid: int) -> str:
+    """When a process was started, in the kernel's ticks: minutes later its number may be another's.
+
+    Raises PdRadixError where ``pid`` is no process that could be ended. 0 and less are groups, and everybody.
+    """
     try:
         if pid <= 1:
             raise ProcessLookupError("no process of a worker has that number")
         os.kill(pid, 0)
     except (OSError, OverflowError) as error:
         raise PdRadixError(f"--pid {pid}: {error}") from error
+    return _started(pid)
 
 
-def end(pid: int, deadline: float) -> None:
-    """End a process and wait for it. Raises PdRadixError if there is none, or it stays."""
+def end(pid: int, started: str, deadline: float) -> None:
+    """End the process that was ``started`` then (`check_pid`), and wait for it; one that has ended is left at that.
+
+    Raises PdRadixError if it cannot be ended, or stays.
+    """
+    if _started(pid) != started:
+        return
     try:
         os.kill(pid, signal.SIGTERM)
     except (ProcessLookupError, PermissionError) as error:
         raise PdRadixError(f"process {pid} cannot be ended: {error}") from error
-    while _lives(pid):
+    while _lives(pid, started):
         if time.monotonic() > deadline:
             raise PdRadixError(f"process {pid} has not ended")
         time.sleep(LOOK_S)
 
 
-def _lives(pid: int) -> bool:
+def _lives(pid: int, started: str) -> bool:
+    # One that nobody has waited for has ended all the same.
+    return _started(pid) == started and _stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks since the host's; "" where there is none."""
+    return next(iter(_stat(pid)[19:]), "")
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on: the third of the fields of proc(5)."""
     with contextlib.suppress(OSError):
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            # One that nobody has waited for has ended all the same.
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
+            return stat.read().rpartition(")")[2].split()
+    return []

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
     (url,) = addresses([args.worker], None, None)
+    health = base_url(args.gateway) + "/health"
     deadline = time.monotonic() + args.timeout
     with Display() as steps:
         steps.now(f"waiting until {url} is ready")
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         steps.now(f"asking {args.gateway} to take it in")
         # It may be started together with its workers.
         _until(
-            lambda: http(base_url(args.gateway) + "/health", timeout=TIMEOUT_S)[0] == 200,
+            lambda: http(health, timeout=TIMEOUT_S)[0] == 200,
             deadline,
             f"{args.gateway} does not answer: is this the gateway's address, and does it run?",
         )

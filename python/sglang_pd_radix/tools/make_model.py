@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ _DRAFTS = {"eagle": eagle.draft, "eagle3": eagle3.draft}
 _SEEING = dict.fromkeys((arch for arch in BUILDERS if arch.startswith("qwen3.5")), qwen3_5.processor_files)
 # Where a model of those with a draft has it.
 DRAFT = "draft"
+# How the name of a file ends that is not whole.
+_PARTIAL = ".partial"
 
 
 def check_shape(shape: ModelShape) -> None:
@@ -79,8 +82,8 @@ def check_shape(shape: ModelShape) -> None:
 def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = None, seed: int = 0) -> Path:
     """Write the model into ``directory`` (made if missing) and return its path.
 
-    Files of an earlier model in that directory are replaced; every other non-empty directory is refused, so that no
-    user's files are mixed with it. Raises PdRadixError.
+    An earlier model in that directory, also one of another kind, is replaced; every other non-empty directory is
+    refused, so that no user's files are mixed with it. Raises PdRadixError.
     """
     from safetensors.numpy import save
 
@@ -92,20 +95,17 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
     seeing = shape.arch in _SEEING
     vocabulary = make_vocabulary(shape.vocab, SPECIAL_TOKENS + VISION_TOKENS if seeing else SPECIAL_TOKENS)
     special = vocabulary.special_ids
-    config, tensors = BUILDERS[shape.arch](shape, seed, vocabulary)
     ids = {"bos_token_id": None, "eos_token_id": special[TURN_END], "pad_token_id": special[END_OF_TEXT]}
-    documents = {
-        "config.json": {**config, **ids, "dtype": "float32", "torch_dtype": "float32"},
-        "generation_config.json": {**ids, "do_sample": False},
-        **tokenizer_files(vocabulary, shape.max_positions),
-        **(_SEEING[shape.arch]() if seeing else {}),
-    }
     try:
+        config, tensors = BUILDERS[shape.arch](shape, seed, vocabulary)
+        documents = {
+            "config.json": {**config, **ids, "dtype": "float32", "torch_dtype": "float32"},
+            "generation_config.json": {**ids, "do_sample": False},
+            **tokenizer_files(vocabulary, shape.max_positions),
+            **(_SEEING[shape.arch]() if seeing else {}),
+        }
         target.mkdir(parents=True, exist_ok=True)
-        ours = {*documents, "model.safetensors", DRAFT if shape.arch in _DRAFTS else ""}
-        foreign = sorted(p.name for p in target.iterdir() if p.name not in ours)
-        if foreign:
-            raise PdRadixError(f"{target} holds other files ({foreign[0]}): give a new or empty directory")
+        _take_over(target, {*documents, "model.safetensors", *([DRAFT] if shape.arch in _DRAFTS else [])})
         for name, document in documents.items():
             _write(target / name, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
         _write(target / "model.safetensors", save(tensors, metadata={"format": "pt"}))
@@ -114,16 +114,34 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
             (target / DRAFT).mkdir(exist_ok=True)
             _write(target / DRAFT / "config.json", (json.dumps(draft_config, indent=1) + "\n").encode())
             _write(target / DRAFT / "model.safetensors", save(draft, metadata={"format": "pt"}))
+    except MemoryError as error:
+        raise PdRadixError("a model of these sizes does not fit into memory: give smaller ones") from error
     except OSError as error:
         raise PdRadixError(f"cannot write the model to {target}: {error.strerror or error}") from error
     return target
 
 
+def _take_over(directory: Path, written: Set[str]) -> None:
+    """Remove what an earlier model has there beside what is ``written`` now. Raises PdRadixError for others' files."""
+    draft = directory / DRAFT
+    found = [*directory.iterdir(), *(draft.iterdir() if draft.is_dir() else ())]
+    ours = {*written, *qwen3_5.processor_files(), DRAFT}
+    foreign = sorted(str(p.relative_to(directory)) for p in found if p.name.removesuffix(_PARTIAL) not in ours)
+    if foreign:
+        raise PdRadixError(f"{directory} holds other files ({foreign[0]}): give a new or empty directory")
+    for path in found:
+        if path.name not in written:
+            shutil.rmtree(path) if path == draft and draft.is_dir() else path.unlink(missing_ok=True)
+
+
 def _write(path: Path, content: bytes) -> None:
     # Renamed into place: a server that starts meanwhile never reads half a file.
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -181,6 +181,15 @@ def _removal(namespace: str) -> list[list[str]]:
     ]
 
 
+def unproxied(environ: Mapping[str, str], addresses: Iterable[str]) -> dict[str, str]:
+    """What keeps requests to ``addresses`` from a proxy that ``environ`` names, beside those that it keeps already."""
+    names = ("no_proxy", "NO_PROXY")
+    given = [address for name in names for address in environ.get(name, "").split(",") if address]
+    # That one stands for all only where it stands alone.
+    direct = ["*"] if "*" in given else [*given, *addresses]
+    return dict.fromkeys(names, ",".join(dict.fromkeys(direct)))
+
+
 @dataclass(frozen=True)
 class Host:
     """One of the two: the ``namespace``, its ``address``, and the ``device`` that leads to its peer."""
@@ -209,9 +218,7 @@ class Host:
     def unproxied(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Whatever proxy ``environ`` names, it has no business between two hosts of one machine."""
         network = ipaddress.IPv4Network((self.address, 30), strict=False)
-        given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-        direct = [*filter(None, given.split(",")), *map(str, network.hosts())]  # of this host and of its peer
-        return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(direct)))
+        return unproxied(environ, [*map(str, network.hosts())])  # of this host and of its peer
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ def ends_held_back() -> Iterator[None]:
 
 def main() -> None:
     """Watch: remember the groups named on the standard input, and kill them when it closes."""
+    # systemd sends them to all processes of a unit: who writes to that input is to end the groups in peace first.
+    for signum in ENDS:
+        signal.signal(signum, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
         sign, pid = line.split()

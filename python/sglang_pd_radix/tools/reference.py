@@ -250,8 +250,8 @@ STATUSES = (
     (
         "400",
         "worker",
-        "an option, a prompt's length or a room that this worker cannot serve, or that its peer has refused; the "
-        "message names it",
+        "an option, a prompt's length, a grammar or a room that this worker cannot serve, or that its peer has "
+        "refused, or a logit processor that fails; the message names it",
     ),
     ("400", "bootstrap server", "what was asked of it cannot be read"),
     ("503", "bootstrap server", "this prefill is starting: none of its ranks has registered"),
@@ -268,7 +268,8 @@ STATUSES = (
     (
         "500",
         "worker",
-        "this request has failed: its transfer, its peer, its grammar or its logit processor; the message says which",
+        "this request has failed: its transfer or its peer, or with its first token, which prefill chooses, its "
+        "grammar or its logit processor; the message says which",
     ),
     (
         "502",
@@ -292,7 +293,9 @@ STATUSES = (
 #: Of `GET /get_server_info`, under `internal_states[i].kv_pool`.
 POOL_FIELDS = {
     "dp_rank": "which DP rank it is of; only where there are several: they are in the order in which they answered",
-    "size": "tokens of the KV pool; with sliding windows those of the full pool, as the next three",
+    "size": "tokens of the KV pool; with sliding windows those of the full pool, as the next three. These four, and "
+    "`used_peak`, only where one pool has all KV and nothing else: not of a prefill worker with a hierarchical cache, "
+    "of a hybrid model or one with windows, nor, without the flag, of a decode worker of one with windows",
     "available": "free tokens",
     "evictable": "tokens in the tree that no request holds",
     "protected": "tokens in the tree that requests hold",
@@ -326,7 +329,7 @@ POOL_FIELDS = {
     "window_size": "tokens of the pool of sliding windows",
     "window_available": "free ones; when idle all",
     "state_slots": "slots for states (linear attention)",
-    "free_state_slots": "free ones; when idle all",
+    "free_state_slots": "free ones; when idle all, but those that the tree of a prefill worker keeps",
 }
 
 #: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
@@ -481,8 +484,9 @@ def as_markdown() -> str:
         _variables(ENGINE_VARIABLES),
         "## Metrics",
         "`GET /metrics` of a worker with `--enable-metrics`. Requests and their tokens are counted on the first TP "
-        "rank; bytes, runs, digests and lost peers are summed over TP ranks. Of a worker with DP ranks each has the "
-        "label `dp_rank`.",
+        "rank; bytes, runs, digests and lost peers are summed over TP ranks. Of gauges the last write of a TP rank is "
+        "shown, but of faults, of what is in quarantine or free, and of how long requests have been here, the worst of "
+        "them. Of a worker with DP ranks each has the label `dp_rank`.",
         _table(("metric", "worker", "kind", "meaning"), [(f"`{name}`", *rest) for name, *rest in metrics()]),
         "## What a worker says of itself",
         "`GET /get_server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
+import ipaddress
 import json
 import os
 import re
@@ -24,6 +26,7 @@ from sglang_pd_radix.supplied import pegaflow_host
 from . import process_group
 from .arguments import split_options
 from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway
+from .cluster.startup import NotReadyError
 from .progress import Display
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
@@ -130,8 +133,8 @@ def check_pegaflow() -> None:
 
 def check_json(path: Path | None) -> None:
     """Raise PdRadixError if ``path``, where a result is to be written, has no directory or is one."""
-    if path and not path.absolute().parent.is_dir():
-        raise PdRadixError(f"--json {path}: there is no directory {path.absolute().parent}")
+    if path and not _behind(path).parent.is_dir():
+        raise PdRadixError(f"--json {path}: there is no directory {_behind(path).parent}")
     if path and path.is_dir():
         raise PdRadixError(f"--json {path}: that is a directory, give a file")
 
@@ -139,7 +142,8 @@ def check_json(path: Path | None) -> None:
 def owner(path: Path) -> int | None:
     """The process of the deployment that a file of ``pd-radix up --json`` describes; None if there is no such file."""
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"])
+        # A pipe would be waited for.
+        return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"]) if path.is_file() else None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
@@ -199,6 +203,10 @@ def check_port(host: str, port: int | None) -> None:
     if port is not None and not 1 <= port <= 65535:
         raise PdRadixError(f"--port {port}: give 1 to 65535")
     try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        raise PdRadixError(f"--host {host}: give an IP address; the router takes no name") from None
+    try:
         (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), port or 0, type=socket.SOCK_STREAM)
         with socket.socket(family) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -222,14 +230,39 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails."""
+    """Write ``text`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails.
+
+    A symbolic link stays one, and what is no regular file (a pipe, a device) is written into.
+    """
+    # A name on the command line need not be UTF-8.
+    content = text.encode(errors="backslashreplace")
+    try:
+        if path.exists() and not path.is_file():
+            _write_into(path, content)
+        else:
+            _replace(_behind(path), content)
+    except OSError as error:
+        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or error
+        raise PdRadixError(f"cannot write {path}: {why}") from error
+
+
+def _behind(path: Path) -> Path:
+    """Where the symbolic links of ``path`` lead."""
+    return Path(os.path.realpath(path))
+
+
+def _write_into(path: Path, content: bytes) -> None:
+    # A pipe that nobody reads would be waited for, and `pd-radix up` hears no signal meanwhile.
+    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb") as file:
+        os.set_blocking(file.fileno(), True)
+        file.write(content)
+
+
+def _replace(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # A name on the command line need not be UTF-8.
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        partial.write_bytes(content)
         partial.replace(path)
-    except OSError as error:
-        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -292,6 +325,8 @@ def _run(args: argparse.Namespace) -> int:
         except _Ended as ended:
             _say("ended while starting; nothing is left running")
             return 128 + ended.signum
+        except NotReadyError as error:
+            raise PdRadixError(f"{error}; give more time with --timeout if they show progress") from error
     try:
         if args.json:
             write_json(args.json, cluster.describe())
@@ -310,7 +345,7 @@ def _run(args: argparse.Namespace) -> int:
         # Another one may have written its own meanwhile.
         if args.json and owner(args.json) == os.getpid():
             with contextlib.suppress(OSError):
-                args.json.unlink()
+                _behind(args.json).unlink()
     _say(f"stopped; logs are in {cluster.log_dir}")
     return 0
 

@@ -13,10 +13,12 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,8 +103,11 @@ def run(args: argparse.Namespace) -> int:
     verdict.lines.append("doctor: " + ("nothing is wrong" if not unwell else ", ".join(c.name for c in unwell)))
     verdict.failures += [f"doctor: {check.name}: {check.detail}. {check.way_out}" for check in unwell]
     interrupted = False
-    with tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch, own_log_dir(args.log_dir):
-        logs = args.log_dir or Path(scratch)
+    with (
+        tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch,
+        own_log_dir(args.log_dir),
+        _log_dir(args.log_dir, verdict) as logs,
+    ):
         try:
             model = check_model(args.model) if args.model else str(make_model(Path(scratch) / "model"))
             _verify(args, model, logs, Path(scratch) / "records", verdict)
@@ -118,13 +123,36 @@ def run(args: argparse.Namespace) -> int:
             verdict.unknown.append("it was interrupted before it was done")
     if verdict.word == "PASSED":
         verdict.lines.append("pools: after each part every page was free or in the tree, and no lock was left")
-    print(verdict.text)
-    if args.json:
-        document = {**asdict(verdict), "passed": verdict.word == "PASSED"}
-        write_json(args.json, document)
+    try:
+        if args.json:
+            document = {**asdict(verdict), "passed": verdict.word == "PASSED"}
+            write_json(args.json, document)
+    finally:  # The terminal may be gone, or the disk full: what can be said is.
+        print(verdict.text)
     if interrupted:
         return 128 + signal.SIGINT
     return 0 if verdict.word == "PASSED" else 1
+
+
+@contextlib.contextmanager
+def _log_dir(given: Path | None, verdict: Verdict) -> Iterator[Path]:
+    """``given``; else a temporary directory, which stays only for what an error or a FAILED verdict leaves in it."""
+    if given is not None:
+        yield given
+        return
+    path = Path(tempfile.mkdtemp(prefix="pd-radix-verify-logs-"))
+    wanted = False
+    try:
+        yield path
+        wanted = verdict.word == "FAILED"
+    except PdRadixError:
+        wanted = True
+        raise
+    finally:
+        if not wanted or not any(path.iterdir()):
+            shutil.rmtree(path, ignore_errors=True)
+        elif verdict.failures:
+            _say(f"logs are in {path}")
 
 
 def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, verdict: Verdict) -> None:

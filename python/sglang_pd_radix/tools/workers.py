@@ -10,6 +10,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .cluster import Cluster, http
+from .cluster.local_http import status_text
 
 # What the workers count, with the flag off as with it on.
 PREFILL_COUNTERS = {
@@ -38,16 +39,18 @@ def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
     return sums
 
 
-# What every worker tells of the KV pool of a rank, and what one tells besides whose tree is to be sound.
-POOL_FIGURES = (
-    *("size", "available", "evictable", "protected", "idle"),
-    *("req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers"),
-)
+# What every worker tells of a rank; what one tells besides of which one pool has all KV; and one whose tree is to be
+# sound.
+POOL_FIGURES = ("idle", "req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers")
+KV_FIGURES = ("size", "available", "evictable", "protected")
 TREE_FIGURES = ("locks_taken", "locks_released", "audit")
 
 
 def told_pools(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The KV pools in what a worker says of itself, by DP rank; told in the order in which the ranks answered."""
+    """What the ranks of a worker say under ``kv_pool``, by DP rank; told in the order in which they answered.
+
+    `KV_FIGURES` are in none of a rank whose tree is one of the engine's over several kinds of KV, or with host memory.
+    """
     pools = [state["kv_pool"] for state in info["internal_states"] if "kv_pool" in state]
     return sorted(pools, key=lambda pool: pool.get("dp_rank", 0))
 
@@ -63,17 +66,19 @@ def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[
     keeps_tree: it is a decode worker with the flag, which counts its locks and audits its tree.
     """
     name = rank_name(name, pool)
-    missing = [key for key in (*POOL_FIGURES, *(TREE_FIGURES if keeps_tree else ())) if key not in pool]
+    of_kv = keeps_tree or any(key in pool for key in KV_FIGURES)
+    expected = (*(KV_FIGURES if of_kv else ()), *POOL_FIGURES, *(TREE_FIGURES if keeps_tree else ()))
+    missing = [key for key in expected if key not in pool]
     # It has no audit while it is busy.
     if not pool.get("idle", True):
         return [f"{name} is not idle although every answer is complete: {dict(pool)}"]
     if missing:
         return [f"{name} does not tell its {' and '.join(missing)}"]
     wrong = []
-    lost = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"]
+    lost = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"] if of_kv else 0
     if lost:
         wrong.append(f"{name}: {lost} tokens of KV are lost: neither free nor in the tree")
-    if pool["protected"]:
+    if pool.get("protected"):
         wrong.append(f"{name}: {pool['protected']} tokens of KV are locked and nobody uses them")
     if pool.get("locks_taken") != pool.get("locks_released"):
         wrong.append(f"{name}: {pool['locks_taken']} locks were taken and {pool['locks_released']} released")
@@ -100,8 +105,8 @@ def summed_counters(
             missing = sorted(set(names) - set(found))
             if missing:
                 raise PdRadixError(
-                    f"{url}/metrics does not have {names[missing[0]]} (HTTP {status}): see if `pd-radix doctor` "
-                    "finds the patch set active, and that SGLANG_PD_RADIX is not 0"
+                    f"{url}/metrics does not have {names[missing[0]]} ({status_text(status)}): see if "
+                    "`pd-radix doctor` finds the patch set active, and that SGLANG_PD_RADIX is not 0"
                 )
             for name, value in found.items():
                 sums[name] = sums.get(name, 0) + int(value)
@@ -112,15 +117,15 @@ def server_info(url: str) -> dict[str, Any]:
     """What the worker at ``url`` says of itself. Raises PdRadixError if it does not answer with 200."""
     status, content = http(url + "/get_server_info", timeout=30)
     if status != 200:
-        raise PdRadixError(f"{url}/get_server_info answered HTTP {status}: {content.decode(errors='replace')[:200]}")
+        said = content.decode(errors="replace")[:200]
+        raise PdRadixError(f"{url}/get_server_info answered {status_text(status)}: {said}")
     return json.loads(content)
 
 
 def idle_pools(url: str) -> list[dict[str, Any]]:
-    """The KV pools of the worker at ``url``, one per DP rank, in their order, once all are idle or after 10 seconds.
+    """What `told_pools` has of the worker at ``url``, once all its ranks are idle or after 10 seconds.
 
-    Empty where the tree is one of the engine's over several kinds of KV (a prefill worker of a hybrid model): its ranks
-    tell of none.
+    Empty where it is without this package; of an earlier version also where no one pool has all KV.
     """
     deadline = time.monotonic() + 10
     while True:

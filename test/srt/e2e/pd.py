@@ -114,8 +114,8 @@ class Pair:
             check_idle(url)
 
     def tree_tokens(self) -> int:
-        # A worker without a tree whose model has pools of two kinds reports none.
-        return sum(pool["evictable"] for pool in pools(self.decode_url)[:1])
+        # A worker without a tree whose model has pools of two kinds does not say.
+        return sum(pool.get("evictable", 0) for pool in pools(self.decode_url)[:1])
 
 
 def pools(url: str) -> list[dict]:

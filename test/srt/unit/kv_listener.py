@@ -31,7 +31,7 @@ class Listener:
 
 def names_of(token_ids, extra_key, page) -> list[int]:
     """Of the whole pages of a prompt: SHA-256 over the name before and the tokens, as in the engine."""
-    name = None if extra_key is None else hashlib.sha256(extra_key.encode()).hexdigest()
+    name = None if extra_key is None else hashlib.sha256(extra_key.encode("utf-8", "surrogatepass")).hexdigest()
     names = []
     for start in range(0, len(token_ids) // page * page, page):
         name = get_hash_str(list(token_ids[start : start + page]), name)

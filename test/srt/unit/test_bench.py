@@ -626,3 +626,35 @@ def test_what_decode_has_learned_of_its_steps_is_of_a_dp_rank(tmp_path, monkeypa
     monkeypatch.setattr(deploy.Deployment, "decode_urls", lambda made, variant: [f"http://{variant.name}"])
     monkeypatch.setattr(deploy, "idle_pools", {"http://on": pools}.__getitem__)
     assert made.step_times(made.variants[1]) == [{"dp_rank": 1, "step_ms": 3.0}, {}]
+
+
+def test_a_decode_worker_without_figures_of_one_pool_is_watched_all_the_same(tmp_path, monkeypatch):
+    """The side without the flag of a model with windows. What requests hold there is not known, and not 0."""
+    states, load = [{"version": 1}, {"kv_pool": {"idle": False}}], [{"num_reqs": 3, "num_waiting_reqs": 1}]
+    answers = {"get_load": load, "get_server_info": {"internal_states": states}}
+    monkeypatch.setattr(
+        measure, "http", lambda url, **more: (200, json.dumps(answers.get(url.rpartition("/")[2], "")).encode())
+    )
+    made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path)
+    monkeypatch.setattr(deploy.Deployment, "decode_urls", lambda made, variant: ["http://off"])
+    watch = measure.Watch(made, made.variants[0], 0.1)
+    sample = watch._take()
+    assert sample and (sample.running, sample.waiting) == (2, 1)
+    assert math.isnan(sample.used_tokens) and math.isnan(sample.kept_tokens)
+    pool = {"size": 100, "available": 60, "evictable": 10}
+    states[:] = [{"kv_pool": pool}, {"kv_pool": pool}]
+    sample = watch._take()
+    assert sample and (sample.used_tokens, sample.kept_tokens) == (60, 20)
+    monkeypatch.setattr(deploy, "idle_pools", {"http://off": [{"idle": True}]}.__getitem__)
+    assert math.isnan(made.used_peak(made.variants[0]))
+
+
+def test_what_is_not_known_of_a_pool_is_not_drawn():
+    (entry,) = a_document()["workloads"]
+    for one in entry["runs"]:
+        for sample in one["series"] if one["variant"] == "off" else ():
+            sample["used_tokens"] = math.nan
+    drawn = report.charts(entry)
+    assert [line.name for line in drawn["tokens"].lines if line.points] == ["on", "on"]
+    assert [line.name for line in drawn["running"].lines if line.points] == ["off", "off", "on", "on"]
+    assert drawn["tokens"].interactive() and drawn["tokens"].picture()

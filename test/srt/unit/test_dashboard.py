@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from code_texts import texts
 
 from sglang_pd_radix.tools import cli, dashboard, reference
@@ -72,6 +73,19 @@ def test_every_metric_that_a_panel_or_an_alarm_names_is_exported():
     rules = dashboard.RULES.read_text(encoding="utf-8")
     named_there = {name for panel in PANELS for query in panel.queries for name in named(query.expr)} | named(rules)
     assert named_there <= exported() and len(named_there) > 25
+
+
+def test_what_each_tp_rank_counts_is_counted_once():
+    """The engine's scheduler counts on every TP rank, under a label of its own: of these the greatest counts."""
+    collector = ENGINE.read_text(encoding="utf-8").split("class TokenizerMetricsCollector")[0]
+    counters = set(re.findall(r'"(sglang:\w+_total)"', collector))
+    rules = [rule["expr"] for group in yaml.safe_load(dashboard.RULES.read_text())["groups"] for rule in group["rules"]]
+    once, asked = r"max by \(instance, dp_rank\) \((?:rate|increase)\(", 0
+    for expr in [*rules, *(query.expr for panel in PANELS for query in panel.queries)]:
+        for name in named(expr) & counters:
+            asked += 1
+            assert len(re.findall(once + name, expr)) == expr.count(name), expr
+    assert asked >= 4
 
 
 def test_lines_of_several_workers_and_ranks_are_told_apart():

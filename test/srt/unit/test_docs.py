@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 from code_texts import texts
+from sglang.srt.disaggregation import step_time
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, MEASURED, SHARED_FIGURES
+from sglang.srt.disaggregation.local_pace import Pace
+from sglang.srt.disaggregation.ttft_target import TtftTarget
 
 from sglang_pd_radix.patching import registry
 from sglang_pd_radix.tools import reference
@@ -39,6 +43,22 @@ def test_every_row_of_the_register_says_until_when():
     """By its file's `Upstream:` line, or its own: the number of a change of the engine, or that none is known."""
     silent = {row.file for row in registry.replacements() if not re.search(r"#\d+|\bnone\b", row.upstream)}
     assert not silent, f"no `Upstream:` line with a number, or with none: {sorted(silent)}"
+
+
+def test_the_protocol_counts_what_ranks_agree_on_as_the_code_does():
+    words = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
+    words += "sixteen seventeen eighteen nineteen twenty".split()
+    text = " ".join((DOCS / "protocol.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"(\w+) figures that the first rank has measured: (\w+) of its steps.*?, (\w+) of the pace.*?, and (\w+) for ",
+        text,
+    )
+    assert said is not None
+    assert [words.index(word) for word in said.groups()] == [MEASURED, step_time.WIDTH, Pace.width, TtftTarget.width]
+    assert MEASURED == step_time.WIDTH + Pace.width + TtftTarget.width
+    of_all = re.search(r"(\w+) figures with their negatives.*for the first (\w+) requests that may be admitted", text)
+    assert of_all is not None
+    assert [words.index(word) for word in of_all.groups()] == [SHARED_FIGURES, CANDIDATES]
 
 
 # ---- links ----

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -225,10 +227,25 @@ def test_operator_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err == "pd-radix: no such model: give --model\n"
 
 
-def test_reader_may_close_the_pipe() -> None:
-    command = f"{sys.executable} -m sglang_pd_radix.tools.cli patches --json | head -c 10"
+@pytest.mark.parametrize("command", ["patches", "reference"])
+def test_what_a_locale_has_no_letters_for_is_told_without(command: str) -> None:
+    program = f"import sys; from sglang_pd_radix.tools import cli; sys.exit(cli.main([{command!r}]))"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
+    assert done.returncode == 0 and b"codec" not in done.stderr
+    assert len(done.stdout) > 10_000
+
+
+@pytest.mark.parametrize("argv, code", [(["patches", "--json"], 128 + signal.SIGPIPE), (["doctor", "--json"], 7)])
+def test_reader_may_close_the_pipe(argv: list[str], code: int) -> None:
+    """Of what had its verdict before the rest of its text met the closed pipe, the exit code is that."""
+    program = (
+        "import sys, time; from sglang_pd_radix.tools import cli, doctor\n"
+        f"doctor.run = lambda args: print('x') or time.sleep(1) or 7\nsys.exit(cli.main({argv}))"
+    )
+    command = f"env -u PYTHONUNBUFFERED {shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -c 0"
     done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
-    assert done.returncode == 0
+    assert done.returncode == code
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -177,7 +178,45 @@ def test_then_its_process_ends(found):
         assert process.wait(timeout=60) == -15
     finally:
         process.kill()
-    assert not drain._lives(process.pid) and drain._lives(os.getpid())
+    own = drain.check_pid(os.getpid())
+    assert drain._lives(os.getpid(), own) and not drain._lives(os.getpid(), own + "0")
+    assert not drain._lives(process.pid, drain._started(process.pid))
+
+
+def test_a_process_that_got_the_number_of_the_worker_s_is_left_alone(found, monkeypatch, capsys):
+    """Minutes lie between the check and the end."""
+    gateway, _, worker, _ = found
+    process, starts = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), ["1"]
+    try:
+        monkeypatch.setattr(drain, "_started", lambda pid: starts.pop() if starts else "2")
+        assert drained(gateway, worker, "--pid", str(process.pid)) == 0
+        assert process.poll() is None and f"process {process.pid} has ended" in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_is_waited_for_and_not_who_gets_its_number_then(monkeypatch):
+    signals, starts = [], ["1", "1", "2"]
+    monkeypatch.setattr(drain, "_started", lambda pid: starts.pop(0) if len(starts) > 1 else starts[0])
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
+    drain.end(os.getpid(), "1", time.monotonic() + 5)
+    assert signals == [signal.SIGTERM]
+
+
+def test_a_drain_whose_time_was_up_goes_on_when_it_is_repeated(found, capsys):
+    """The gateway has let go of the worker by then, and does not know it any more."""
+    gateway, _, worker, _ = found
+    listed, let_go = gateway.answers["/workers"]["workers"], gateway.on_delete
+    has(worker, 1)
+    assert drained(gateway, worker, "--timeout", "0.5") == 1
+    assert "still has 1 running" in capsys.readouterr().err
+    listed[:] = [one for one in listed if one["url"] != f"http://{worker.address}"]
+    has_in_turn(worker, *running(worker, 1, 1, 0))
+    assert drained(gateway, worker) == 0
+    said = capsys.readouterr().err
+    assert f"does not know http://{worker.address}, which answers" in said and "has ended what it had" in said
+    assert gateway.let_go == ["/workers/id-1"] and let_go is gateway.on_delete
 
 
 def test_the_last_of_its_kind_stays(found, capsys):
@@ -230,6 +269,24 @@ def test_a_gateway_that_hangs_up_is_believed_by_its_list(found, capsys, monkeypa
     assert drained(gateway, other) == 1
     said = capsys.readouterr().err
     assert "was asked to let go and did not answer" in said and "still uses it" in said and "Traceback" not in said
+
+
+def test_a_gateway_that_asks_for_a_key_says_which(found, capsys):
+    gateway, _, worker, _ = found
+    gateway.on_delete = lambda path: 401
+    assert drained(gateway, worker) == 1
+    assert "does not let go" in (said := capsys.readouterr().err) and "SGLANG_PD_RADIX_API_KEY" in said
+
+
+def test_something_else_that_answers_is_no_worker(found, capsys):
+    """As the gateway itself, at an address that was mistyped."""
+    gateway, prefill, _, _ = found
+    assert drained(gateway, gateway) == 1
+    assert f"knows no worker http://{gateway.address}" in capsys.readouterr().err
+    gateway.answers["/workers"]["workers"].pop(0)
+    prefill.says("null", POOL)
+    assert drained(gateway, prefill) == 1
+    assert f"knows no worker http://{prefill.address}" in capsys.readouterr().err
 
 
 def test_a_gateway_of_another_kind(found, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from threading import Barrier, Timer
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers import gateway_notice
@@ -87,6 +88,29 @@ def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     gateway.on_delete = lambda path: 500
     gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)
     assert "HTTPError" in caplog.text
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_loopback_address_is_of_the_host_of_the_gateway(gateway, monkeypatch, here):
+    """Another host's worker would be let go of: /etc/hosts has 127.0.1.1 for the name of many a host."""
+    listed = gateway.answers["/workers"]["workers"]
+    listed[0]["url"] = f"http://127.0.1.1:{PORT}"
+    listed.append({"id": "own", "url": f"http://192.0.2.9:{PORT}", "worker_type": "decode", "status": "draining"})
+    monkeypatch.setattr(gateway_notice, "own_addresses", lambda host: {"127.0.1.1", "0.0.0.0", "192.0.2.9"})
+    monkeypatch.setattr(gateway_notice, "_is_here", lambda url: here)
+    gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
+    assert gateway.let_go == [*(["/workers/here"] if here else []), "/workers/own"]
+
+
+def test_which_gateways_are_on_this_host(monkeypatch):
+    assert gateway_notice._is_here("http://127.0.0.1:30002") and gateway_notice._is_here("http://[::1]:30002")
+    assert not gateway_notice._is_here("http://192.0.2.7:30002")
+    assert not gateway_notice._is_here("http://no-such-host.invalid:30002")
+    of_name = {"own": {"10.0.0.5", "fe80::1%eth0"}, "both": {"10.0.0.5", "10.0.0.6"}}
+    monkeypatch.setattr(gateway_notice, "_addresses", of_name.__getitem__)
+    found = {"eth0": [SimpleNamespace(address="10.0.0.5"), SimpleNamespace(address="fe80::1%eth0")]}
+    monkeypatch.setattr(gateway_notice.psutil, "net_if_addrs", lambda: found)
+    assert gateway_notice._is_here("http://own:1") and not gateway_notice._is_here("http://both:1")
 
 
 def test_all_are_told_at_once(monkeypatch):

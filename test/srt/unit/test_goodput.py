@@ -409,6 +409,16 @@ def test_a_side_without_goodput_is_told_as_such():
     assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
 
 
+def test_what_was_not_measured_is_not_said_to_be_too_much():
+    """The search of a side ends at a request that fails, and where somebody interrupts it."""
+    search = goodput.Search()
+    for rate, kept in ((8.0, 0.5), (8.0, 0.7), (4.0, 0.95)):
+        search.told(trial(rate, kept))
+    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search, "off": goodput.Search()}, [])
+    (_, *of_on), of_off = goodput.table(entry)[1]
+    assert (of_on[0], of_on[3:], of_off[1]) == ("4.00", ["below 4", "", ""], "not measured")
+
+
 # ---- a load generator that is late ----
 
 

@@ -351,6 +351,25 @@ def test_the_least_recently_used_makes_room():
     one.check()
 
 
+@pytest.mark.parametrize("policy", ["lfu", "slru"])
+def test_what_is_loaded_has_been_used_to_the_eviction_policy(policy):
+    """Also where nothing is saved behind it: what six requests had outlasts what others have had once since."""
+
+    class Chosen(World):
+        def _hosted(self, sizes, params):
+            params.eviction_policy = policy
+            return super()._hosted(sizes, params)
+
+    one = Chosen(size=256, page_size=PAGE, host=HostSizes(48))
+    hot, cold = tokens(1, 20), [tokens(start, 20) for start in (30, 60, 90)]
+    for prompt in [hot] * 6 + cold:
+        saved(one, prompt, max_new=1)
+        leave_pool(one)
+    assert one.tier.loaded_tokens == 5 * len(hot)
+    assert one.tier.host.peek(hot, None).length == len(hot)
+    assert one.tier.host.peek(cold[0], None).length < len(hot)
+
+
 def test_memory_that_only_saves_hold_is_had_before_anybody_is_retracted():
     one = world(late=True)
     req = serve(one, tokens(1, 16), max_new=30).req
@@ -900,6 +919,36 @@ def test_memory_that_a_container_leaves(files, free, tmp_path):
         (tmp_path / name).write_text(text)
     found, whose = free_bytes(tmp_path)
     assert (found, whose) == (free, "this container") if free is not None else whose == "this machine" and found > 0
+
+
+V1, V2 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"), ("", "memory.max", "memory.current")
+
+
+@pytest.mark.parametrize(("mount", "limit", "used"), [V1, V2], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    ("own", "limits", "free", "whose"),
+    [
+        # The least of its own group and those above it; others' do not count.
+        ("/a/b", {"a/b": 500, "a": 900, "c": 10}, 400, "control group /a/b"),
+        ("/a/b", {"a/b": "max", "a": 300, ".": 900}, 200, "control group /a"),
+        ("/a/b", {".": 900}, 800, "this container"),
+        # As a container sees it whose groups are named as the host's.
+        ("/", {".": 900, "a": 10}, 800, "this container"),
+        ("/../a", {".": 900, "a": 10}, 800, "this container"),
+        (None, {".": 900, "a": 10}, 800, "this container"),
+    ],
+)
+def test_memory_that_a_control_group_leaves(tmp_path, mount, limit, used, own, limits, free, whose):
+    root, listed = tmp_path / "cgroup", tmp_path / "listed"
+    for name, most in limits.items():
+        group = root / mount / name
+        group.mkdir(parents=True, exist_ok=True)
+        for file, text in ((limit, f"{most}\n"), (used, "100\n"), ("memory.stat", "")):
+            (group / file).write_text(text)
+    if own is not None:
+        # Of v1 each controller has a hierarchy of its own.
+        listed.write_text(f"3:cpu,{mount}:{own}\n0::/elsewhere\n" if mount else f"3:memory:/elsewhere\n0::{own}\n")
+    assert free_bytes(root, listed) == (free, whose)
 
 
 def asks_for_host_memory(**given: Any) -> Any:

@@ -151,3 +151,9 @@ def test_a_worker_that_never_tells_what_it_is(found, monkeypatch, capsys):
     monkeypatch.setattr(join, "TIMEOUT_S", 5)
     assert joined(gateway, worker) == 1
     assert "does not tell its --disaggregation-bootstrap-port" in capsys.readouterr().err and not gateway.asked
+
+
+def test_a_gateway_that_cannot_be_one_is_told_before_anything_is_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(join, "wait_ready", lambda url, deadline: pytest.fail("nothing may be waited for"))
+    assert cli.main(["join", "127.0.0.1:1", "--gateway", "10.0.0.3:999999"]) == 1
+    assert "10.0.0.3:999999: give HOST:PORT" in capsys.readouterr().err

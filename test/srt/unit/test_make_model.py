@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,6 +205,45 @@ def test_kv_per_token_is_worth_a_transfer(models):
 def test_impossible_sizes_are_refused(shape, message, tmp_path):
     with pytest.raises(PdRadixError, match=message):
         make_model(tmp_path / "m", shape)
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("first, then", [("eagle", "qwen3"), ("qwen3.5", "qwen3"), ("qwen3", "eagle")])
+def test_an_earlier_model_of_another_kind_is_replaced(first, then, tmp_path):
+    """Also one whose write has ended half-way."""
+    small = dict(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, intermediate=32, vocab=2400)
+    path = make_model(tmp_path / "m", ModelShape(first, **small))
+    (path / "model.safetensors.partial").write_bytes(b"half")
+    if first == "eagle":
+        (path / DRAFT / "config.json.partial").write_bytes(b"half")
+    make_model(path, ModelShape(then, **small))
+    assert {one.name for one in path.iterdir()} == FILES | ({DRAFT} if then == "eagle" else set())
+    if then == "eagle":
+        assert {one.name for one in (path / DRAFT).iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_what_is_beside_a_draft_is_left_alone(tmp_path):
+    (tmp_path / DRAFT).mkdir()
+    (tmp_path / DRAFT / "thesis.tex").write_text("x")
+    with pytest.raises(PdRadixError, match=rf"{DRAFT}/thesis\.tex"):
+        make_model(tmp_path)
+    assert (tmp_path / DRAFT / "thesis.tex").read_text() == "x"
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(PdRadixError, match="cannot write the model to .*: No space left on device"):
+        make_model(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_too_large_for_memory_is_one_clear_error(tmp_path):
+    with pytest.raises(PdRadixError, match="a model of these sizes does not fit into memory: give smaller ones"):
+        make_model(tmp_path / "m", ModelShape(hidden=10**14))
     assert not (tmp_path / "m").exists()
 
 

@@ -176,9 +176,28 @@ def test_without_hosts_a_cluster_is_as_it_was(tmp_path):
     for process in Cluster("m", env={"UCX_TLS": "all"}, log_dir=tmp_path).plan():
         assert process.command[0] == sys.executable and process.url.startswith("http://127.0.0.1:")
         assert process.env["UCX_TLS"] == "all"
-        assert {name: process.env.get(name) for name in ("SGLANG_HOST_IP", "UCX_NET_DEVICES", "no_proxy")} == {
-            name: os.environ.get(name) for name in ("SGLANG_HOST_IP", "UCX_NET_DEVICES", "no_proxy")
+        assert {name: process.env.get(name) for name in ("SGLANG_HOST_IP", "UCX_NET_DEVICES")} == {
+            name: os.environ.get(name) for name in ("SGLANG_HOST_IP", "UCX_NET_DEVICES")
         }
+
+
+@pytest.mark.parametrize(
+    "given, direct",
+    [
+        ({}, "127.0.0.1,::1,localhost"),
+        ({"no_proxy": "a.b,localhost", "NO_PROXY": "c.d"}, "a.b,localhost,c.d,127.0.0.1,::1"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_a_proxy_is_not_asked_for_what_is_on_this_machine(tmp_path, monkeypatch, given, direct):
+    """A worker's own warm-up was, and the worker ended."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**given, "http_proxy": "http://10.9.9.9:3128"}.items():
+        monkeypatch.setenv(name, value)
+    plan = Cluster("m", log_dir=tmp_path, pegaflow=[], decode_env={"X": "1"}).plan()
+    assert {(process.env["no_proxy"], process.env["NO_PROXY"]) for process in plan} == {(direct, direct)}
+    assert {process.env["http_proxy"] for process in plan} == {"http://10.9.9.9:3128"}
 
 
 def test_a_benchmark_over_a_link_has_both_sides_on_one_host(tmp_path):

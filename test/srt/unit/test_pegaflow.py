@@ -444,6 +444,9 @@ FLAG = "--enable-pegaflow"
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
 DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
 DECODE_RADIX = [*DECODE, "--disaggregation-decode-enable-radix-cache"]
+SEED = "--remote-instance-weight-loader-seed-instance"
+REMOTE = ["--load-format", "remote_instance", f"{SEED}-ip", "10.0.0.1", f"{SEED}-service-port", "30000"]
+REMOTE += ["--remote-instance-weight-loader-send-weights-group-ports", "[30001]"]
 
 
 @pytest.fixture(scope="module")
@@ -482,11 +485,16 @@ def check(model, monkeypatch):
         (["--pp-size", "2"], "--pipeline-parallel-size"),
         (["--is-embedding"], "--is-embedding"),
         (DECODE, "without --disaggregation-decode-enable-radix-cache"),
+        (REMOTE, "with --load-format remote_instance the weights are others than the files'"),
         (["--pegaflow-endpoint", "10.0.0.1:50055"], "--pegaflow-allow-non-loopback"),
         (["--pegaflow-endpoint", "0.0.0.0:50055"], "--pegaflow-allow-non-loopback"),
         (["--pegaflow-endpoint", "here"], "HOST:PORT"),
+        (["--pegaflow-endpoint", "http://[::"], "HOST:PORT"),
         (["--pegaflow-endpoint", "127.0.0.1:1"], "no PegaFlow server answers at http://127.0.0.1:1"),
         (["--pegaflow-endpoint", "127.0.0.1:1", *DECODE_RADIX], "no PegaFlow server answers"),
+        # A name tells whose the weights are.
+        (["--pegaflow-endpoint", "127.0.0.1:1", *REMOTE, "--pegaflow-namespace", "a"], "no PegaFlow server answers"),
+        (["--pegaflow-endpoint", "http://127.0.0.1.example.net:50055"], "--pegaflow-allow-non-loopback"),
     ],
 )
 def test_refused_before_the_model_is_loaded(check, options, named):

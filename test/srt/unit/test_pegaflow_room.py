@@ -16,6 +16,7 @@ from decode_world import World
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_gauges_mixin import kept_for_copies
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.pegaflow import prefetches
 from sglang.srt.mem_cache.pegaflow import tree as pegaflow_tree
@@ -122,6 +123,32 @@ def test_what_loads_and_saves_hold_is_not_retractable():
     one.session.end_saves()
     one.step()
     assert one.queue._budget().retractable == private
+
+
+def test_what_a_server_that_hangs_keeps_is_told_apart_from_a_leak():
+    """As the alarm for a leak reckons: what is neither free nor only the tree's, without what copies keep."""
+    one = PegaFlowWorld(size=256)
+    tree, pool = one.tree, one.tree.pool
+
+    def unaccounted() -> int:
+        return pool.size - pool.available_size() - tree.evictable_size() - kept_for_copies(tree)
+
+    for last in (50, 90):
+        one.bring([*range(16), *range(last, last + 8)], max_new=2)
+        one.decode()
+    other = list(range(100, 132))
+    one.session.store |= hashes_of(one.tree, other)
+    one.arrive(other)
+    one.step()
+    assert one.session.saves and one.session.loads, "the server is to read and to write"
+    assert kept_for_copies(one.tree) > 32 and not unaccounted()
+    # A lock that nobody gives back is no copy's.
+    (node,) = one.tree.root_node.children.values()
+    one.tree.inc_lock_ref(node)
+    while one.session.saves:
+        one.session.end_saves()
+        one.tree.advance()
+    assert kept_for_copies(one.tree) == 32 and unaccounted() == len(node.key) == 16
 
 
 def test_a_save_waits_for_a_request_that_needs_all():

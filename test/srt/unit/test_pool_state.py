@@ -13,7 +13,10 @@ from decode_world import World
 from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.chunk_cache import ChunkCache, SWAChunkCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
+from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
 from sglang.srt.observability import thread_time
 
 
@@ -119,6 +122,29 @@ def test_pools_of_several_kinds_are_left_alone(scheduler):
     scheduler.step, scheduler.tree_cache = (lambda: None), object.__new__(OtherCache)
     scheduler.process_decode_queue()
     assert scheduler.kv_used_peak == 0
+
+
+@pytest.mark.parametrize("tree", [HiRadixCache, MambaRadixCache, SWARadixCache, SWAChunkCache])
+def test_a_worker_whose_figures_are_of_no_one_pool_tells_its_requests(scheduler, monkeypatch, tree):
+    """A prefill with a hierarchical cache, of a hybrid model or one with windows: it drains by these, and by nothing
+    else that it says."""
+    engine, said = Scheduler.__bases__[-1], SimpleNamespace(internal_state={"version": 1})
+    monkeypatch.setattr(engine, "get_internal_state", lambda self, asked: said)
+    monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: False)
+    monkeypatch.setattr(Scheduler, "kv_manager", lambda self: None)
+    scheduler.tree_cache, scheduler.req_to_token_pool = object.__new__(tree), scheduler.world.pool
+    scheduler.server_args = SimpleNamespace(dp_size=1)
+    scheduler.disaggregation_mode = DisaggregationMode.PREFILL
+    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+    scheduler.last_batch = scheduler.chunked_req = None
+    req = scheduler.world.arrive(list(range(1, 9))).req
+    came = time.perf_counter() - 5
+    req.time_stats = SimpleNamespace(decode_prealloc_queue_entry_time=0.0, prefill_bootstrap_queue_entry_time=came)
+    scheduler.disagg_prefill_inflight_queue, scheduler.waiting_queue = [req], []
+    pool = scheduler.get_internal_state(None).internal_state["kv_pool"]
+    assert pool["requests"] == {"bootstrap": 0, "waiting": 0, "running": 0, "sending": 1} and pool["idle"] is False
+    assert [each["rid"] for each in pool["oldest"]] == [req.rid]
+    assert pool["req_slots"] and not {"size", "available", "evictable", "protected", "used_peak"} & {*pool}
 
 
 @pytest.mark.parametrize(("dp_size", "dp_rank", "told"), [(1, None, None), (2, 0, 0), (2, 1, 1)])

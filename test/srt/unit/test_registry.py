@@ -270,6 +270,19 @@ def test_patch_set_is_documented_and_pinned_to_the_installed_engine(capsys: pyte
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("form", [[], ["--markdown"], ["--json"]])
+def test_the_command_names_what_has_drifted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: list[str]
+) -> None:
+    """For who moves the patch set to another engine (docs/release.md)."""
+    found = [registry.Drift("sglang.srt.base:Base.ready", "changed"), registry.Drift("sglang.srt.base:Base.go", "gone")]
+    monkeypatch.setattr(registry, "check_pins", lambda: found)
+    assert cli.main(["patches", *form]) == 1
+    said = capsys.readouterr()
+    assert said.err == "".join(f"pd-radix: {one}\n" for one in found)
+    assert "Base.go" not in said.out
+
+
 def test_register_of_the_patch_set_needs_no_engine_import() -> None:
     before = set(sys.modules)
     registry.replacements()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import draining_worker
 import pytest
@@ -470,3 +472,44 @@ def test_a_gateway_lets_go_before_anything_is_refused(tmp_path):
             worker.kill()
         assert begun == [(200, '"done"')] and status == 0
         assert log.index("sends nothing any more") < log.index("no new request is taken")
+
+
+def test_a_scheduler_that_does_not_answer_is_not_waited_for_where_the_engine_would_not():
+    """Its health check has failed, and no request is here."""
+    asked = []
+
+    async def never() -> list[dict]:
+        asked.append(time.monotonic())
+        manager.server_status.name = "UnHealthy"
+        await asyncio.sleep(600)
+        return []
+
+    manager: Any = SimpleNamespace(rid_to_state={}, server_status=SimpleNamespace(name="Up"), get_internal_state=never)
+    server: Any = SimpleNamespace(server_state=SimpleNamespace(connections=[]))
+
+    async def left() -> str:
+        return await drain.Drain(server, None, 60).wait_empty(manager, time.monotonic() + 60)
+
+    began = time.monotonic()
+    assert asyncio.run(left()) == "the scheduler does not answer"
+    assert time.monotonic() - began < 30 and len(asked) == 1
+
+
+def test_a_scheduler_that_takes_its_time_is_asked_once_and_believed(monkeypatch):
+    """Longer than a slice: its answers are the worker's quiet all the same."""
+    monkeypatch.setattr(drain, "LOOK_S", 0.05)
+    asked = []
+
+    async def slow() -> list[dict]:
+        asked.append(time.monotonic())
+        await asyncio.sleep(0.3)
+        return [{"kv_pool": {"idle": True}}]
+
+    manager: Any = SimpleNamespace(rid_to_state={}, server_status=SimpleNamespace(name="Up"), get_internal_state=slow)
+    server: Any = SimpleNamespace(server_state=SimpleNamespace(connections=[]))
+
+    async def left() -> str:
+        return await drain.Drain(server, None, 60).wait_empty(manager, time.monotonic() + 60)
+
+    assert asyncio.run(left()) == ""
+    assert all(later - earlier >= 0.3 for earlier, later in itertools.pairwise(asked))

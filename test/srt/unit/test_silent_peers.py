@@ -6,6 +6,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -433,6 +434,51 @@ def test_a_decode_rank_is_looked_at_before_it_can_end(monkeypatch) -> None:
     lost.wait_senders(KVPoll.Failed)
     with pytest.raises(RuntimeError, match="decode 127.0.0.1:5555 is gone"):
         lost.senders[0].failure_exception()
+
+
+def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None:
+    """However many of its requests come after that, which fail all the same; and once more where it has come back."""
+    refused: set[tuple[str, int]] = set()
+    monkeypatch.setattr(peer_liveness, "refusing", lambda endpoints: refused & set(endpoints))
+    books: Any = SimpleNamespace(rooms=Rooms(), transfer_infos={})
+    gone_ones: list[int] = []
+    watch = peer_watch.DecodeWatch(
+        books.rooms,
+        lambda room: (),
+        SimpleNamespace(sweep=lambda: None),  # type: ignore[arg-type]
+        peer_watch.Unclaimed(books),
+        lambda: gone_ones.append(1),
+    )
+
+    class Sender:
+        bootstrap_room = 0
+
+        def has_failed(self) -> bool:
+            return False
+
+        def poll(self) -> int:
+            return 0
+
+    def come(rooms: Iterable[int]) -> list[bool]:
+        failed = []
+        for room in rooms:
+            books.rooms.note_waiting(room, "10.0.0.7", 5000)
+            sender: Any = Sender()
+            sender.bootstrap_room = room
+            books.rooms.begin(room, sender)
+            watch._check()
+            failed.append(room in books.rooms.refused or room not in books.rooms.live)
+        return failed
+
+    assert come([0]) == [False]
+    refused.add(("10.0.0.7", 5000))
+    assert come(range(1, 5)) == [True] * 4
+    assert len(gone_ones) == 1 and caplog.text.count("is gone, and with it") == 1
+    refused.clear()
+    assert come([5]) == [False]
+    refused.add(("10.0.0.7", 5000))
+    assert come([6, 7]) == [True] * 2
+    assert len(gone_ones) == 2 and caplog.text.count("is gone, and with it") == 2
 
 
 def test_who_speaks_for_the_first_time_is_noted_once() -> None:

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.host_tier.storage import add_storage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, model_folder, page_names, rank_folder, weights_id
 from sglang.srt.mem_cache.host_tier.storage_options import options_of, read_options
+from sglang.srt.mem_cache.pegaflow.pages import model_namespace
 from storage_world import StorageWorld
 from test_traps import tokens
 
@@ -36,6 +37,8 @@ def options(path: Any, **given: Any) -> Any:
         "hicache_storage_backend": "file",
         "hicache_storage_backend_extra_config": None,
         "hicache_storage_prefetch_policy": "best_effort",
+        "tp_size": 1,
+        "pegaflow_namespace": "",
     }
     return SimpleNamespace(**{**args, **given})
 
@@ -93,6 +96,57 @@ def test_other_weights_have_another_folder(model, tmp_path):
     assert model_folder(options(model), "llama-1") == named != model_folder(options(model), "llama-2")
     with pytest.raises(ValueError, match="--hicache-storage-backend cannot tell which weights .*: download"):
         weights_id(str(tmp_path / "nothing"), None)
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """Files of a model's experts for KTransformers."""
+    path = tmp_path / "experts"
+    path.mkdir()
+    (path / "experts.safetensors").write_bytes(b"weights")
+    os.utime(path / "experts.safetensors", (1, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/a"}'},
+        {"custom_weight_loader": ["m.f"]},
+        {"modelopt_checkpoint_restore_path": "/r"},
+        {"modelopt_quant": "fp8"},
+        {"quantize_and_serve": True},
+        {"rl_quant_profile": "/p"},
+        {"kt_weight_path": "{experts}"},
+    ],
+)
+def test_options_that_change_weights_are_in_the_folder_and_in_a_namespace_of_pegaflow(model, experts, given):
+    given = {name: str(experts) if value == "{experts}" else value for name, value in given.items()}
+    for named in (lambda args: model_folder(args, None), model_namespace):
+        assert named(options(model, **given)) != named(options(model))
+
+
+def test_of_experts_apart_from_the_model_files_and_options_count(model, experts):
+    kt = {"kt_weight_path": str(experts), "kt_method": "AMXINT4", "kt_num_gpu_experts": 0}
+    given = [kt, *({**kt, name: value} for name, value in (("kt_method", "AMXINT8"), ("kt_num_gpu_experts", 1)))]
+    given.append({**kt, "kt_max_deferred_experts_per_token": 1})
+    for named in (lambda args: model_folder(args, None), model_namespace):
+        names = [named(options(model, **one)) for one in given]
+        os.utime(experts / "experts.safetensors", (2, 2))
+        names.append(named(options(model, **kt)))
+        assert len(set(names)) == len(names)
+        os.utime(experts / "experts.safetensors", (1, 1))
+    # Without a path the engine looks at none of them; and a name is of these weights too.
+    assert model_namespace(options(model, kt_num_gpu_experts=1)) == model_namespace(options(model))
+    named = model_folder(options(model, **kt), "name")
+    os.utime(experts / "experts.safetensors", (2, 2))
+    assert model_folder(options(model, **kt), "name") == named != model_folder(options(model), "name")
+
+
+def test_what_is_not_set_changes_no_name_of_pegaflow(model):
+    """What a server has of an ordinary engine is found by one that has these options."""
+    unset = {"model_loader_extra_config": "{}", "custom_weight_loader": [], "modelopt_quant": None, "kt_method": None}
+    assert model_namespace(options(model, **unset, quantize_and_serve=False)) == model_namespace(options(model))
 
 
 def test_a_draft_has_a_part_in_the_name(model, tmp_path):
@@ -186,6 +240,8 @@ def test_the_engines_limits(tmp_path):
         ('{"prefetch_threshold": 1.5}', "prefetch_threshold 1.5: give a number"),
         ('{"prefetch_timeout_base": -1}', "prefetch_timeout_base -1: give a number"),
         ('{"prefetch_timeout_base": true}', "prefetch_timeout_base True: give a number"),
+        (f'{{"prefetch_timeout_base": {10**400}}}', "prefetch_timeout_base 10.*: give a number of 0 or more, at most"),
+        (f'{{"prefetch_timeout_per_ki_token": {10**400}}}', "per_ki_token 10.*: give a number"),
         ('{"weights": ""}', "weights '': give a name"),
         ("@nowhere.json", "cannot be read"),
         ("@pyproject.ini", "cannot be read|ends in .json"),

@@ -13,6 +13,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from waiting import until
 
@@ -182,6 +183,9 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "m/x", "--port", "70000"], "give 1 to 65535"),
         (["--model-path", "m/x", "--host", "203.0.113.9"], "^--host 203.0.113.9: "),
         (["--model-path", "m/x", "--host", "no such host"], "^--host no such host: "),
+        (["--model-path", "m/x", "--host", "localhost"], "^--host localhost: give an IP address"),
+        (["--model-path", "m/x", "--router-args", "--port 29999"], "--port is set by .* options of the router"),
+        (["--model-path", "m/x", "--router-args=--decode=http://x:1"], "--decode is set by"),
         (["--model-path", "~nobody-at-all/x"], "no model at ~nobody-at-all/x"),
         (["--model-path", "m/x", "--timeout", "0"], "above 0"),
         (["--model-path", "m/x", "--timeout", "nan"], "above 0"),
@@ -289,6 +293,31 @@ def test_what_is_compared_is_on_the_same_gpus():
         gpu_placement([["--base-gpu-id", "3", "--tp", "2"], []], 4)
     with pytest.raises(PdRadixError, match="needs 2 GPUs"):
         gpu_placement([["--tp=2"]], 1)
+
+
+def test_dp_ranks_have_gpus_of_their_own_unless_they_share_attention():
+    ranks = ["--dp-size", "2"]
+    assert [option_value(extra, "--base-gpu-id") for extra, _ in gpu_placement([ranks, ranks], 4)] == ["0", "2"]
+    assert [wave for _, wave in gpu_placement([ranks, ranks], 2)] == [0, 1]
+    with pytest.raises(PdRadixError, match="needs 2 GPUs and this machine has 1: lower --tp or --dp-size"):
+        gpu_placement([ranks, ranks], 1)
+    shared = ["--tp", "2", "--data-parallel-size=2", "--enable-dp-attention"]
+    assert [option_value(extra, "--base-gpu-id") for extra, _ in gpu_placement([shared, shared], 4)] == ["0", "2"]
+    assert compared_on(ranks, [[], []], 1, 6) == [["--base-gpu-id", "2"]] * 2
+    with pytest.raises(PdRadixError, match="--tp, --pp and --dp-size take a number"):
+        gpu_placement([["--dp-size", "x"]], 1)
+
+
+def test_threads_of_all_ranks_are_as_many_as_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(cluster_module.plan.cpu_host, "active", lambda: True)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(*args):
+        plan = Cluster("m", log_dir=tmp_path, common_args=args, decode=3).plan()
+        return {process.env["OMP_NUM_THREADS"] for process in plan if process.is_worker}
+
+    assert (threads(), threads("--tp", "2"), threads("--dp-size", "2", "--tp", "2")) == ({"4"}, {"2"}, {"1"})
 
 
 # -- ports, logs, reasons
@@ -536,6 +565,8 @@ def test_each_router_has_its_own_decode_workers(fake, tmp_path):
             assert cluster.prefill_urls[0] in args
             assert cluster.decode_urls[i] in args and cluster.decode_urls[1 - i] not in args
         assert args[-2:] == ["--policy", "random"]
+    with pytest.raises(PdRadixError, match="--host is set by"):
+        Cluster("m", routers={"off": ([0], ["--host", "::1"])})
     with pytest.raises(PdRadixError, match=r"routers: off routes to \[2\], and decode workers are 0 to 1"):
         Cluster("m", decode=2, routers={"off": ([2], [])})
 
@@ -623,8 +654,17 @@ def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, m
 
 def test_time_limit_names_who_is_not_ready(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_PREFILL", "never")
-    with pytest.raises(PdRadixError, match=r"not ready after 1 s: prefill-0 is starting.*--timeout"):
+    with pytest.raises(PdRadixError, match=r"not ready after 1 s: prefill-0 is starting. Logs are in [^;]*$"):
         Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=1).start()
+    # That command alone has the option.
+    _, err = start_up(fake, tmp_path, "--timeout", "1").communicate(timeout=60)
+    assert f"Logs are in {tmp_path / 'logs'}; give more time with --timeout if they show progress\n" in err
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e10])
+def test_a_start_may_take_for_ever(fake, tmp_path, timeout_s):
+    with Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=timeout_s) as cluster:
+        assert cluster.alive()
 
 
 def test_refused_request_is_not_repeated_until_the_time_limit(fake, tmp_path, monkeypatch):
@@ -795,6 +835,38 @@ def test_a_file_that_a_killed_one_has_left_is_no_deployment(tmp_path, pid):
     up.check_unowned(file)
 
 
+def test_a_symbolic_link_for_the_json_file_stays_one(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "others" / "up.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for document in ({"owner_pid": 1}, {"owner_pid": 2}):
+        up.check_json(link)
+        up.write_json(link, document)
+        assert link.is_symlink() and not target.is_symlink() and json.loads(target.read_text()) == document
+    assert [file.name for file in target.parent.iterdir()] == ["up.json"]
+
+
+def test_a_pipe_for_the_json_file_is_written_into(fake, tmp_path):
+    """Or what reads `--json >(...)` waits for ever; and /dev/null would be a file from then on."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    up.check_json(pipe)
+    with pytest.raises(PdRadixError, match=f"cannot write {pipe}: nobody reads it"):
+        up.write_json(pipe, {})
+    assert pipe.is_fifo()
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    process = start_up(fake, tmp_path, "--json", str(pipe))
+    try:
+        document = json.loads(reader.communicate(timeout=60)[0])
+        assert document["owner_pid"] == process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        reader.kill()
+    assert process.returncode == 0, err
+    assert pipe.is_fifo()
+
+
 def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -821,3 +893,37 @@ def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "decode-0 exited with code 1: MemoryError: no more" in err
+
+
+def watchdog_of(process):
+    """The process that ends the servers of this `pd-radix up` once that is gone."""
+    return next(child for child in psutil.Process(process.pid).children() if "process_group.py" in str(child.cmdline()))
+
+
+def test_a_failure_is_told_without_the_watchdog_too(fake, tmp_path):
+    """Its closed pipe took the place of the cause, and `main` took that for `| head`."""
+    process = start_up(fake, tmp_path)
+    until((tmp_path / "up.json").exists, "no JSON file")
+    document = json.loads((tmp_path / "up.json").read_text())
+    watchdog = watchdog_of(process)
+    watchdog.kill()
+    until(lambda: watchdog.status() == psutil.STATUS_ZOMBIE, "the watchdog lives")
+    os.kill(next(entry["pid"] for entry in document["processes"] if entry["role"] == "decode"), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "decode-0 was killed" in err and "Traceback" not in err
+    assert not (tmp_path / "up.json").exists()
+
+
+def test_a_signal_for_everybody_leaves_the_watchdog(fake, tmp_path):
+    """systemd has it sent to all processes of a unit."""
+    process = start_up(fake, tmp_path)
+    until((tmp_path / "up.json").exists, "no JSON file")
+    watchdog = watchdog_of(process)
+    for signum in process_group.ENDS:
+        watchdog.send_signal(signum)
+    time.sleep(0.3)
+    assert watchdog.is_running() and watchdog.status() != psutil.STATUS_ZOMBIE
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped; logs are in" in err and not (tmp_path / "up.json").exists()
+    assert not psutil.pid_exists(watchdog.pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -335,6 +336,47 @@ def test_only_what_is_passed_exits_with_0(monkeypatch, capsys, tmp_path, failure
     assert cli.main(["verify", "--json", str(out)]) == code
     assert json.loads(out.read_text())["passed"] is (code == 0)
     assert ("PASSED" in capsys.readouterr().out) is (code == 0)
+
+
+def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(verify.doctor, "diagnose", list)
+    monkeypatch.setattr(verify, "_verify", lambda args, model, logs, records, verdict: verdict.failures.append("wrong"))
+    out = tmp_path / "x.json"
+    with monkeypatch.context() as patched:
+        patched.setattr(verify.sys, "stdout", Closed())
+        with pytest.raises(BrokenPipeError):
+            verify.run(cli.build_parser("verify").parse_args(["verify", "--json", str(out)]))
+    assert json.loads(out.read_text())["failures"] == ["wrong"]
+
+
+@pytest.mark.parametrize("when", ["starting", "asking", "judging", "passed", "interrupted"])
+def test_logs_that_an_error_names_stay(monkeypatch, capsys, tmp_path, when) -> None:
+    monkeypatch.setattr(verify.doctor, "diagnose", list)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def found(args, model, logs, records, verdict):
+        (logs / "decode-0.log").write_text("x")
+        records.mkdir()
+        if when == "interrupted":
+            raise KeyboardInterrupt
+        if when == "asking":
+            verdict.setting["model"] = "m"
+        if when == "judging":
+            verdict.failures.append("KV is wrong")
+        elif when != "passed":
+            raise PdRadixError(f"decode-0 has ended; its log is {logs / 'decode-0.log'}")
+
+    monkeypatch.setattr(verify, "_verify", found)
+    assert cli.main(["verify"]) == {"passed": 0, "interrupted": 130}.get(when, 1)
+    said = capsys.readouterr()
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ([] if when in ("passed", "interrupted") else ["decode-0.log"])
+    assert all(str(path.parent) in said.out + said.err for path in left)
+    assert len([*tmp_path.iterdir()]) == len(left)
 
 
 def test_what_was_found_is_written_when_it_is_interrupted(monkeypatch, tmp_path) -> None:

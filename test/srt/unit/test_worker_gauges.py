@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 from code_texts import HOLE, handed
 from decode_world import World
+from prometheus_client import multiprocess
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
@@ -158,6 +159,70 @@ def test_an_idle_worker_audits_itself_once_for_what_it_has_done(scheduler, regis
     assert audits == [[]] and told(registry, "decode_audit_faults") == {"": 1}
 
 
+def test_faults_are_logged_where_they_are_found_and_once(scheduler, caplog):
+    """Of several TP ranks only the first answers /get_server_info; what another has found is in its log."""
+    many = [f"fault {n}" for n in range(30)]
+    for faults in (None, [], ["one", "another"], ["one", "another"], [], [], many, None, many):
+        scheduler.publish_audit(faults)
+    told_of = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+    assert told_of[0] == "The audit of tree and pools has found 2 contradictions: one; another"
+    assert "30 contradictions: fault 0; " in told_of[1] and told_of[1].endswith("fault 9; and 20 more")
+    assert len(told_of) == 2
+
+
+def test_what_one_of_several_tp_ranks_shows(monkeypatch, tmp_path):
+    """They write the same series: of a fault, and of what is held, the worst counts and not the last to write."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    transfer = worker_gauges.InHand(
+        SimpleNamespace(
+            time_stats=SimpleNamespace(
+                decode_prealloc_queue_entry_time=time.perf_counter() - 100, decode_transfer_queue_entry_time=0.0
+            )
+        ),
+        "transfer",
+    )
+    # The second has ended in the meantime what the first has not.
+    for rank, (faults, held, free, found) in enumerate(((3, 96, 10, [transfer]), (0, 0, 106, []))):
+        one = prometheus_client.values.MultiProcessValue(lambda rank=rank: rank)
+        monkeypatch.setattr(prometheus_client.values, "ValueClass", one)
+        own = prometheus_client.CollectorRegistry()
+        with monkeypatch.context() as patched:
+            patched.setattr(prometheus_client, "Gauge", partial(prometheus_client.Gauge, registry=own))
+            gauges = worker_gauges.WorkerGauges({"model_name": "m", "engine_type": "decode"})
+        gauges.write_faults(faults)
+        gauges.write_quarantine(held)
+        gauges.write_pools({"kv": (128, free)})
+        gauges.write_requests(found)
+    seen = prometheus_client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(seen, path=str(tmp_path))
+    assert told(seen, "decode_audit_faults") == {"": 3}
+    assert told(seen, "decode_quarantined_tokens") == {"": 96}
+    assert told(seen, "pd_pool_free") == {"kv": 10} and told(seen, "pd_pool_size") == {"kv": 128}
+    assert told(seen, "pd_oldest_request_seconds")["transfer"] >= 100
+    # A count, of which each rank has the same but for a moment.
+    assert told(seen, "pd_requests")["transfer"] == 0
+
+
+def test_what_copies_keep_of_the_pool_is_told_apart_from_what_nobody_gives_back(scheduler, registry, monkeypatch):
+    """A save locks its node and all above it, whoever else holds them."""
+    world = scheduler.world
+    tree, saving = world.tree, []
+    monkeypatch.setattr(type(tree), "nodes_in_use", lambda self: saving)
+    for prompt in (list(range(1, 13)), [*range(1, 9), *range(50, 58)]):
+        decode_req = world.arrive(prompt)
+        world.handshake(decode_req)
+        world.step()
+        world.complete(decode_req)
+        world.step()
+        world.finish(decode_req.req)
+    scheduler.publish_gauges()
+    assert told(registry, "decode_copying_tokens") == {"": 0}
+    saving += [node for node in tree.root_node.children.values() for node in node.children.values()]
+    assert sorted(len(node.key) for node in saving) == [4, 8]
+    scheduler.publish_gauges()
+    assert told(registry, "decode_copying_tokens") == {"": 20}
+
+
 def test_the_oldest_come_first(scheduler):
     now = time.perf_counter()
     reqs = [scheduler.world.arrive(list(range(n, n + 8))).req for n in range(1, 8)]
@@ -205,6 +270,10 @@ def test_prefill_has_each_request_once():
 
 # ---- causes ----
 
+WINDOWS = "there are 3 pages of its state or window, and decode expects 4"
+NO_DIGESTS = "decode asks for digests of pages, which this prefill's KV pool does not have"
+CUT = "prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)"
+
 
 @pytest.mark.parametrize(
     ("reason", "cause"),
@@ -219,6 +288,11 @@ def test_prefill_has_each_request_once():
         ("the handshake with prefill chatroom-0:1 failed: 1: 1", OTHER),
         ("prefill mooncake-0.svc:8998 is gone: it refuses connections", "peer_lost"),
         ("prefill reported: transfer over NIXL failed: ERR", "backend"),
+        # The two workers do not fit each other, whoever finds it.
+        (f"transfer over Mooncake failed: RuntimeError: {WINDOWS}", "mismatch"),
+        (f"transfer over NIXL failed: {ValueError(NO_DIGESTS)!r}", "mismatch"),
+        (f"prefill reported: refused decode's request for KV: {CUT}", "mismatch"),
+        ("transfer over Mooncake failed: RuntimeError: its state could not be written to 10.0.0.1:1", "backend"),
         ("refused decode's request for KV: decode gave the request up", "gave_up"),
         ("no reason was recorded", ELSEWHERE),
         ("failed on another rank of decode", ELSEWHERE),

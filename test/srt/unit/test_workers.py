@@ -53,6 +53,24 @@ def test_what_is_not_told_of_is_not_sound(missing: str) -> None:
     assert workers.pool_problems("decode-0", pool, True) == [f"decode-0 does not tell its {missing}"]
 
 
+KV_FIGURES = ("size", "available", "evictable", "protected")
+
+
+def test_a_pool_of_several_kinds_is_judged_by_its_rows_and_buffers() -> None:
+    """As of a prefill worker of a hybrid model; a decode worker with the flag has one pool."""
+    pool = {name: figure for name, figure in PLAIN.items() if name not in KV_FIGURES}
+    assert workers.pool_problems("prefill-0", pool, False) == []
+    (problem,) = workers.pool_problems("prefill-0", pool | {"free_req_slots": 7}, False)
+    assert "1 rows of the table are lost" in problem
+    (problem,) = workers.pool_problems("prefill-0", pool | {"idle": False}, False)
+    assert "not idle" in problem
+    (problem,) = workers.pool_problems("decode-0", pool | {"locks_taken": 0, "locks_released": 0, "audit": []}, True)
+    assert problem == "decode-0 does not tell its size and available and evictable and protected"
+    # Half of them is none of the two.
+    (problem,) = workers.pool_problems("prefill-0", pool | {"size": 64}, False)
+    assert problem == "prefill-0 does not tell its available and evictable and protected"
+
+
 def test_a_worker_that_does_not_count_is_named() -> None:
     with pytest.raises(PdRadixError, match="/decode/metrics does not have sglang:decode_prefix_hit_tokens_total"):
         hold(True, uncounted="reused_tokens")
@@ -65,7 +83,7 @@ def test_only_the_run_with_the_flag_must_tell_of_a_tree(flag: bool) -> None:
     assert [sorted(pool) for pool in run.pools.values()][1].count("audit") == flag
 
 
-def test_a_tree_of_the_engine_s_over_several_kinds_of_kv_tells_of_no_pool() -> None:
+def test_a_worker_of_an_earlier_version_may_tell_of_no_pool() -> None:
     """As of a prefill worker of a hybrid model, on which the demo, the benchmark and verify ended."""
     run = hold(True, untold="prefill")
     assert list(run.pools) == ["decode-0"] and not run.problems
@@ -90,3 +108,10 @@ def test_dp_ranks_are_called_by_their_numbers() -> None:
     assert list(run.pools) == ["prefill-0", *(f"decode-0 rank {rank}" for rank in range(3))]
     assert [pool.get("dp_rank") for pool in run.pools.values()] == [None, 0, 1, 2]
     assert run.problems == ["decode-0 rank 1: a fault"]
+
+
+def test_a_worker_that_asks_for_a_key_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "http", lambda *args, **more: (401, b"no"))
+    for ask in (lambda: workers.server_info("http://w"), lambda: workers.summed_counters(["http://w"], [])):
+        with pytest.raises(PdRadixError, match="HTTP 401 .it asks for a key, which SGLANG_PD_RADIX_API_KEY"):
+            ask()

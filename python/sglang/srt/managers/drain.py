@@ -236,9 +236,9 @@ class Drain:
         # Pages that a prefill may still write to, or that are being written, have no request any more.
         asked = asyncio.ensure_future(manager.get_internal_state())
         # Not cancelled: the answer would be taken for that of the next question.
-        done, _ = await asyncio.wait({asked}, timeout=max(LOOK_S, until - time.monotonic()))
-        if not done:
-            return "the scheduler does not answer"
+        while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
+            if time.monotonic() >= until or self._hopeless(manager):
+                return "the scheduler does not answer"
         rests = all(state["kv_pool"]["idle"] for state in asked.result() if "kv_pool" in state)
         return "" if rests else "the scheduler is not idle"
 

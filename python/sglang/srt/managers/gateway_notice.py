@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import requests
 from sglang.srt.utils.network import get_local_ip_auto
 
@@ -56,13 +58,28 @@ def _addresses(name: str) -> set[str]:
         return set()
 
 
+def _is_loopback(address: str) -> bool:
+    """Whether an address means whichever host it is used on."""
+    known = ipaddress.ip_address(address.partition("%")[0])
+    return known.is_loopback or known.is_unspecified
+
+
+def _is_here(url: str) -> bool:
+    """Whether a gateway is on this host: all addresses of its name are this host's."""
+    own = {one.address for found in psutil.net_if_addrs().values() for one in found}
+    addresses = _addresses(urlsplit(url).hostname or "")
+    return bool(addresses) and all(one in own or _is_loopback(one) for one in addresses)
+
+
 def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
     """Have all these gateways let go of this worker; one that does not is told of in the log."""
-    addresses = own_addresses(host)
+    own = own_addresses(host)
+    elsewhere = {address for address in own if not _is_loopback(address)}
 
     def leave_one(url: str) -> None:
         try:
-            leave(url, role, port, addresses)
+            # To a gateway of another host a loopback address is a neighbour of its own.
+            leave(url, role, port, own if _is_here(url) else elsewhere)
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
@@ -87,7 +104,8 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> Non
 
         workers = known()
         if not workers:
-            raise RuntimeError(f"it knows no {role} worker at port {port} of {', '.join(sorted(addresses))}")
+            hosts = ", ".join(sorted(addresses)) or "this host, of which SGLANG_HOST_IP would give an address"
+            raise RuntimeError(f"it knows no {role} worker at port {port} of {hosts}")
         for worker in workers:
             session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S).raise_for_status()
         until = time.monotonic() + LEAVE_S

@@ -60,14 +60,19 @@ class Pools:
     def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
         """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.
 
-        record: what has been noted of them since the last flush. manager: the transfer backend's, if there is one.
+        Those of KV only where one pool has all of it. record: what has been noted since the last flush. manager: the
+        transfer backend's, if there is one.
         """
         tree, rows = self.tree, self.rows
-        state = {
-            "size": self.size,
-            "available": self.available_tokens(),
-            "evictable": tree.evictable_size(),
-            "protected": tree.protected_size(),
+        state: dict[str, Any] = {}
+        if self.has_one_kv_pool():
+            state = {
+                "size": self.size,
+                "available": self.available_tokens(),
+                "evictable": tree.evictable_size(),
+                "protected": tree.protected_size(),
+            }
+        state |= {
             **record,
             "idle": idle,
             "free_req_slots": len(rows.free_slots),

@@ -338,6 +338,7 @@ def check_request(
         raise ValueError(f"top_logprobs_num must be at most {vocab_size}, got {obj.top_logprobs_num}.")
     if not disaggregated:
         return
+    _check_unicode(obj, params)
     if obj.bootstrap_room == 0 and obj.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
         # Decode reads it as metadata that is not there yet.
         raise ValueError("bootstrap_room must not be 0.")
@@ -348,6 +349,28 @@ def check_request(
         )
     if obj.session_params:
         raise ValueError("session_params cannot be used with PD disaggregation.")
+
+
+def _check_unicode(obj: GenerateReqInput, params: Mapping) -> None:
+    """Raise ValueError for a surrogate that stands alone, which JSON can bring and UTF-8 has not.
+
+    The tokenizer would raise another error for it in a prompt, the answer in a rid, and all of /metrics in a label.
+    """
+    labels = obj.custom_labels
+    given = {
+        "rid": obj.rid,
+        "text": obj.text,
+        "stop": params.get("stop"),
+        "bootstrap_host": obj.bootstrap_host,
+        "custom_labels": [*labels.values()] if isinstance(labels, dict) else None,
+    }
+    for name, value in given.items():
+        texts = value if isinstance(value, (list, tuple, set)) else [value]
+        for text in [text for text in texts if isinstance(text, str)]:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name} must be Unicode text without lone surrogates, got {text!r:.80}.") from None
 
 
 @cache

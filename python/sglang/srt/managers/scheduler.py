@@ -72,10 +72,9 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
         return worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
 
     def get_internal_state(self, recv_req):
-        """Adds the pool figures of invariant I1 under ``kv_pool``, all in tokens."""
+        """Adds ``kv_pool``: the requests, and the pool figures of invariant I1 in tokens where one pool has all KV."""
         output = super().get_internal_state(recv_req)
-        if self.pools().has_one_kv_pool():
-            output.internal_state = {**output.internal_state, "kv_pool": self.kv_pool_state()}
+        output.internal_state = {**output.internal_state, "kv_pool": self.kv_pool_state()}
         return output
 
     def pools(self) -> Pools:
@@ -90,13 +89,14 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
 
     def kv_pool_state(self) -> dict[str, Any]:
         """What ``kv_pool`` says, in tokens and seconds."""
+        pools = self.pools()
         record: dict[str, Any] = {
-            "used_peak": self.kv_used_peak,
+            **({"used_peak": self.kv_used_peak} if pools.has_one_kv_pool() else {}),
             "longest_queue_step_s": round(self.longest_queue_step, 3),
             **({} if (dp_rank := dp_rank_of(self)) is None else {"dp_rank": dp_rank}),
         }
         record |= told_of(self)
-        state = self.pools().state(self.rests(), record | self.state_of_requests(), self.kv_manager())
+        state = pools.state(self.rests(), record | self.state_of_requests(), self.kv_manager())
         self.publish_audit(state.get("audit"))
         return state
 

@@ -5,20 +5,33 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
+from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 from sglang.srt.observability.worker_gauges import InHand, WorkerGauges, counts, in_hand, oldest
 
-__all__ = ["SchedulerGaugesMixin"]
+__all__ = ["SchedulerGaugesMixin", "kept_for_copies"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds between two audits of an idle decode worker, of which the second comes only if anything has happened.
 AUDIT_S = 60.0
+# Contradictions that a line of the log names.
+FAULTS_NAMED = 10
 # The engine's scheduler comes behind.
 Base: Any = object
+
+
+def kept_for_copies(tree: DecodeRadixCache) -> int:
+    """Tokens of the pool that copies to and from host memory and a PegaFlow server keep, with what lies above them."""
+    outside = tree.unreturned_tokens if isinstance(tree, PegaFlowTree) and tree.attached else 0
+    return tokens_above(tree.nodes_in_use()) + outside
 
 
 class SchedulerGaugesMixin(Base):
@@ -30,6 +43,8 @@ class SchedulerGaugesMixin(Base):
     # When the tree was last audited, and what it had done by then.
     _audited_at = 0.0
     _audited: tuple[int, int] | None = None
+    # What the last audit has found.
+    _faults: list[str] | None = None
 
     def _in_pair(self) -> bool:
         return self.disaggregation_mode != DisaggregationMode.NULL
@@ -65,6 +80,7 @@ class SchedulerGaugesMixin(Base):
             return
         counters = KvTransferCounters.get(self.server_args)
         counters.tree(tree.evictable_size(), tree.protected_size())
+        gauges.write_copying(kept_for_copies(tree))
         if tree.tier is not None:
             host = tree.tier.state()
             counters.host(host)
@@ -78,6 +94,16 @@ class SchedulerGaugesMixin(Base):
             self.publish_audit(self.pools().audit())
 
     def publish_audit(self, faults: list[str] | None) -> None:
-        """Write how many faults an audit has found; None where there was none."""
-        if self._gauges is not None and faults is not None:
+        """Write how many faults an audit has found, and log them if they are others; None where there was no audit.
+
+        Each TP rank audits itself, and only the first says of itself what it has found.
+        """
+        if faults is None:
+            return
+        if faults and faults != self._faults:
+            more = len(faults) - FAULTS_NAMED
+            named = "; ".join([*faults[:FAULTS_NAMED], *([f"and {more} more"] if more > 0 else ())])
+            logger.error("The audit of tree and pools has found %d contradictions: %s", len(faults), named)
+        self._faults = faults
+        if self._gauges is not None:
             self._gauges.write_faults(len(faults))

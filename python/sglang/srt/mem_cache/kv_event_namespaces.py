@@ -23,7 +23,8 @@ __all__ = ["namespace_hash", "record_store"]
 
 def namespace_hash(extra_key: str) -> str:
     """The hash, hexadecimal, on which the first page of a prompt with this ``extra_key`` is chained."""
-    return hashlib.sha256(extra_key.encode()).hexdigest()
+    # JSON can bring a surrogate that stands alone.
+    return hashlib.sha256(extra_key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def record_store(tree: RadixCache, node: TreeNode, record: Callable[[TreeNode], None]) -> None:

@@ -21,7 +21,10 @@ _SIGNS = {
         "|metadata has not come"
     ),
     "secret": "Have all workers the same|it is not signed|its signature|it was signed|it has come before",
-    "mismatch": "cannot be used|this decode worker (?:has|with)|it has TP size|draft model|refused decode",
+    "mismatch": (
+        "cannot be used|this decode worker (?:has|with)|it has TP size|draft model|refused decode"
+        "|pages of its state or window|asks for digests"
+    ),
     "room": "room|has not been asked for",
     "backend": "NIXL|Mooncake|[Mm]ooncake|kv chunk|transfer over|state could not be written|staging memory|piece",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["DECODE_STATES", "PREFILL_STATES", "InHand", "WorkerGauges", "counts", "in_hand", "oldest"]
 
@@ -23,6 +23,8 @@ PREFILL_STATES = ("bootstrap", "waiting", "running", "sending")
 _ENTERED = {"transfer": "decode_transfer_queue_entry_time", "sending": "prefill_transfer_queue_entry_time"}
 # Seconds between two writes of the gauges.
 PUBLISH_S = 1.0
+# Of what the processes of a worker write, by the exporter's names.
+_Shown = Literal["mostrecent", "livemax", "livemin"]
 
 
 class InHand(NamedTuple):
@@ -111,6 +113,8 @@ class WorkerGauges:
     """Prometheus gauges of one worker, written at most every `PUBLISH_S` seconds, also while nothing happens.
 
     The engine's own are written with a step's line in the log, every so many steps, and stay as they are in between.
+    All TP ranks write the same series. Of what is the same on them the last write is shown; of what a fault of one
+    makes worse there, the worst of those that live, which the last write of another would hide.
     """
 
     def __init__(self, labels: Mapping[str, str]):
@@ -121,8 +125,8 @@ class WorkerGauges:
         role = labels["engine_type"]
         self._decodes = role == "decode"
 
-        def gauge(name: str, text: str, by: str | None = None):
-            made = Gauge(f"sglang:{name}", text, [*names, *([by] if by else ())], multiprocess_mode="mostrecent")
+        def gauge(name: str, text: str, by: str | None = None, shown: _Shown = "mostrecent"):
+            made = Gauge(f"sglang:{name}", text, [*names, *([by] if by else ())], multiprocess_mode=shown)
             return made if by else made.labels(**labels)
 
         self._requests = gauge("pd_requests", "Requests that the worker has, by state.", by="state")
@@ -130,14 +134,22 @@ class WorkerGauges:
             "pd_oldest_request_seconds",
             "How long the oldest of them has been here; of those in transfer or being sent, how long that takes.",
             by="state",
+            shown="livemax",
         )
         self._size = gauge("pd_pool_size", "Places of each pool: tokens of KV, slots, rows, buffers.", by="pool")
-        self._free = gauge("pd_pool_free", "Free places of each pool.", by="pool")
+        self._free = gauge("pd_pool_free", "Free places of each pool.", by="pool", shown="livemin")
         if role == "decode":
             self._quarantined = gauge(
-                "decode_quarantined_tokens", "Tokens of failed requests that are kept, since a prefill may still write."
+                "decode_quarantined_tokens",
+                "Tokens of failed requests that are kept, since a prefill may still write.",
+                shown="livemax",
             )
-            self._faults = gauge("decode_audit_faults", "Contradictions in tree and pools, when it was last idle.")
+            self._copying = gauge(
+                "decode_copying_tokens", "Tokens that copies to and from host memory and a PegaFlow server keep."
+            )
+            self._faults = gauge(
+                "decode_audit_faults", "Contradictions in tree and pools, when it was last idle.", shown="livemax"
+            )
 
     def is_due(self) -> bool:
         """Whether they are to be written again; then it is the caller's to do."""
@@ -167,6 +179,10 @@ class WorkerGauges:
     def write_quarantine(self, tokens: int) -> None:
         """Write how many tokens a decode worker keeps in quarantine."""
         self._quarantined.set(tokens)
+
+    def write_copying(self, tokens: int) -> None:
+        """Write how many tokens of a decode worker's pool copies keep, whether or not requests hold them too."""
+        self._copying.set(tokens)
 
     def write_faults(self, faults: int) -> None:
         """Write how many contradictions the audit of a decode worker has found."""

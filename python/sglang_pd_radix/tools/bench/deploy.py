@@ -201,10 +201,10 @@ class Deployment:
     def used_peak(self, variant: Variant) -> float:
         """The most tokens that requests held on decode since the caches were emptied, by its own record.
 
-        Of several workers the sum, as if they had had it at the same moment. NaN if they tell of no pool.
+        Of several workers the sum, as if they had had it at the same moment. NaN where no one pool has all KV.
         """
         pools = self._decode_pools(variant)
-        return float(sum(pool["used_peak"] for pool in pools)) if pools else math.nan
+        return float(sum(pool.get("used_peak", math.nan) for pool in pools)) if pools else math.nan
 
     def step_times(self, variant: Variant) -> list[dict[str, Any]]:
         """What decode ranks of this variant that hold an ITL have learned of their steps: ``itl`` in ``kv_pool``.

@@ -395,12 +395,14 @@ def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, rates in entry["goodput"].items():
         row = [name]
+        measured = Search()
+        measured.trials = [Trial(**t) for t in entry["trials"][name]]
         for share in SHARES:
             rate = rates[f"{share:g}"]
             of_rate = [t for t in entry["trials"][name] if t["rate"] == rate]
             found = max(of_rate, key=lambda t: (t["on_time"], t["kept"]), default=None)
             row += (
-                [f"below {LEAST_RATE:.3g}" if entry["trials"][name] else "not measured", "", ""]
+                [f"below {measured.best(share)[1]:.3g}" if measured.trials else "not measured", "", ""]
                 if found is None
                 else [
                     ("at least " if rate == entry["most_rate"] else "") + f"{rate:.2f}",

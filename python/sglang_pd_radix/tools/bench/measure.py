@@ -116,14 +116,15 @@ class LoadGenerator:
 class Sample:
     """What the workers say at one moment: requests and tokens of the decode workers, bytes that prefill has sent.
 
-    ``used_tokens`` are those that requests hold, ``kept_tokens`` those that only the cache holds.
+    ``used_tokens`` are those that requests hold, ``kept_tokens`` those that only the cache holds: NaN where no one pool
+    has all KV.
     """
 
     at_s: float
     running: int
     waiting: int
-    used_tokens: int
-    kept_tokens: int
+    used_tokens: float
+    kept_tokens: float
     sent_bytes: int
 
 
@@ -147,6 +148,8 @@ class Watch(threading.Thread):
             self._end.wait(max(0.05, self._every_s - (time.perf_counter() - started)))
 
     def _take(self) -> Sample | None:
+        used: float
+        kept: float
         running = waiting = used = kept = sent = 0
         before = time.perf_counter()
         for url in self._decode:
@@ -159,9 +162,10 @@ class Watch(threading.Thread):
                 running += load["num_reqs"] - load["num_waiting_reqs"]
                 waiting += load["num_waiting_reqs"]
             for state in json.loads(info[1])["internal_states"]:
-                pool = state["kv_pool"]
-                used += pool["size"] - pool["available"] - pool["evictable"]
-                kept += pool["evictable"]
+                pool = state.get("kv_pool", {})
+                one = "size" in pool
+                used += pool["size"] - pool["available"] - pool["evictable"] if one else math.nan
+                kept += pool["evictable"] if one else math.nan
         at = (before + time.perf_counter()) / 2
         for url in self._prefill:
             status, content = http(url + "/metrics", timeout=20)

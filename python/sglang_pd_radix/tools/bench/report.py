@@ -398,11 +398,11 @@ def charts(entry: Document) -> dict[str, Chart]:
         itl.append(line(name, [(1e3 * sum(c) / len(c), i / steps) for i, c in enumerate(columns)]))
 
     def over_time(key: str, unit: float = 1.0) -> list[Line]:
-        return [
-            line(name, [(s["s"], s[key] / unit) for s in run["series"] if s["s"] >= 0], faint)
-            for name in names
-            for run in runs[name]
-        ]
+        def points(run: Document) -> list[tuple[float, float]]:
+            known = (s for s in run["series"] if s["s"] >= 0 and not math.isnan(s[key]))
+            return [(s["s"], s[key] / unit) for s in known]
+
+        return [line(name, points(run), faint) for name in names for run in runs[name]]
 
     pool = entry["sizes"]["pool"] * entry["sizes"].get("decode", 1)
     least = entry["runs"][0]["figures"]["least_pages_with_warm_up"] * entry["page_bytes"] / 2**20

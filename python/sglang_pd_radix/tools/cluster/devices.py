@@ -50,11 +50,11 @@ def cpu_options(args: Sequence[str]) -> list[str]:
     return options
 
 
-def cpu_env(workers: int, backend: str) -> dict[str, str]:
-    """Environment for ``workers`` engines that share this CPU host."""
+def cpu_env(arguments: Sequence[Sequence[str]], backend: str) -> dict[str, str]:
+    """Environment for engines with these arguments that share this CPU host."""
     cores = len(os.sched_getaffinity(0))
     # More spinning OpenMP threads than cores stall each other: ten times slower on two cores.
-    wanted = {"OMP_NUM_THREADS": str(max(1, cores // max(1, workers)))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // max(1, sum(map(_ranks, arguments)))))}
     if backend == "mooncake":
         wanted["MC_FORCE_TCP"] = "1"
     return wanted
@@ -67,11 +67,11 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
     an equal part of its memory. The engine measures its part by what is free when it starts, so workers that share
     start one after the other, unless the sizes of their pools are told and each may take nearly all.
     """
-    sizes = [_gpus_needed(args) for args in arguments]
+    sizes = [_ranks(args) for args in arguments]
     if gpus == 0:
         return [([], 0) for _ in arguments]
     if max(sizes) > gpus:
-        raise PdRadixError(f"a worker needs {max(sizes)} GPUs and this machine has {gpus}: lower --tp")
+        raise PdRadixError(f"a worker needs {max(sizes)} GPUs and this machine has {gpus}: lower --tp or --dp-size")
     first, cursor = [], 0
     for args, size in zip(arguments, sizes, strict=True):
         given = option_value(args, "--base-gpu-id")
@@ -113,14 +113,14 @@ def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], decode: 
     them, all share. What runs on other GPUs, or beside another worker, cannot be compared. A side with a
     ``--base-gpu-id`` of its own runs there.
     """
-    sizes = [_gpus_needed([*options, *side]) for side in sides]
-    size = max([_gpus_needed(options), *sizes])
+    sizes = [_ranks([*options, *side]) for side in sides]
+    size = max([_ranks(options), *sizes])
     places = gpus // size - 1
     if has_option(options, "--base-gpu-id") or gpus == 0:
         return [[] for _ in range(len(sides) * decode)]
     if places < 1:
         # Left to themselves they take the next GPUs in turn, which are the same for all only where all take as many.
-        alike = {_gpus_needed(options), *sizes} == {size}
+        alike = {_ranks(options), *sizes} == {size}
         first = [[] if alike else ["--base-gpu-id", "0"]] * decode
     else:
         first = [["--base-gpu-id", str(size * (1 + i % places))] for i in range(decode)]
@@ -141,9 +141,12 @@ def _may_take(args: Sequence[str]) -> float:
         raise PdRadixError(f"--mem-fraction-static takes a number: {error}") from None
 
 
-def _gpus_needed(args: Sequence[str]) -> int:
+def _ranks(args: Sequence[str]) -> int:
+    """Processes of an engine that compute, each on a GPU of its own where there are any."""
     try:
         ranks = int(option_value(args, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
-        return ranks * int(option_value(args, "--pp", "--pp-size", "--pipeline-parallel-size") or 1)
+        ranks *= int(option_value(args, "--pp", "--pp-size", "--pipeline-parallel-size") or 1)
+        data_parallel = int(option_value(args, "--dp-size", "--data-parallel-size") or 1)
     except ValueError as error:
-        raise PdRadixError(f"--tp and --pp take a number: {error}") from None
+        raise PdRadixError(f"--tp, --pp and --dp-size take a number: {error}") from None
+    return ranks if has_option(args, "--enable-dp-attention") else ranks * data_parallel

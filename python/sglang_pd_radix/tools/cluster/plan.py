@@ -9,12 +9,16 @@ from pathlib import Path
 
 from sglang_pd_radix.supplied import cpu_host
 
+from ..netns import unproxied
 from . import gateway
 from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
 from .options import HOST, connectable, has_option, ports_named
 from .ports import DP_ATTENTION_OFFSETS, free_ports
 from .process import Process
 from .spec import Spec
+
+#: By which servers of this machine are asked.
+LOCAL = (HOST, "::1", "localhost")
 
 
 def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
@@ -34,6 +38,9 @@ def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
         behind = [worker for worker in workers if worker.role == "prefill" or worker.name in chosen]
         port = spec.port if spec.port and number == 0 else next(ports)
         processes.append(_router(spec, name, behind, more, inherited, log_dir, (port, next(ports))))
+    for process in processes:
+        # They ask each other, and a worker itself when it warms up.
+        process.env |= unproxied(process.env, LOCAL)
     return processes
 
 
@@ -61,7 +68,7 @@ def _workers(
     arguments = [args for _, _, args in engines]
     cpu = cpu_host.active()
     placement = [(cpu_options(args), 0) for args in arguments] if cpu else gpu_placement(arguments, gpu_count())
-    defaults = cpu_env(len(engines), spec.backend) if cpu else {}
+    defaults = cpu_env(arguments, spec.backend) if cpu else {}
     defaults = {name: value for name, value in defaults.items() if name not in inherited}
     for (role, index, args), (extra, wave) in zip(engines, placement, strict=True):
         if role == "engine":

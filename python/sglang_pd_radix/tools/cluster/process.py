@@ -166,6 +166,8 @@ class Family:
             process_group.wait_gone(process.pid, deadline - time.monotonic())
             self.ended(process)
         if self._watchdog and self._watchdog.stdin:
-            self._watchdog.stdin.close()
+            # Somebody may have killed it: then the pipe is broken, which is no news to whoever stops the servers.
+            with contextlib.suppress(OSError):
+                self._watchdog.stdin.close()
             self._watchdog.wait(timeout=10)
             self._watchdog = None

@@ -77,6 +77,8 @@ class Spec:
         }
         for args in (self.common_args, *(args for role in self.args_of.values() for args in role)):
             refuse_owned(args)
+        for args in (self.router_args, *(more for _, more in self.routers.values())):
+            refuse_owned(args, ("--host", "--port", "--prefill", "--decode"), "options of the router")
         refuse_owned(self.pegaflow or (), ("--addr", "--http-addr"), "options of the PegaFlow server")
         for name, (indices, _) in self.routers.items():
             if not indices or not all(0 <= index < self.decode for index in indices):

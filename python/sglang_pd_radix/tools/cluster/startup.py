@@ -14,6 +14,13 @@ from .local_http import http
 from .logs import current_phase
 from .process import Process, Progress, check_alive
 
+# A socket takes no endless time, which a start may have. Who has had no answer by then asks again.
+LONGEST_REQUEST_S = 86400.0
+
+
+class NotReadyError(PdRadixError):
+    """The time that a start may take is up."""
+
 
 class Startup:
     """The wait of one start, at most ``timeout_s`` seconds from now.
@@ -62,7 +69,7 @@ class Startup:
         answers: list[tuple[int, bytes]] = []
 
         def ask() -> None:
-            answers.append(http(url + "/generate", body, max(1.0, self._left())))
+            answers.append(http(url + "/generate", body, min(max(1.0, self._left()), LONGEST_REQUEST_S)))
 
         def trouble() -> str:
             if not answers:
@@ -100,10 +107,7 @@ class Startup:
             self._on_wait()
         check_alive(self._watched)
         if self._left() <= 0:
-            raise PdRadixError(
-                f"not ready after {self._timeout_s:g} s: {doing()}. Logs are in {self._log_dir}; "
-                "give more time with --timeout if they show progress"
-            )
+            raise NotReadyError(f"not ready after {self._timeout_s:g} s: {doing()}. Logs are in {self._log_dir}")
         for process in starting:
             if process.ready_s is None and process.role != "router":
                 phase = current_phase(process.log_path)

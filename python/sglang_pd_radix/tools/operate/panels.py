@@ -42,6 +42,12 @@ def _increase(name: str, by: str = "instance") -> str:
     return f"sum by ({by}) (increase(sglang:{name}{{{_FILTER}}}[$__rate_interval]))"
 
 
+def _once(how: str, name: str, by: str = "instance, dp_rank") -> str:
+    """What the engine's scheduler counts, and so every TP rank under a label of its own. how: rate or increase."""
+    each = f"max by (instance, dp_rank) ({how}(sglang:{name}{{{_FILTER}}}[$__rate_interval]))"
+    return each if by == "instance, dp_rank" else f"sum by ({by}) ({each})"
+
+
 def _quantile(part: float, name: str) -> str:
     rate = f"rate(sglang:{name}_bucket{{{_OF_WORKER}}}[$__rate_interval])"
     return f"histogram_quantile({part}, sum by (le, instance) ({rate}))"
@@ -88,11 +94,13 @@ WORTH_IT = (
     ),
     Panel(
         "Tree",
-        "Tokens in decode's tree: those that requests hold, and those that only the tree keeps.",
+        "Tokens in decode's tree: those that requests or copies hold, and those that only the tree keeps. Copies go to "
+        "and come from host memory and a PegaFlow server; what they hold goes back to 0 while there is no request.",
         (
             Query(_gauge("decode_radix_tree_tokens"), f"all {_WHO}"),
             Query(_gauge("decode_radix_protected_tokens"), f"held {_WHO}"),
             Query(_gauge("decode_radix_evictable_tokens"), f"only kept {_WHO}"),
+            Query(_gauge("decode_copying_tokens"), f"copies {_WHO}"),
         ),
     ),
     Panel(
@@ -198,7 +206,7 @@ HURTS = (
         "second.",
         (
             Query(_gauge("pd_requests", ',state="retracted"'), f"waiting {_WHO}"),
-            _counted("num_retracted_requests_total", "retracted"),
+            Query(_once("rate", "num_retracted_requests_total"), f"retracted {_WHO}"),
         ),
     ),
 )
@@ -219,8 +227,8 @@ BROKEN = (
         "Failures by stage",
         "The engine's count: before decode has asked for anything, and from then on.",
         (
-            Query(_increase("num_bootstrap_failed_reqs_total"), "handshake {{instance}}"),
-            Query(_increase("num_transfer_failed_reqs_total"), "transfer {{instance}}"),
+            Query(_once("increase", "num_bootstrap_failed_reqs_total", "instance"), "handshake {{instance}}"),
+            Query(_once("increase", "num_transfer_failed_reqs_total", "instance"), "transfer {{instance}}"),
             Query(_increase("kv_transfer_failures_total"), "all {{instance}}"),
         ),
     ),

@@ -172,8 +172,9 @@ class DecodeWatch:
         """
         self._rooms, self._asked, self._sweep, self._on_gone = rooms, asked, sweep, on_gone
         self._unclaimed = unclaimed
-        # Decode ranks that have not refused a connection.
+        # Decode ranks that have not refused a connection, and those of them that have been found to be gone since.
         self.reachable: set[Endpoint] = set()
+        self._told: set[Endpoint] = set()
 
     def start(self) -> None:
         """Start the thread, and the one that finds out whether this worker has stood still."""
@@ -198,12 +199,16 @@ class DecodeWatch:
         if len(self.reachable) > REMEMBERED_ROOMS:
             self.reachable.clear()
         self.reachable |= ranks - gone
+        self._told = self._told.intersection(self.reachable) - (ranks - gone)
         # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
         for host, port in gone & self.reachable & rooms.keys():
             lost = rooms[host, port]
-            logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
             reason = f"decode {host}:{port} is gone: it refuses connections"
-            self._on_gone()
+            # Not again for each request that comes after that.
+            if (host, port) not in self._told:
+                self._told.add((host, port))
+                logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
+                self._on_gone()
             with self._rooms.lock:
                 # Nor may another of its ranks, or another worker, wait for it.
                 self._unclaimed.drop([room for room in lost if {*self._asked(room)} <= gone], reason)

@@ -8,7 +8,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -22,10 +22,13 @@ __all__ = ["NOTHING", "Taken", "check_free", "check_rank", "draft_part", "free_b
 # What the engine leaves to others.
 LEFT_BYTES = 10 * 1024**3
 CGROUP = Path("/sys/fs/cgroup")
-# By version of control groups: the limit, what is used, and of that by its name what can be had back.
-_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+# Which of its groups this process is in.
+OWN_GROUPS = Path("/proc/self/cgroup")
+# By version of control groups: the controller, the limit, what is used, and the name in memory.stat of what can be had
+# back of that.
+_VERSIONS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -39,19 +42,37 @@ class Taken(NamedTuple):
 NOTHING = Taken(0, "")
 
 
-def free_bytes(cgroup: Path = CGROUP) -> tuple[int, str]:
-    """Bytes that this process and others beside it can still have, and whose limit that is."""
+def free_bytes(cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> tuple[int, str]:
+    """Bytes that this process and others beside it can still have, and whose limit that is.
+
+    The least of the machine's, and of its control group's and of those above that.
+    """
     found = psutil.virtual_memory().available, "this machine"
-    for limit, used, stat, inactive in _FILES:
-        try:
-            most = int((cgroup / limit).read_text())
-            parts: Mapping[str, str] = dict(line.split() for line in (cgroup / stat).read_text().splitlines())
-            left = most - int((cgroup / used).read_text()) + int(parts.get(inactive, 0))
-        except (OSError, ValueError):
-            # Not this version; or "max", which is no limit.
-            continue
-        found = min(found, (max(0, left), "this container"))
+    for controller, limit, used, inactive in _VERSIONS:
+        for path in _path(own, controller):
+            group = cgroup / controller / path
+            try:
+                most = int((group / limit).read_text())
+                lines = (group / "memory.stat").read_text().splitlines()
+                parts: Mapping[str, str] = dict(line.split() for line in lines)
+                left = most - int((group / used).read_text()) + int(parts.get(inactive, 0))
+            except (OSError, ValueError):
+                # Not this version, or no group that is seen here; or "max", which is no limit.
+                continue
+            found = min(found, (max(0, left), f"control group /{path}" if path.parts else "this container"))
     return found
+
+
+def _path(own: Path, controller: str) -> list[PurePosixPath]:
+    """The groups of a controller ("": of version 2) that this process is in, from its own one to the root."""
+    root = PurePosixPath()
+    try:
+        groups = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
+        path = next(PurePosixPath(name.lstrip("/")) for names, name in groups if controller in names.split(","))
+    except (OSError, ValueError, StopIteration):
+        return [root]
+    # Above what is seen here is nothing to look at.
+    return [root] if ".." in path.parts else [path, *path.parents]
 
 
 def check_free(args: ServerArgs, stored: Taken = NOTHING, cgroup: Path = CGROUP) -> None:

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.pegaflow.pages import first_hash, model_files, page_hashes
+from sglang.srt.mem_cache.pegaflow.pages import (
+    KV_OPTIONS,
+    NOT_FROM_FILES,
+    WEIGHT_OPTIONS,
+    experts_apart,
+    first_hash,
+    model_files,
+    page_hashes,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -26,28 +34,7 @@ __all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_i
 # Advanced when what is in a file, or how it is named, changes.
 VERSION = 1
 # Options by which the KV of the same tokens of the same model may differ.
-_OPTIONS = (
-    "custom_weight_loader",
-    "dtype",
-    "hicache_mem_layout",
-    "json_model_override_args",
-    "kv_cache_dtype",
-    "load_format",
-    "model_impl",
-    "model_loader_extra_config",
-    "modelopt_checkpoint_restore_path",
-    "modelopt_quant",
-    "page_size",
-    "quantization",
-    "quantization_param_path",
-    "quantize_and_serve",
-    "rl_quant_profile",
-    "speculative_algorithm",
-    "torchao_config",
-)
-
-# Load formats with which a worker has the weights of another, or of a server.
-_NOT_FROM_FILES = ("remote", "remote_instance")
+_OPTIONS = (*KV_OPTIONS, *WEIGHT_OPTIONS, "hicache_mem_layout", "page_size", "speculative_algorithm")
 
 
 def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[bytes]:
@@ -81,7 +68,7 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
     """
     drafts = args.speculative_algorithm is not None
     given = ""
-    if args.load_format in _NOT_FROM_FILES:
+    if args.load_format in NOT_FROM_FILES:
         given = f"--load-format {args.load_format}"
     elif drafts and args.speculative_draft_load_format is not None:
         # The engine has put it in the place of the model's, which nobody knows any more.
@@ -97,6 +84,8 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
         # These are made up at start.
         options["random_seed"] = args.random_seed
     options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision)}
+    # A name that is given is of these too.
+    options |= experts_apart(args, lambda path: Path(path).name if weights else weights_id(path, None))
     if drafts:
         options["draft"] = _draft(args, weights)
     text = json.dumps(options, sort_keys=True, default=str)

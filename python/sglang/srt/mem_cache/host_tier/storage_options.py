@@ -25,6 +25,8 @@ _LIMITS: dict[str, tuple[Any, str]] = {
     "prefetch_timeout_base": ((int, float), "base_s"),
     "prefetch_timeout_per_ki_token": ((int, float), "per_ki_s"),
 }
+# Of any of them: a whole number of seconds may else be more than any time.
+MOST = 10**9
 
 
 class StorageOptions(NamedTuple):
@@ -78,8 +80,8 @@ def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:
         value = given.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < float("inf"):
-            raise ValueError(f"{EXTRA_CONFIG} has {name} {value!r}: give a number of 0 or more.")
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= MOST:
+            raise ValueError(f"{EXTRA_CONFIG} has {name} {value!r:.80}: give a number of 0 or more, at most {MOST:g}.")
         limits[field] = value
     weights = given.get("weights")
     if weights is not None and not (isinstance(weights, str) and weights):

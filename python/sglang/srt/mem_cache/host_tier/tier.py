@@ -102,8 +102,10 @@ class HostTier:
         return found if found.length > held else NOTHING
 
     def lock(self, found: PrefixPeek, held: int) -> Load:
-        """Keep what was found, of which the tree has ``held`` tokens, until `let_go`."""
+        """Keep what was found, of which the tree has ``held`` tokens, until `let_go`. To the eviction policy a request
+        has used it."""
         parts, node = self.host.lock_prefix(found)
+        self.host.count_use(node)
         return Load(torch.cat([NO_SLOTS, *parts]), node, held, self.host.generation)
 
     def load(self, load: Load, slots: torch.Tensor) -> None:

@@ -81,6 +81,11 @@ class HostTree(DecodeRadixCache):
             node = child
         return before, node
 
+    def count_use(self, node: TreeNode) -> None:
+        """A request uses what ends with ``node``: a policy by use hears of it also where nothing is inserted."""
+        for used in path_to(self, node):
+            self._inc_hit_count(used)
+
     def _record_store_event(self, node: TreeNode) -> None:
         super()._record_store_event(node)
         self._tell_events()

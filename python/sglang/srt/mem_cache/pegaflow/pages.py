@@ -8,15 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 __all__ = [
     "HASH_BYTES",
+    "KV_OPTIONS",
+    "NOT_FROM_FILES",
+    "WEIGHT_OPTIONS",
+    "experts_apart",
     "first_hash",
     "model_files",
     "model_namespace",
@@ -28,8 +32,8 @@ __all__ = [
 HASH_BYTES = 32
 _TOKEN = array("q")
 
-# Options by which the KV of the same tokens of the same model may differ.
-_NAMESPACE_OPTIONS = (
+# Options by which the KV of the same tokens of the same model may differ: those that are part of each name.
+KV_OPTIONS = (
     "dtype",
     "json_model_override_args",
     "kv_cache_dtype",
@@ -39,6 +43,20 @@ _NAMESPACE_OPTIONS = (
     "quantization_param_path",
     "torchao_config",
 )
+# And those that make other weights of the same files. In a namespace only where they are set, for what was saved before
+# they were.
+WEIGHT_OPTIONS = (
+    "custom_weight_loader",
+    "model_loader_extra_config",
+    "modelopt_checkpoint_restore_path",
+    "modelopt_quant",
+    "quantize_and_serve",
+    "rl_quant_profile",
+)
+# Of experts that KTransformers computes, of files of their own.
+_EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
+# Load formats with which a worker has the weights of another, or of a server.
+NOT_FROM_FILES = ("remote", "remote_instance")
 # With weights made up at start, these decide which.
 _RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
 
@@ -97,13 +115,32 @@ def model_files(model_path: str, revision: str | None, option: str) -> list[Path
     return [file for file in files if file.is_file() and not file.name.startswith(".")]
 
 
+def experts_apart(args: ServerArgs, weights_of: Callable[[str], str]) -> dict[str, Any]:
+    """For a name: what the KV depends on of experts that have files of their own; nothing where there are none.
+
+    weights_of: what the weights of a path are called.
+    """
+    path = getattr(args, "kt_weight_path", None)
+    if path is None:
+        return {}
+    return {"experts": [weights_of(path), *(getattr(args, name, None) for name in _EXPERTS_OPTIONS)]}
+
+
 def model_namespace(args: ServerArgs) -> str:
-    """The part of the namespace that can be told from the options: model, weights, number formats, page size."""
-    options = {name: getattr(args, name, None) for name in _NAMESPACE_OPTIONS}
+    """The part of the namespace that can be told from the options: model, weights, number formats, page size.
+
+    Of weights that do not come from files, the user's name is what there is. Raises ValueError where the files are not
+    on this machine.
+    """
+    options = {name: getattr(args, name, None) for name in KV_OPTIONS}
+    given = {name: getattr(args, name, None) for name in WEIGHT_OPTIONS}
+    options |= {name: value for name, value in given.items() if value and value != "{}"}
+    options |= experts_apart(args, lambda path: weights_fingerprint(path, None))
     if args.load_format == "dummy":
         options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
+    remote = args.load_format in NOT_FROM_FILES
     options |= {
-        "weights": weights_fingerprint(args.model_path, args.revision),
+        "weights": None if remote else weights_fingerprint(args.model_path, args.revision),
         "page_size": args.page_size,
         "tp_size": args.tp_size,
         "user": args.pegaflow_namespace,

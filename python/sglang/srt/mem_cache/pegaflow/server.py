@@ -5,6 +5,7 @@ Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a r
 
 from __future__ import annotations
 
+import ipaddress
 from urllib.parse import urlsplit
 
 from sglang_pd_radix.supplied import pegaflow_host
@@ -16,8 +17,8 @@ __all__ = ["check_server", "is_loopback", "server_url"]
 def server_url(endpoint: str) -> str:
     """``endpoint`` (``host:port``, with or without ``http://``) as a URL. Raises ValueError."""
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         complete = parts.scheme == "http" and parts.hostname and parts.port
     except ValueError:
         complete = False
@@ -27,9 +28,12 @@ def server_url(endpoint: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can reach ``url``."""
+    """Whether only this machine can reach ``url``. Of names only localhost is known to be of this machine."""
     host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_server(endpoint: str) -> None:
