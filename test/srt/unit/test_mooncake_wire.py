@@ -1032,6 +1032,29 @@ def test_a_write_that_failed_costs_the_requests_of_a_moment(monkeypatch, stages,
     world.close()
 
 
+def test_the_first_write_to_a_decode_worker_may_fail_at_once(world: World, monkeypatch) -> None:
+    """Before the scheduler went on, and the worker counted as one without the flag: it was never tried again."""
+    manager, now = world.prefill[0].manager, [100.0]
+    manager.failed_sessions = manager.sessions = failed_sessions.FailedSessions(lambda: now[0])
+    library = world.prefill[0].library
+    engine = [c for c in type(manager).__mro__ if "add_transfer_request" in vars(c)][1]
+    queue = engine.add_transfer_request
+
+    def queue_and_wait(*args: Any, **kwargs: Any) -> None:
+        queue(*args, **kwargs)
+        until(lambda: manager.sessions._pauses, "the write has failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add_transfer_request", queue_and_wait)
+        library.result = -1
+        assert "Failed to send kv chunk" in lost_write(world, 1)
+    library.result = 0
+    now[0] += failed_sessions.FIRST_S
+    request = world.request(2, 24, 4).bootstrap().send()
+    request.finish()
+    request.assert_landed()
+
+
 def test_a_decode_without_the_flag_is_left_to_the_engine(world: World, monkeypatch) -> None:
     monkeypatch.setattr(failed_sessions, "FIRST_S", 0)
     (prefill,) = world.prefill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import threading
@@ -151,6 +152,20 @@ def test_a_file_that_cannot_be_read_costs_its_page_only(world, monkeypatch, stay
     assert two.storage.state()["corrupt"] == PAGE
     two.forget()
     assert two.serve(prompt) == 24
+
+
+def test_a_file_system_may_give_a_part_of_a_file_at_a_time(tmp_path, monkeypatch):
+    """What is whole is no page that was cut short, which would be removed."""
+    files, page = PageFiles(str(tmp_path), 16), torch.arange(16, dtype=torch.uint8)
+    files.set("a", page)
+
+    class InParts(io.FileIO):
+        def readinto(self, buffer: memoryview) -> int:
+            return super().readinto(memoryview(buffer)[:5])
+
+    monkeypatch.setattr("builtins.open", lambda path, mode, buffering: InParts(path, mode))
+    found = files.get("a", torch.zeros(16, dtype=torch.uint8))
+    assert found is not None and found.tolist() == page.tolist()
 
 
 def test_many_files_in_a_row_that_cannot_be_read_are_the_storages_failure(tmp_path, monkeypatch):

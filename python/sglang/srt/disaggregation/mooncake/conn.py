@@ -149,6 +149,9 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             for info in infos:
                 if self._piece_pages(info):
                     self._ask_for_staging(info, start, end - start)
+        for session in [info.mooncake_session_id for info in writes if info.names_prefix]:
+            # Before a write of it may fail.
+            self.sessions.try_again(session)
         for start, end in pieces or [(index_slice.start, index_slice.stop)]:
             part = slice(start - index_slice.start, end - index_slice.start)
             is_last = is_last_chunk and end == index_slice.stop
@@ -160,8 +163,6 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                     bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
                 )
         for info in writes:
-            if info.names_prefix:
-                self.sessions.try_again(info.mooncake_session_id)
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
             states = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0

@@ -149,9 +149,16 @@ class PageFiles(PageStorage):
 
     def _read(self, file: io.FileIO, page: torch.Tensor) -> bytes | None:
         """Read what is in a file into ``page``; returns what stands in front of it, None if it has another length."""
-        view, header = memoryview(page.numpy()), bytearray(HEADER.size)
-        read = file.readinto(header) + file.readinto(view)
-        return bytes(header) if read == HEADER.size + self.page_bytes and not file.read(1) else None
+        header = bytearray(HEADER.size)
+        for data in (header, memoryview(page.numpy())):
+            left = memoryview(data)
+            while left:
+                # A file system over a network may give a part of it at a time.
+                read = file.readinto(left)
+                if not read:
+                    return None
+                left = left[read:]
+        return None if file.read(1) else bytes(header)
 
     def _write(self, file: io.FileIO, header: bytes, page: torch.Tensor) -> None:
         """Write a page into an empty file."""
