@@ -333,7 +333,7 @@ def test_what_decode_computes_after_all_is_computed_no_further(loop: PrefillLoop
     def before(scheduler: PrefillScheduler) -> None:
         if len(scheduler.steps) == after and scheduler.tp_rank not in heard:
             heard.add(scheduler.tp_rank)
-            scheduler.handle_computed_request(ComputedReq(ROOM))
+            scheduler.handle_computed_request(ComputedReq(ROOM, f"request-{ROOM}"))
 
     loop.before = before
     loop.run(14)
@@ -364,7 +364,7 @@ def test_what_decode_computes_after_all_leaves_all_ranks_queues(loop: PrefillLoo
                 manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
                 manager.rooms.give_up(ROOM)
                 manager.settle()
-            scheduler.handle_computed_request(ComputedReq(ROOM))
+            scheduler.handle_computed_request(ComputedReq(ROOM, f"request-{ROOM}"))
 
     loop.before = before
     loop.run(6)

@@ -1500,9 +1500,32 @@ def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world: W
     if aborted:
         again.senders[0].abort()
     again.wait_senders(KVPoll.Failed)
-    with pytest.raises(Exception, match="aborted on prefill" if aborted else "is being served; each request needs"):
+    with pytest.raises(Exception, match="aborted on prefill" if aborted else "came before it; each request needs"):
         again.senders[0].failure_exception()
     gate.set()
+    first.finish()
+    first.assert_landed()
+    world.assert_books_closed(7)
+
+
+def test_decode_that_asks_for_a_request_that_stood_back_is_told_at_once(world: World) -> None:
+    """It has all of the first before prefill sees that, and takes the next one of the room in."""
+    first, again = world.request(7, 26, 8), world.request(7, 26, 8)
+    first.bootstrap().send()
+    first.wait_receivers(KVPoll.Success)
+    again.start_prefill()
+    first.finish()
+    again.wait_senders(KVPoll.Failed)
+    again.start_decode().ask().wait_receivers(KVPoll.Failed)
+    assert "came before it" in reasons(again.receivers)[0]
+    world.assert_books_closed(7)
+
+
+def test_a_second_request_that_decode_computes_does_not_end_the_first(world: World) -> None:
+    first, again = world.request(7, 26, 8), world.request(7, 26, 8)
+    first.bootstrap().send()
+    first.wait_receivers(KVPoll.Success)
+    again.start_prefill().senders[0].drop()
     first.finish()
     first.assert_landed()
     world.assert_books_closed(7)

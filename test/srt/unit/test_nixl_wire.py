@@ -1065,21 +1065,22 @@ def test_two_requests_of_one_room_fail_one_and_not_the_worker(world):
     world.assert_healthy()
 
 
+@pytest.mark.parametrize("held", [8, 24])
 @pytest.mark.parametrize("posted", [False, True])
-def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world, posted):
+def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world, posted, held):
     """As a gateway sends it whose connection was closed. Told of a failure, decode gave pages away under the writes."""
-    first, again = world.request(7), world.request(7)
+    first, again = world.request(7, 24, held), world.request(7, 24, held)
     first.bootstrap()
     (receiver,), (prefill,) = first.receivers, world.prefill
     world.wire.held = True
+    if not posted:
+        again.start_prefill()
+    # Of a full hit, the metadata.
+    first.senders[0].send(np.arange(first.first_page, first.num_pages, dtype=np.int32), None)
     if posted:
-        first.send()
         again.start_prefill()
-    else:
-        again.start_prefill()
-        first.send()
     again.wait_senders(KVPoll.Failed)
-    with pytest.raises(RuntimeError, match="is being served; each request needs a room of its own"):
+    with pytest.raises(RuntimeError, match="came before it; each request needs a room of its own"):
         again.senders[0].failure_exception()
     prefill.manager.settle()
     assert not prefill.told("7_fail") and receiver.poll() == KVPoll.WaitingForInput
@@ -1107,6 +1108,41 @@ def test_the_end_of_a_request_that_came_again_is_not_that_of_the_first(world, en
     first.wait_receivers(KVPoll.Success)
 
 
+def test_decode_that_asks_for_a_request_that_stood_back_is_told_at_once(world):
+    """It has all of the first before prefill sees that, and takes the next one of the room in."""
+    first, again = world.request(7), world.request(7)
+    first.bootstrap()
+    world.wire.held = True
+    first.send()
+    again.start_prefill().wait_senders(KVPoll.Failed)
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    first.wait_receivers(KVPoll.Success)
+    first.receivers[0].clear()
+    world.wire.held = False
+    again.start_decode().ask().wait_receivers(KVPoll.Failed)
+    first.wait_senders(KVPoll.Success)
+    with pytest.raises(Exception, match="came before it"):
+        again.receivers[0].failure_exception()
+    manager = world.prefill[0].manager
+    assert not manager.request_status and not manager.transfer_infos
+    # The room is free again.
+    world.assert_healthy(7)
+
+
+def test_a_copy_that_is_refused_ends_no_room_that_is_being_written(world):
+    first = world.request(7).bootstrap()
+    (prefill,) = world.prefill
+    world.wire.held = True
+    first.send()
+    prefill.manager.refuse_room(7, "its grammar")
+    assert not prefill.told("7_fail") and not prefill.manager.rooms.failure(7)
+    for transfer in world.wire.transfers:
+        transfer.finish()
+    first.wait_senders(KVPoll.Success)
+    first.wait_receivers(KVPoll.Success)
+
+
 def test_of_two_requests_of_a_room_that_wait_none_is_taken_for_the_one_that_decode_asks_for(world):
     """Decode has one of them, and the other may have another prompt: its KV would be taken for that of decode's."""
     first, other = world.request(7).start_prefill(), world.request(7).start_prefill()
@@ -1119,19 +1155,22 @@ def test_of_two_requests_of_a_room_that_wait_none_is_taken_for_the_one_that_deco
     world.assert_healthy()
 
 
-def test_another_decode_worker_that_asks_for_a_room_fails_alone(world):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_another_decode_worker_that_asks_for_a_room_fails_alone(world, tp):
     """Chunks begin where the first one's prefix ends; the other had pages that nobody had filled, and a success."""
     first = world.request(7).bootstrap()
     (one,) = world.decode
-    world.decode = [Rank(world, DisaggregationMode.DECODE, 0, 1)]
-    (two,) = world.decode
-    for name in ("prefill_info_table", "prefills"):
-        setattr(two.manager, name, getattr(one.manager, name))
-    two.manager._resolve_rank_mapping(two.manager.prefill_info_table[ADDR])
+    world.decode = [Rank(world, DisaggregationMode.DECODE, rank, tp) for rank in range(tp)]
+    for two in world.decode:
+        for name in ("prefill_info_table", "prefills"):
+            setattr(two.manager, name, getattr(one.manager, name))
+        two.manager._resolve_rank_mapping(two.manager.prefill_info_table[ADDR])
     other = world.request(7, prefix_len=0).start_decode().ask()
     other.wait_receivers(KVPoll.Failed)
     with pytest.raises(Exception, match="another decode worker has asked for this room"):
         other.receivers[0].failure_exception()
+    # Nor does one that nobody knows fail the first.
+    world.push(message(7, "stranger"))
     first.send()
     first.wait_senders(KVPoll.Success)
     first.wait_receivers(KVPoll.Success)

@@ -16,6 +16,7 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
 from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq, Policy, may_compute, needs_prefill
+from sglang.srt.disaggregation.local_steps import places_for_prompts
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq
@@ -458,13 +459,13 @@ def test_a_request_that_waits_is_answered_and_dropped():
     for rid, room in (("x", 4), ("a", 5)):
         assert not answers.answers(SimpleNamespace(rid=rid, bootstrap_room=room, input_ids=[1] * 9))
     answers.note(5)
-    assert state.finished and state.event.is_set() and front.sent == [ComputedReq(5)]
+    assert state.finished and state.event.is_set() and front.sent == [ComputedReq(5, "a")]
     meta = state.out_list[0]["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["prompt_tokens"] == 9
     assert list(front.rid_to_state) == ["x"] and not other.finished
     # The word comes twice: the room is another request's by then, or nobody's.
     answers.note(5)
-    assert front.sent == [ComputedReq(5)]
+    assert front.sent == [ComputedReq(5, "a")]
 
 
 def test_an_abort_that_comes_from_the_scheduler_after_the_answer_ends_nothing():
@@ -604,3 +605,11 @@ def test_who_has_its_kv_decodes_although_short_turns_keep_coming(overlap, places
     assert began and began[0] <= 16, loop.iterations
     # Nor do the others stand still.
     assert len(loop.told) >= began[0] + 8
+
+
+def test_how_many_of_few_places_prompts_take():
+    """One short turn would wait for a whole batch if those whose KV has arrived took all that came free."""
+    local = SimpleNamespace(waiting=[None] * 3, stood_back=False)
+    assert [places_for_prompts(local, places, 4) for places in (0, 2, 3, 6, 7)] == [0, 1, 2, 3, 7]
+    assert [places_for_prompts(local, 1, 4) for _ in range(4)] == [0, 1, 0, 1]
+    assert places_for_prompts(local, 1, 0) == 1

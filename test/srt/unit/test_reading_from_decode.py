@@ -551,7 +551,7 @@ def test_a_word_that_decode_computes_it_ends_what_was_read(loop: PrefillLoop):
         if len(scheduler.steps) == 5 and scheduler.tp_rank not in heard:
             heard.add(scheduler.tp_rank)
             assert scheduler.has_reads()
-            scheduler.handle_computed_request(ComputedReq(ROOM))
+            scheduler.handle_computed_request(ComputedReq(ROOM, f"request-{ROOM}"))
 
     loop.before = before
     loop.run(30)

@@ -23,7 +23,8 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, Inva
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
+from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -393,23 +394,34 @@ def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_f
 
 
 def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request(monkeypatch):
-    """With DP attention both come one way each: it waited for decode's question until its time was up."""
+    """With DP attention both come one way each: it waited for decode's question until its time was up.
+
+    Each rank hears of it. Another request of the room, there or later, is none that has been answered.
+    """
     scheduler, added = object.__new__(Scheduler), []
     scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
     scheduler.enable_priority_scheduling, scheduler.grammar_manager = False, SimpleNamespace(grammar_queue=[])
     scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[], kv_manager=None)
-    scheduler.computed_rooms = ComputedRooms()
+    scheduler.waiting_queue, scheduler.chunked_req, scheduler.last_batch = [], None, None
+    scheduler.enable_overlap, scheduler.disagg_prefill_inflight_queue = False, []
+    scheduler.answered = RoomNotes(8, 60.0)
     add = lambda self, req, retracted: added.append(req)  # noqa: E731
     monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
-    scheduler.handle_computed_request(ComputedReq(7))
-    for room in (7, 8, 7):
-        scheduler._add_request_to_queue(Req(f"of {room}", "", [1], SamplingParams(), bootstrap_room=room))
-    # Who uses the room again means another request.
-    assert [req.bootstrap_room for req in added] == [8, 7]
-    # Of what is here nothing is remembered.
-    scheduler.grammar_manager.grammar_queue.append(Req("waits", "", [1], SamplingParams(), bootstrap_room=9))
-    scheduler.handle_computed_request(ComputedReq(9))
-    assert not scheduler.grammar_manager.grammar_queue and not scheduler.computed_rooms
+
+    def made(rid: str, room: int) -> Req:
+        return Req(rid, "", [1], SamplingParams(), bootstrap_room=room)
+
+    scheduler.handle_computed_request(ComputedReq(7, "one"))
+    for rid, room in (("other", 7), ("one", 8), ("one", 7), ("one", 7)):
+        scheduler._add_request_to_queue(made(rid, room))
+    assert [(req.rid, req.bootstrap_room) for req in added] == [("other", 7), ("one", 8), ("one", 7)]
+    # Of what is here nothing is remembered, wherever it is.
+    scheduler.grammar_manager.grammar_queue.append(made("waits", 9))
+    scheduler.disagg_prefill_inflight_queue.append(made("is sent", 10))
+    scheduler.chunked_req = made("is computed", 11)
+    for rid, room in (("waits", 9), ("is sent", 10), ("is computed", 11)):
+        scheduler.handle_computed_request(ComputedReq(room, rid))
+    assert not scheduler.grammar_manager.grammar_queue and not scheduler.answered
 
 
 def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):

@@ -27,7 +27,7 @@ def test_a_room_lives_ends_and_may_be_used_again() -> None:
     first, second = object(), object()
     assert rooms.begin(1, first) is None
     assert rooms.live == {1: first} and not rooms.has_ended(1)
-    assert rooms.begin(1, second) is first and rooms.live == {1: first}
+    assert rooms.begin(1, second) is first and rooms.holder(1) is first and rooms.live == {1: first}
     rooms.end(1)
     assert not rooms.live and rooms.has_ended(1) and rooms.failure(1) is None
     rooms.begin(1, second)
@@ -42,8 +42,7 @@ def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
     rooms = Rooms()
     first, second = SimpleNamespace(is_writing=lambda: writes), object()
     rooms.begin(1, first)
-    rooms.write_on(1)
-    rooms.end(1)
+    rooms.end(1, posted=True)
     writes = True
     assert rooms.begin(1, second) is first and not rooms.live
     rooms.written(1, second)

@@ -37,9 +37,10 @@ _listeners: list[Callable[[int], None]] = []
 
 @dataclass
 class ComputedReq:
-    """To prefill's scheduler: decode computes the prompt of this room."""
+    """To prefill's scheduler: decode computes the prompt of this room, which the front has sent with this rid."""
 
     room: int
+    rid: str
 
 
 class ComputedRooms:

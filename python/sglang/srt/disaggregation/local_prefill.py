@@ -234,7 +234,7 @@ class LocalPrefills:
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
-        # Whether they have left the last place that was free, of too few, to those whose KV has arrived.
+        # Whether they have left the last single place that came free to those whose KV has arrived.
         self.stood_back = False
         # The last step, until those that it has finished decode.
         self.launched: Any = None

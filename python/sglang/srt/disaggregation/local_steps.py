@@ -190,23 +190,25 @@ def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     running, rows = scheduler.running_batch, scheduler.req_to_token_pool
     tokens = local.most_tokens(who_wait(scheduler, local))
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
-    if leaves_place(local, places, len(scheduler.waiting_queue)):
-        return []
+    places = places_for_prompts(local, places, len(scheduler.waiting_queue))
     if not scheduler.enable_lora:
         return local.pick(tokens, places, lambda req: True)
     turns = AdapterTurns.of(scheduler)
     return local.pick(tokens, places, turns.joining(*running_and_waiting(scheduler)))
 
 
-def leaves_place(local: LocalPrefills, places: int, arrived: int) -> bool:
-    """Whether prompts leave what is free of ``places`` to those whose KV has arrived: every second time if it is short.
+def places_for_prompts(local: LocalPrefills, places: int, arrived: int) -> int:
+    """How many of ``places`` that are free prompts may take: half of them where those whose KV has arrived want more.
 
-    A place that comes free is first seen here, and a steady stream of short turns would take each.
+    Of one, every second time. A place that comes free is first seen here, and a steady stream of short turns would take
+    each.
     """
-    if not arrived or not 0 < places < arrived + len(local.waiting):
-        return False
+    if not arrived or places <= 0 or places >= arrived + len(local.waiting):
+        return places
+    if places > 1:
+        return places - places // 2
     local.stood_back = not local.stood_back
-    return local.stood_back
+    return 0 if local.stood_back else 1
 
 
 def begin(scheduler: Any, local: LocalPrefills) -> list[Slice]:

@@ -141,13 +141,12 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 KvTransferCounters.get(self.server_args).ended(req.finished_reason)
         return done
 
-    def drop_computed(self, room: int) -> bool:
-        """Forget the request of a room that decode computes itself, in the same step on all ranks; whether it is here.
+    def drop_computed(self, room: int) -> None:
+        """Forget the request of a room that decode computes itself, in the same step on all ranks.
 
         One that decode has asked for, and waited for in vain, ends as soon as nothing is being written for it.
         """
         waiting = self.grammar_manager.grammar_queue
-        before = len(waiting)
         waiting[:] = [req for req in waiting if req.bootstrap_room != room]
         queue = self.disagg_prefill_bootstrap_queue
         manager = queue.kv_manager
@@ -168,7 +167,12 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 req.time_stats.trace_ctx.abort()
             if self.enable_hicache_storage:
                 self.tree_cache.release_aborted_request(req.rid)
-        return bool(dropped) or was_asked or len(waiting) < before
+
+    def has_request(self, rid: str) -> bool:
+        """Whether a request is here, in whichever queue or step; the same on all ranks."""
+        queued = self.grammar_manager.grammar_queue, self.disagg_prefill_bootstrap_queue.queue, self.waiting_queue
+        computed = [req for req in (self.chunked_req, *self._in_flight()) if req is not None]
+        return any(req.rid == rid for reqs in (*queued, computed, self.disagg_prefill_inflight_queue) for req in reqs)
 
     def lost_requests(self) -> dict[str, str]:
         """Why requests have failed, as far as this rank knows, that no queue polls, by rid.

@@ -31,7 +31,7 @@ class ComputedAnswers:
         if state is None or not state.sent or state.finished or manager.rid_to_state.get(state.sent_rid) is not state:
             self.rooms.note(room)
             return
-        manager.send_to_scheduler.send_pyobj(ComputedReq(room))
+        manager.send_to_scheduler.send_pyobj(ComputedReq(room, state.sent_rid))
         self._end(state.sent_rid, state, state.prompt_tokens)
 
     def answers(self, tokenized_obj: Any, of_batch: bool = False) -> bool:

@@ -10,9 +10,10 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
+from sglang.srt.disaggregation.computed_rooms import REMEMBERED, REMEMBERED_S, ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
+from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
@@ -33,8 +34,10 @@ Base: Any = object
 class SchedulerRefusalMixin(Base):
     """Takes requests in, refuses those that are known to be wrong, and tells the other worker."""
 
-    # What decode has refused, and what it computes, on prefill.
-    refused_rooms, computed_rooms = RefusedRooms(), ComputedRooms()
+    # What decode has refused, on prefill.
+    refused_rooms = RefusedRooms()
+    # The rids of requests that have been answered, since decode computes them, and had not come by then; by room.
+    answered: RoomNotes[str] = RoomNotes(REMEMBERED, REMEMBERED_S)
 
     def init_request_dispatcher(self) -> None:
         """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
@@ -115,8 +118,9 @@ class SchedulerRefusalMixin(Base):
                 self.stream_output([req], req.return_logprob)
                 self._tell_peer(req, reason)
                 return
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.computed_rooms.take(req.bootstrap_room):
-            # Its client has been answered.
+        room = req.bootstrap_room
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.answered.of(room) == req.rid:
+            self.answered.take(room)
             req.time_stats.trace_ctx.abort()
             return
         sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
@@ -146,9 +150,12 @@ class SchedulerRefusalMixin(Base):
 
     def handle_computed_request(self, recv_req: ComputedReq) -> None:
         """Drop the request of a room that decode computes, whose client has been answered; decode asks for nothing."""
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and not self.drop_computed(recv_req.room):
+        if self.disaggregation_mode != DisaggregationMode.PREFILL:
+            return
+        if not self.has_request(recv_req.rid):
             # With DP attention words to all ranks and a rank's requests come one way each, and in no order.
-            self.computed_rooms.note(recv_req.room)
+            self.answered.note(recv_req.room, recv_req.rid)
+        self.drop_computed(recv_req.room)
 
     def _tell_peer(self, req, reason: str) -> None:
         """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""

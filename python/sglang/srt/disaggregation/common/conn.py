@@ -249,12 +249,12 @@ class CommonKVManager(engine.CommonKVManager):
             self.failure_records.pop(room, None)
             self.rooms.take_refusal(room)
 
-    def end_room(self, room: int, reason: str | None = None) -> None:
-        """Forget what decode asked for ``room`` and remember that it has ended, and why if it failed."""
+    def end_room(self, room: int, reason: str | None = None, posted: bool = False) -> None:
+        """Forget what decode asked for ``room`` and remember that it has ended, as `Rooms.end`."""
         with self.rooms.lock:
             self.transfer_infos.pop(room, None)
             self.cancels.pop(room, None)
-            self.rooms.end(room, reason)
+            self.rooms.end(room, reason, posted)
 
     def end_failed_room(self, room: int, asked: Mapping[str, Any], reason: str) -> set:
         """End ``room``; returns the decode ranks that are to be told why, by the backend's names for them.
@@ -271,7 +271,7 @@ class CommonKVManager(engine.CommonKVManager):
     def refuse_room(self, room: int, reason: str) -> None:
         """Answer decode's request for a room that is refused on this prefill, which may have come or not."""
         with self.rooms.lock:
-            if not self.ends_rooms or room in self.rooms.live:
+            if not self.ends_rooms or self.rooms.holder(room) is not None:
                 # Or it is another request's.
                 return
             peers = self.end_failed_room(room, {}, reason)

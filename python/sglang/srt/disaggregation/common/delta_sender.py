@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
+from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class DeltaSender(Base):
             state.asked = dict(manager.transfer_infos.get(self.bootstrap_room, {}))
         if self.doubted and names_prefix(state.asked.values()):
             # Its prompt may be the other's.
-            self.fail(f"two requests of this bootstrap_room are here, and decode has asked for one; {OWN_ROOM}")
+            self.fail(f"two requests of this bootstrap_room have come, and decode has asked for one; {OWN_ROOM}")
             return False
         try:
             prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
@@ -278,11 +279,13 @@ class DeltaSender(Base):
         if earlier is None:
             return False
         with manager.rooms.lock:
-            holder = manager.rooms.live.get(room)
-            waits = holder is earlier and manager.rooms.hears_of_waiting
-            if not (waits or names_prefix(earlier.state.asked.values())):
+            asked = names_prefix(earlier.state.asked.values())
+            waits = manager.rooms.live.get(room) is earlier and manager.rooms.hears_of_waiting
+            if not (waits or asked):
                 return False
-            if holder is None:
+            if asked:
+                manager.rooms.note_behind(room, reason)
+            if room not in manager.rooms.live:
                 # What this one has begun.
                 manager.request_status.pop(room, None)
         self.state.fail(reason)
@@ -293,7 +296,7 @@ class DeltaSender(Base):
         """Fail if decode has asked for another request of this room, which was here before."""
         earlier = self.earlier
         if earlier is not None and not self.has_failed() and names_prefix(earlier.state.asked.values()):
-            self.fail(f"another request of this bootstrap_room is being served; {OWN_ROOM}")
+            self.fail(f"another request of this bootstrap_room came before it; {OWN_ROOM}")
 
     def waits_unasked(self) -> bool:
         """Whether decode's request has not come and still may; too late for it, this one fails. For polls over NIXL.
@@ -365,6 +368,8 @@ class DeltaSender(Base):
 
     def drop(self) -> None:
         """End this request well: decode has asked for nothing, and computes the prompt itself."""
+        if self.stands_back(COMPUTED):
+            return
         manager, room = self.kv_mgr, self.bootstrap_room
         self.state.reach(Phase.CLOSED)
         with manager.rooms.lock:

@@ -115,7 +115,7 @@ class PrefillInbox(Generic[Peer]):
             logger.error("Ignored a repeated request of decode %s %s for room %s", word, message.name, room)
         elif verdict == Verdict.REFUSED:
             self._turn_down(room, message.peer, info.names_prefix, reason)
-        elif self._backend.dummies_answer or not message.is_dummy:
+        elif known and (self._backend.dummies_answer or not message.is_dummy):
             self._worker.tell_failure(room, {message.peer}, reason)
 
     def _turn_down(self, room: int, peer: Peer | None, names_prefix: bool, reason: str) -> None:

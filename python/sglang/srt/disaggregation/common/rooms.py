@@ -75,6 +75,9 @@ class Rooms:
         self.writing: dict[int, Any] = {}
         # Why a room ended, None if it ended well; the oldest are forgotten.
         self.ended: OrderedDict[int, str | None] = OrderedDict()
+        # Why a request has ended that came while its room was another's, until there is a new one: decode, done with
+        # the first, may ask for it. The oldest are forgotten.
+        self.behind: OrderedDict[int, str] = OrderedDict()
         # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
         self.refused: OrderedDict[int, str] = OrderedDict()
         # Live senders that decode has given up, or is gone from, and that have not answered it.
@@ -100,20 +103,23 @@ class Rooms:
         Returns the sender of one that has not: the room stays that one's. None if there is none.
         """
         with self.lock:
-            earlier = self.writing.get(room)
-            if earlier is None or not earlier.is_writing():
-                # Decode may have had all of it before that was seen here.
-                earlier = self.live.setdefault(room, sender)
-            if earlier is sender:
+            earlier = self.holder(room)
+            if earlier is None:
+                self.live[room] = sender
+                self.behind.pop(room, None)
                 self.reopen(room)
-                return None
         return earlier
 
-    def write_on(self, room: int) -> None:
-        """All of ``room`` has been posted, and it is about to end; its request is here until `written`."""
+    def holder(self, room: int) -> Any:
+        """The sender of the request that has this room: it is live, or being written. None if there is none."""
+        writing = self.writing.get(room)
+        # Decode may have had all of it before that was seen here.
+        return writing if writing is not None and writing.is_writing() else self.live.get(room)
+
+    def note_behind(self, room: int, reason: str) -> None:
+        """A request of ``room`` has ended for ``reason``, and its books are those of one that decode has asked for."""
         with self.lock:
-            if room in self.live:
-                self.writing[room] = self.live[room]
+            remember(self.behind, room, reason, REMEMBERED_ROOMS)
 
     def written(self, room: int, sender: Any) -> None:
         """Nothing is being written any more for a request of ``room``."""
@@ -126,10 +132,15 @@ class Rooms:
         with self.lock:
             self.ended.pop(room, None)
 
-    def end(self, room: int, reason: str | None = None) -> None:
-        """Remember that ``room`` has ended, and why if it failed."""
+    def end(self, room: int, reason: str | None = None, posted: bool = False) -> None:
+        """Remember that ``room`` has ended, and why if it failed.
+
+        posted: all of it has been, and some may still have to be written. Its request has the room until `written`.
+        """
         with self.lock:
-            self.live.pop(room, None)
+            sender = self.live.pop(room, None)
+            if posted and sender is not None:
+                self.writing[room] = sender
             self.waiting.pop(room, None)
             remember(self.ended, room, reason, REMEMBERED_ROOMS)
 
@@ -176,24 +187,26 @@ class Rooms:
         """
         room, info = message.room, message.info
         with self.lock:
+            before = asked.get(message.name)
             if info.names_prefix:
                 self.note_peer(info.endpoint, info.dst_port)
+            if before is None and info.names_prefix and asked and len(asked) >= _awaited(asked):
+                # What is sent begins where theirs does, and may be under way.
+                return Judged(Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}")
             if stranger is not None:
                 return Judged(Verdict.REFUSED, stranger)
             ended = self.failure(room)
+            if ended is None and before is None:
+                ended = self.behind.get(room)
             if ended is not None and info.names_prefix:
                 return Judged(Verdict.TOO_LATE, ended)
             if in_the_way is not None and not asked and info.names_prefix:
                 return Judged(Verdict.REFUSED, in_the_way)
-            before = asked.get(message.name)
             if before is not None and (info.names_prefix or before.names_prefix):
                 return Judged(Verdict.REPEATED)
             counts = {other.required_dst_info_num for other in (*asked.values(), info)}
             if len(counts) > 1 or min(counts) < 1:
                 return Judged(Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask")
-            if before is None and info.names_prefix and len(asked) >= info.required_dst_info_num:
-                # What is sent begins where theirs does, and may be under way.
-                return Judged(Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}")
             # A room that ended well may be used again, as in the engine.
             self.reopen(room)
         # Of a decode rank without the flag, the last message counts, as in the engine. The room is as ready as before.
@@ -256,6 +269,11 @@ class Rooms:
             elif status != KVPoll.Failed:
                 # Some of it is being written.
                 self.given_up.append(sender)
+
+
+def _awaited(asked: Mapping[str, Any]) -> int:
+    """How many decode ranks will ask, as those say that have."""
+    return max(info.required_dst_info_num for info in asked.values())
 
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:

@@ -254,8 +254,7 @@ class NixlKVManager(engine.NixlKVManager):
             bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
         )
         if is_last:
-            self.rooms.write_on(bootstrap_room)
-            self.end_room(bootstrap_room)
+            self.end_room(bootstrap_room, posted=True)
         for info in infos:
             saved = info.decode_prefix_len // self.kv_args.page_size if is_last else 0
             runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
@@ -334,7 +333,7 @@ class NixlKVManager(engine.NixlKVManager):
             )
             states = 0 if state_indices is None else len(info.dst_state_indices)
             self.count_transfer(info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=states)
-        self.end_room(room)
+        self.end_room(room, posted=True)
         return [handle for handle in handles if handle is not None]
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
