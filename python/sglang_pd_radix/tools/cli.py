@@ -45,6 +45,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``pd-radix``. Returns the exit code: 0 fine, 1 a problem, 2 bad usage (128 + n when signal n ended it)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # What the locale has no letter for is to cost that letter, and not the text and the exit code.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -68,6 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, UnicodeError) as error:  # a full disk, a path or a name that is none
         print(f"pd-radix: {error}", file=sys.stderr)
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Have what is printed go nowhere where its stream is closed (``>&-``), in place of an error of each print.
+
+    Else errors would go to stdout where there is no stderr, and the number would be that of the next file.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 @contextlib.contextmanager

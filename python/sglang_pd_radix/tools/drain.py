@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import requests
 
 from sglang_pd_radix.errors import PdRadixError
@@ -60,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
     with Display() as steps:
+        url = as_known(args.gateway, url, deadline)
         steps.now(f"asking {args.gateway} to send {url} nothing new")
-        steps.done(leave(args.gateway, url, deadline))
+        steps.done(leave(args.gateway, url, deadline, ends=args.pid is not None))
         wait_empty(url, deadline, steps.now)
         steps.done(f"{url} has ended what it had")
         if args.pid is not None:
@@ -71,17 +74,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def leave(gateway: str, url: str, deadline: float) -> str:
+def as_known(gateway: str, url: str, deadline: float) -> str:
+    """The URL by which ``gateway`` has the worker at ``url``, of which it may know another name; ``url`` if by none.
+
+    Raises PdRadixError if it does not answer before ``deadline``.
+    """
+    known = {worker["url"] for worker in _known(gateway, deadline)}
+    if url in known:
+        return url
+    ours = _addresses(url)
+    same = [one for one in known if _port(one) == _port(url) and ours & _listed_addresses(gateway, one)]
+    return same[0] if len(same) == 1 else url
+
+
+def leave(gateway: str, url: str, deadline: float, ends: bool = False) -> str:
     """Have ``gateway`` take a worker out, with all its ranks. Returns what has been done, in words.
 
-    One that it does not know and that answers has been taken out before, as by a drain whose time was up. Raises
-    PdRadixError if it cannot, or not before ``deadline``, or it is the last of its kind.
+    One that it does not know and that answers has been taken out before, as by a drain whose time was up. ends: its
+    process is to be ended then. Raises PdRadixError if it cannot, or not before ``deadline``, or it is the last of its
+    kind, or may be one that the gateway knows by another name.
     """
     known = _known(gateway, deadline)
     # A gateway may have its DP ranks as workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
         if role := _role(url, deadline):
+            _check_unknown(gateway, url, [one["url"] for one in known if one.get("worker_type") == role], role, ends)
             return f"{gateway} does not know {url}, which answers as a {role} worker, and sends it nothing"
         others = sorted({worker["url"] for worker in known})
         raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}")
@@ -110,6 +128,65 @@ def leave(gateway: str, url: str, deadline: float) -> str:
             raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {until - began:.0f} s")
         time.sleep(LOOK_S)
     return f"{gateway} sends {url} nothing new"
+
+
+def _check_unknown(gateway: str, url: str, others: list[str], role: str, ends: bool) -> None:
+    """Raise PdRadixError if a worker may be one of those ``others`` of its role that the gateway has all the same."""
+    ours = _addresses(url)
+    for other in others:
+        theirs = _listed_addresses(gateway, other)
+        # A host has several addresses, of which a worker may listen on one or on all.
+        if _port(other) == _port(url) and (not theirs or ours & theirs or (_is_here(ours) and _is_here(theirs))):
+            there = "" if theirs else ", where that name is known"
+            raise PdRadixError(
+                f"{gateway} does not know {url}, which may be {other}: name it as the gateway does{there}"
+            )
+    if ends and not others:
+        raise PdRadixError(
+            f"{gateway} does not know {url} and lists no {role} worker, as one that was just started: "
+            "drain again once it lists others, or without --pid"
+        )
+
+
+def _listed_addresses(gateway: str, url: str) -> set[str]:
+    """What the name of a listed worker means to its gateway: a loopback address is one of the gateway's host."""
+    theirs = _addresses(url)
+    if theirs and all(map(_is_loopback, theirs)):
+        at = _addresses(base_url(gateway))
+        return theirs if _is_here(at) else at
+    return theirs
+
+
+def _addresses(url: str) -> set[str]:
+    """The IP addresses of the host of a URL; none where its name cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(urlsplit(url).hostname or "", None)
+    except (OSError, ValueError):
+        return set()
+    return {str(info[4][0]).partition("%")[0].removeprefix("::ffff:") for info in found}
+
+
+def _port(url: str) -> int:
+    """The port of a URL; 0 if it has none that could be one."""
+    try:
+        parts = urlsplit(url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return 0
+
+
+def _is_here(addresses: set[str]) -> bool:
+    return any(_is_loopback(one) or one in _own() for one in addresses)
+
+
+def _is_loopback(address: str) -> bool:
+    known = ipaddress.ip_address(address)
+    return known.is_loopback or known.is_unspecified
+
+
+def _own() -> set[str]:
+    """The IP addresses of this host."""
+    return {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
 
 
 def _role(url: str, deadline: float) -> str:
@@ -165,10 +242,8 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
 
 def _listens(url: str) -> bool:
     """Whether something takes connections at the address of a worker, or may."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        socket.create_connection((parts.hostname, port), timeout=TIMEOUT_S).close()
+        socket.create_connection((urlsplit(url).hostname, _port(url)), timeout=TIMEOUT_S).close()
     except ConnectionRefusedError:
         return False
     except OSError:

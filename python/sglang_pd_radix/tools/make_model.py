@@ -62,6 +62,8 @@ _DRAFTS = {"eagle": eagle.draft, "eagle3": eagle3.draft}
 _SEEING = dict.fromkeys((arch for arch in BUILDERS if arch.startswith("qwen3.5")), qwen3_5.processor_files)
 # Where a model of those with a draft has it.
 DRAFT = "draft"
+# The files of all kinds of models.
+_ALL_HAVE = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
 # How the name of a file ends that is not whole.
 _PARTIAL = ".partial"
 
@@ -82,8 +84,9 @@ def check_shape(shape: ModelShape) -> None:
 def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = None, seed: int = 0) -> Path:
     """Write the model into ``directory`` (made if missing) and return its path.
 
-    An earlier model in that directory, also one of another kind, is replaced; every other non-empty directory is
-    refused, so that no user's files are mixed with it. Raises PdRadixError.
+    An earlier model in that directory, also one of another kind, is replaced: one with all files that each kind has, or
+    their parts. Every other non-empty directory is refused, so that no user's files are mixed with it. Raises
+    PdRadixError.
     """
     from safetensors.numpy import save
 
@@ -125,8 +128,11 @@ def _take_over(directory: Path, written: Set[str]) -> None:
     """Remove what an earlier model has there beside what is ``written`` now. Raises PdRadixError for others' files."""
     draft = directory / DRAFT
     found = [*directory.iterdir(), *(draft.iterdir() if draft.is_dir() else ())]
-    ours = {*written, *qwen3_5.processor_files(), DRAFT}
+    ours = {*_ALL_HAVE, *qwen3_5.processor_files(), DRAFT}
     foreign = sorted(str(p.relative_to(directory)) for p in found if p.name.removesuffix(_PARTIAL) not in ours)
+    # Others give single files the same names. A model whose write was killed has its last file in part.
+    if not {p.name.removesuffix(_PARTIAL) for p in found if p.parent == directory} >= _ALL_HAVE:
+        foreign += sorted(str(p.relative_to(directory)) for p in found if not p.is_dir())
     if foreign:
         raise PdRadixError(f"{directory} holds other files ({foreign[0]}): give a new or empty directory")
     for path in found:

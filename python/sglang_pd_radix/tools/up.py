@@ -132,11 +132,28 @@ def check_pegaflow() -> None:
 
 
 def check_json(path: Path | None) -> None:
-    """Raise PdRadixError if ``path``, where a result is to be written, has no directory or is one."""
-    if path and not _behind(path).parent.is_dir():
+    """Raise PdRadixError if ``path``, where a result is to be written, has no directory, is one, or is closed to us."""
+    if path is None:
+        return
+    opened = _open_file(path)
+    if opened and not os.path.lexists(opened):
+        raise PdRadixError(f"--json {path}: there is no such open file")
+    if not opened and not _behind(path).parent.is_dir():
         raise PdRadixError(f"--json {path}: there is no directory {_behind(path).parent}")
-    if path and path.is_dir():
+    if path.is_dir():
         raise PdRadixError(f"--json {path}: that is a directory, give a file")
+    # A file is replaced, so what counts is its directory.
+    written = opened or (path if path.exists() and not path.is_file() else _behind(path).parent)
+    if not _may_write(written):
+        raise PdRadixError(f"--json {path}: {written} may not be written to; give another file")
+
+
+def _may_write(path: Path) -> bool:
+    number = _own_descriptor(path)
+    if number is None:
+        return os.access(path, os.W_OK)
+    # Whoever has opened it for us need not have had our rights.
+    return fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
 
 
 def owner(path: Path) -> int | None:
@@ -232,18 +249,31 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write ``text`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails.
 
-    A symbolic link stays one, and what is no regular file (a pipe, a device) is written into.
+    A symbolic link stays one. What is no regular file (a pipe, a device), or is an open file of a process
+    (/dev/stdout), is written into: others may write there too.
     """
     # A name on the command line need not be UTF-8.
     content = text.encode(errors="backslashreplace")
     try:
-        if path.exists() and not path.is_file():
-            _write_into(path, content)
+        opened = _open_file(path)
+        if opened or (path.exists() and not path.is_file()):
+            _write_into(opened or path, content)
         else:
             _replace(_behind(path), content)
     except OSError as error:
-        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or error
+        why = error.strerror or str(error)
+        if error.errno == errno.ENXIO:
+            why = "nobody reads it"
+            if path.is_socket():
+                why = "it is a socket, which cannot be opened; give a file or a pipe"
         raise PdRadixError(f"cannot write {path}: {why}") from error
+
+
+def remove_json(path: Path) -> None:
+    """Remove what this process has written there, unless another has since. An open file (/dev/stdout) stays."""
+    if not _open_file(path) and owner(path) == os.getpid():
+        with contextlib.suppress(OSError):
+            _behind(path).unlink()
 
 
 def _behind(path: Path) -> Path:
@@ -251,10 +281,35 @@ def _behind(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def _open_file(path: Path) -> Path | None:
+    """Where the links of ``path`` lead to an open file of a process (/dev/stdout): its entry below /proc; else None."""
+    # As many links as the kernel follows.
+    for _ in range(40):
+        entry = _behind(path.parent) / path.name
+        if re.fullmatch(r"/proc/\d+/(task/\d+/)?fd/\d+", str(entry)):
+            return entry
+        if not entry.is_symlink():
+            return None
+        path = entry.parent / os.readlink(entry)
+    return None
+
+
+def _own_descriptor(path: Path) -> int | None:
+    """The number of an open file of ours, of its entry below /proc; None for anything else."""
+    opened = _open_file(path)
+    return int(opened.name) if opened and opened.parts[2] == _behind(Path("/proc/self")).name else None
+
+
 def _write_into(path: Path, content: bytes) -> None:
-    # A pipe that nobody reads would be waited for, and `pd-radix up` hears no signal meanwhile.
-    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb") as file:
-        os.set_blocking(file.fileno(), True)
+    number = _own_descriptor(path)
+    if number is None:
+        # A pipe that nobody reads would be waited for, and `pd-radix up` hears no signal meanwhile.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
+        os.set_blocking(descriptor, True)
+    else:
+        # Opened anew, a file would be written to from elsewhere than what is printed, and a socket cannot be.
+        descriptor = os.dup(number)
+    with open(descriptor, "wb") as file:
         file.write(content)
 
 
@@ -342,10 +397,8 @@ def _run(args: argparse.Namespace) -> int:
         raise PdRadixError(f"cannot write the addresses: {error.strerror or error}") from error
     finally:
         cluster.stop()
-        # Another one may have written its own meanwhile.
-        if args.json and owner(args.json) == os.getpid():
-            with contextlib.suppress(OSError):
-                _behind(args.json).unlink()
+        if args.json:
+            remove_json(args.json)
     _say(f"stopped; logs are in {cluster.log_dir}")
     return 0
 

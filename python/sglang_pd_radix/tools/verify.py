@@ -136,7 +136,10 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _log_dir(given: Path | None, verdict: Verdict) -> Iterator[Path]:
-    """``given``; else a temporary directory, which stays only for what an error or a FAILED verdict leaves in it."""
+    """``given``; else a temporary directory, which stays only for what an error or a FAILED verdict leaves in it.
+
+    An interrupt is none.
+    """
     if given is not None:
         yield given
         return
@@ -145,13 +148,13 @@ def _log_dir(given: Path | None, verdict: Verdict) -> Iterator[Path]:
     try:
         yield path
         wanted = verdict.word == "FAILED"
-    except PdRadixError:
+    except Exception:
         wanted = True
         raise
     finally:
         if not wanted or not any(path.iterdir()):
             shutil.rmtree(path, ignore_errors=True)
-        elif verdict.failures:
+        else:
             _say(f"logs are in {path}")
 
 

@@ -13,7 +13,7 @@ from threading import Event
 import requests
 
 from sglang_pd_radix.tools.cluster import Cluster
-from sglang_pd_radix.tools.workers import pool_problems, server_info
+from sglang_pd_radix.tools.workers import pool_problems, server_info, told_pools
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 # Ids of ordinary words in the vocabulary of `pd-radix make-model`.
@@ -114,27 +114,35 @@ class Pair:
             check_idle(url)
 
     def tree_tokens(self) -> int:
+        """Tokens in decode's tree that no request holds. One that keeps a tree must tell of it."""
+        info = server_info(self.decode_url)
+        found = told_pools(info)[:1]
         # A worker without a tree whose model has pools of two kinds does not say.
-        return sum(pool.get("evictable", 0) for pool in pools(self.decode_url)[:1])
+        assert (found and "evictable" in found[0]) or not keeps_tree(info), self.decode_url
+        return sum(pool.get("evictable", 0) for pool in found)
+
+
+def keeps_tree(info: dict) -> bool:
+    """Whether a worker that says this of itself is one of decode with the flag."""
+    # An engine without the patch set does not know the flag.
+    return info["disaggregation_mode"] == "decode" and info.get("disaggregation_decode_enable_radix_cache", False)
 
 
 def pools(url: str) -> list[dict]:
-    states = server_info(url)["internal_states"]
-    return [state["kv_pool"] for state in states if "kv_pool" in state]
+    return told_pools(server_info(url))
 
 
 def check_idle(url: str) -> None:
     """I1 of one worker. One that keeps a tree of its own must tell of it; nothing told is not nothing wrong."""
     found = wait_idle(url)
     info = server_info(url)
-    # An engine without the patch set does not know the flag.
-    keeps_tree = info["disaggregation_mode"] == "decode" and info.get("disaggregation_decode_enable_radix_cache", False)
-    assert found or not keeps_tree, url
+    has_tree = keeps_tree(info)
+    assert found or not has_tree, url
     # An engine by itself has none.
     buffers = {"metadata_buffers": 0, "free_metadata_buffers": 0} if info["disaggregation_mode"] == "null" else {}
     for pool in found:
-        assert ("audit" in pool) == ("locks_taken" in pool) == keeps_tree, (url, pool)
-        assert pool_problems(url, pool | buffers, keeps_tree) == [], pool
+        assert ("audit" in pool) == ("locks_taken" in pool) == has_tree, (url, pool)
+        assert pool_problems(url, pool | buffers, has_tree) == [], pool
 
 
 def wait_idle(url: str, seconds: float = 30) -> list[dict]:

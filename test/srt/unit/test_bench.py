@@ -472,7 +472,7 @@ def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
     document = a_document(chat)
     files = report.write(document, tmp_path)
     assert {f.name for f in files} >= {"report.json", "report.md", "report.html", "a-ttft.svg", "a-itl.svg"}
-    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(document))
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(report.as_json(document))
     page = (tmp_path / "report.html").read_text()
     assert "x &lt; y &amp; z" in page and "x < y" not in page
     own = page.replace(chart.script(), "")
@@ -647,6 +647,31 @@ def test_a_decode_worker_without_figures_of_one_pool_is_watched_all_the_same(tmp
     assert sample and (sample.used_tokens, sample.kept_tokens) == (60, 20)
     monkeypatch.setattr(deploy, "idle_pools", {"http://off": [{"idle": True}]}.__getitem__)
     assert math.isnan(made.used_peak(made.variants[0]))
+
+
+def test_what_is_not_known_is_null_in_the_report(tmp_path):
+    """JSON has no NaN: `jq`, browsers and Go refuse it. Who reads the report has NaN again, for its tables."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    document = a_document()
+    (entry,) = document["workloads"]
+    entry["of_another_kind"] = [{"where": None}]
+    for one in entry["runs"]:
+        one["figures"]["held_over_least"] = math.nan
+        for sample in one["series"]:
+            sample["used_tokens"] = math.inf
+    report.finish(entry)
+    report.write(document, tmp_path)
+    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    (told,) = read["workloads"]
+    assert told["ratios"]["on"]["running_max"]["worst"] is None
+    assert told["summary"]["on"]["held_over_least"] == {"median": None, "low": None, "high": None, "runs": 0}
+    assert told["runs"][0]["series"][0]["used_tokens"] is None
+    (told,) = report.of_json(read)["workloads"]
+    assert report.table(told) == report.table(entry) and told["of_another_kind"] == [{"where": None}]
+    assert "tokens" not in report.charts(told)
 
 
 def test_what_is_not_known_of_a_pool_is_not_drawn():

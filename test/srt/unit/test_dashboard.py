@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +98,15 @@ def test_lines_of_several_workers_and_ranks_are_told_apart():
             assert 'instance=~"$worker"' in query.expr and "{{instance}}" in query.legend, panel.title
             if named(query.expr) & OURS and "increase" not in query.expr:
                 assert 'dp_rank=~"$rank"' in query.expr and "{{dp_rank}}" in query.legend, panel.title
+
+
+@pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2)])
+def test_nobody_need_take_what_is_printed(closed):
+    """`>&-`: Python has no such stream then, and the next file that is opened would get its number."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_pd_radix.tools.cli", "dashboard"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: [os.close(number) for number in closed],
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -90,16 +90,24 @@ def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     assert "HTTPError" in caplog.text
 
 
+def test_a_gateway_behind_a_forwarded_port_loses_no_neighbour(gateway, monkeypatch):
+    """Of docker, ssh or kubectl: its address is this host's, and its loopback addresses are those of another one."""
+    own = {"id": "own", "url": f"http://192.0.2.9:{PORT}", "worker_type": "decode", "status": "draining"}
+    gateway.answers["/workers"]["workers"].append(own)
+    monkeypatch.setattr(gateway_notice, "own_addresses", lambda host: {"127.0.0.1", "192.0.2.9"})
+    gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
+    assert gateway.let_go == ["/workers/own"]
+
+
 @pytest.mark.parametrize("here", [True, False])
-def test_a_loopback_address_is_of_the_host_of_the_gateway(gateway, monkeypatch, here):
+def test_a_loopback_address_is_of_the_host_of_the_gateway(gateway, caplog, monkeypatch, here):
     """Another host's worker would be let go of: /etc/hosts has 127.0.1.1 for the name of many a host."""
-    listed = gateway.answers["/workers"]["workers"]
-    listed[0]["url"] = f"http://127.0.1.1:{PORT}"
-    listed.append({"id": "own", "url": f"http://192.0.2.9:{PORT}", "worker_type": "decode", "status": "draining"})
+    gateway.answers["/workers"]["workers"][0]["url"] = f"http://127.0.1.1:{PORT}"
     monkeypatch.setattr(gateway_notice, "own_addresses", lambda host: {"127.0.1.1", "0.0.0.0", "192.0.2.9"})
     monkeypatch.setattr(gateway_notice, "_is_here", lambda url: here)
     gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
-    assert gateway.let_go == [*(["/workers/here"] if here else []), "/workers/own"]
+    assert gateway.let_go == (["/workers/here"] if here else [])
+    assert (f"it knows no decode worker at port {PORT} of 192.0.2.9" in caplog.text) == (not here)
 
 
 def test_which_gateways_are_on_this_host(monkeypatch):
@@ -129,10 +137,10 @@ def test_its_own_addresses(monkeypatch):
     assert gateway_notice.own_addresses("[::1]") == {"::1"}
 
 
-@pytest.mark.parametrize("given", ["10.0.0.3:30002", "ftp://x", "http://", "http://a:1, b"])
+@pytest.mark.parametrize("given", ["10.0.0.3:30002", "ftp://x", "http://", "http://a:1, b", "http://[::", "http://a:b"])
 def test_what_is_no_address_is_refused(monkeypatch, given):
     monkeypatch.setenv(gateway_notice.VARIABLE, given)
-    with pytest.raises(ValueError, match="give URLs such as"):
+    with pytest.raises(ValueError, match="SGLANG_DISAGGREGATION_GATEWAYS has .*: give URLs such as"):
         gateway_notice.gateways()
 
 

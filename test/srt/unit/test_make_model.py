@@ -230,6 +230,34 @@ def test_what_is_beside_a_draft_is_left_alone(tmp_path):
     assert (tmp_path / DRAFT / "thesis.tex").read_text() == "x"
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        [f"{DRAFT}/config.json", f"{DRAFT}/model.safetensors", "preprocessor_config.json"],
+        ["config.json", "model.safetensors"],
+        [f"{DRAFT}/config.json", *(FILES - {"tokenizer.json"})],
+        ["model.safetensors.partial"],
+    ],
+)
+def test_files_that_are_called_as_ours_are_no_model_of_ours(tmp_path, theirs):
+    (tmp_path / DRAFT).mkdir()
+    for name in theirs:
+        (tmp_path / name).write_text("the user's own")
+    with pytest.raises(PdRadixError, match="holds other files .*give a new or empty directory"):
+        make_model(tmp_path, ModelShape("qwen3"))
+    assert all((tmp_path / name).read_text() == "the user's own" for name in theirs)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3.5", "eagle"])
+def test_a_model_whose_write_was_killed_is_replaced(arch, tmp_path):
+    """Most of the time goes into the weights."""
+    small = dict(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, intermediate=32, vocab=2400)
+    path = make_model(tmp_path / "m", ModelShape(arch, **small))
+    (path / "model.safetensors").rename(path / "model.safetensors.partial")
+    make_model(path, ModelShape("qwen3", **small))
+    assert {one.name for one in path.iterdir()} == FILES
+
+
 def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
     def full(path: Path, content: bytes) -> int:
         path.touch()

@@ -149,6 +149,36 @@ def test_what_is_not_set_changes_no_name_of_pegaflow(model):
     assert model_namespace(options(model, **unset, quantize_and_serve=False)) == model_namespace(options(model))
 
 
+def test_how_weights_are_loaded_is_in_no_name_of_pegaflow(model):
+    """With more threads they are the same."""
+
+    def named(given: str) -> str:
+        return model_namespace(options(model, model_loader_extra_config=given))
+
+    threads = '{"enable_multithread_load": true, "num_threads": 8'
+    assert named(threads + "}") == named(" { } ") == named("") == model_namespace(options(model))
+    assert named(threads + ', "pattern": "a"}') == named('{"pattern":"a"}')
+    assert len({named(text) for text in ("{}", '{"pattern":"a"}', '{"pattern":"b"}')}) == 3
+    # What the loader refuses, or reads in another way, counts as it is.
+    assert len({named(text) for text in ("{}", "{", "[]", "null", "[1]")}) == 5
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--model-path", {"model_path": "no/such"}),
+        ("--kt-weight-path", {"kt_weight_path": "no/such"}),
+        ("--speculative-draft-model-path", {"speculative_algorithm": "S", "speculative_draft_model_path": "no/such"}),
+    ],
+)
+def test_where_files_are_missing_the_option_that_names_them_is_told(model, option, given):
+    with pytest.raises(ValueError, match=f"'no/such' has, .* or give a directory as {option}\\."):
+        model_folder(options(model, **given), None)
+    if "speculative_algorithm" not in given:
+        with pytest.raises(ValueError, match=f"'no/such' has, .* or give a directory as {option}\\."):
+            model_namespace(options(model, **given))
+
+
 def test_a_draft_has_a_part_in_the_name(model, tmp_path):
     """Its KV is in the same files."""
     drafts = [tmp_path / name for name in ("draft", "other")]

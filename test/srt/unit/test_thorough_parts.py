@@ -15,6 +15,7 @@ from bench_documents import a_document
 from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.bench import command as bench
+from sglang_pd_radix.tools.bench import report
 from sglang_pd_radix.tools.cluster import option_value
 from sglang_pd_radix.tools.doctor import Check
 from sglang_pd_radix.tools.thorough import host, parts, readings, runner, storm
@@ -203,6 +204,11 @@ def test_a_benchmark_is_read(tmp_path):
     wrong = a_document()
     wrong["workloads"][0]["problems"] = ["on, run 1: decode-1: 16 tokens of KV are lost"]
     assert "KV are lost" in readings.bench([done(tmp_path, readings.BENCH, wrong)], ()).why
+    # As it is in JSON, which has no NaN.
+    unknown = json.loads(report.as_json(a_document()))
+    assert unknown["workloads"][0]["ratios"]["on"]["running_max"]["worst"] is None
+    again = readings.bench([done(tmp_path, readings.BENCH, unknown, code=0)], ("ttft", "running", "none such"))
+    assert again.tables == found.tables
 
 
 def test_that_a_side_is_left_out_is_told(tmp_path):

@@ -205,6 +205,16 @@ def test_an_address_may_stand_in_brackets(host, reached):
     assert connectable(host) == reached
 
 
+@pytest.mark.parametrize(
+    ("host", "given"), [("::", "[::]"), ("[::]", "[::]"), ("0.0.0.0", "0.0.0.0"), ("[127.0.0.1]", "127.0.0.1")]
+)
+def test_the_router_is_given_an_ipv6_address_in_brackets(tmp_path, host, given):
+    """sglang-router ends at one without, and both take them."""
+    options = ["--model-path", "m/x", "--log-dir", str(tmp_path), "--host", host]
+    router = next(one for one in up.cluster_from(parse(*options)).plan() if one.role == "router")
+    assert option_value(router.command, "--host") == given
+
+
 @pytest.mark.parametrize("pid", ["-1", "Infinity", "1e400", "[" * 5000, "[1]"])
 def test_a_file_with_an_odd_owner_is_no_deployment(tmp_path, pid):
     file = tmp_path / "up.json"
@@ -304,8 +314,29 @@ def test_dp_ranks_have_gpus_of_their_own_unless_they_share_attention():
     shared = ["--tp", "2", "--data-parallel-size=2", "--enable-dp-attention"]
     assert [option_value(extra, "--base-gpu-id") for extra, _ in gpu_placement([shared, shared], 4)] == ["0", "2"]
     assert compared_on(ranks, [[], []], 1, 6) == [["--base-gpu-id", "2"]] * 2
-    with pytest.raises(PdRadixError, match="--tp, --pp and --dp-size take a number"):
+    with pytest.raises(PdRadixError, match="--tp, --pp-size and --dp-size take a number"):
         gpu_placement([["--dp-size", "x"]], 1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--tp", "--tp-size", "--tensor-parallel", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel"]
+    + ["--pipeline-parallel-size", "--dp", "--dp-size", "--data-parallel", "--data-parallel-size"],
+)
+def test_ranks_are_counted_as_the_engine_reads_them(option, tmp_path, monkeypatch):
+    """It takes what an option begins with, too."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    read = parser.parse_args(["--model-path", "m", option, "2"])
+    assert read.tensor_parallel_size * read.pipeline_parallel_size * read.data_parallel_size == 2
+    assert [option_value(extra, "--base-gpu-id") for extra, _ in gpu_placement([[option, "2"]] * 2, 4)] == ["0", "2"]
+    # The ranks of --dp-size would all be given the port that is named.
+    monkeypatch.setattr(cluster_module.plan.cpu_host, "active", lambda: True)
+    for worker in Cluster("m", log_dir=tmp_path, common_args=[option, "2"]).plan():
+        if worker.is_worker:
+            assert has_option(worker.command, "--nccl-port") is (read.data_parallel_size == 1)
 
 
 def test_threads_of_all_ranks_are_as_many_as_cores(tmp_path, monkeypatch):
@@ -865,6 +896,83 @@ def test_a_pipe_for_the_json_file_is_written_into(fake, tmp_path):
         reader.kill()
     assert process.returncode == 0, err
     assert pipe.is_fifo()
+
+
+WRITES = """
+import os, sys
+from pathlib import Path
+from sglang_pd_radix.tools import up
+path = Path(sys.argv[1])
+up.check_json(path)
+print("before", flush=True)
+up.write_json(path, {"owner_pid": os.getpid()})
+print("after", flush=True)
+up.remove_json(path)
+"""
+
+
+def written_to(path, stdout):
+    return subprocess.run(
+        [sys.executable, "-c", WRITES, str(path)], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
+    ).stderr
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+@pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_an_open_file_is_written_to_and_not_replaced(tmp_path, path, mode):
+    """`--json /dev/stdout >> results`: what was there and what is printed would be gone."""
+    results = tmp_path / "results"
+    results.write_text("earlier\n")
+    if path == "link":
+        path = tmp_path / "link"
+        path.symlink_to("/dev/stdout")
+    with open(results, mode) as stdout:
+        assert not written_to(path, stdout)
+    said = results.read_text()
+    assert said.startswith("earlier\nbefore\n{" if mode == "a" else "before\n{") and said.endswith("}\nafter\n")
+    assert [one.name for one in tmp_path.iterdir() if not one.is_symlink()] == ["results"]
+
+
+def test_the_open_file_of_another_process_is_written_to(tmp_path):
+    results = tmp_path / "results"
+    with open(results, "w") as stdout:
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=stdout)
+    try:
+        results.write_text("earlier\n")
+        up.write_json(Path(f"/proc/{other.pid}/fd/1"), {})
+        assert results.read_text() == "earlier\n{}\n" and [one.name for one in tmp_path.iterdir()] == ["results"]
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_socket_is_written_to_where_it_is_our_own(tmp_path):
+    """As stdout is under systemd. Another one cannot be opened."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not written_to("/dev/stdout", ours.fileno())
+        ours.shutdown(socket.SHUT_WR)
+        with theirs.makefile() as said:
+            assert said.read().startswith("before\n{")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(PdRadixError, match="socket: it is a socket, which cannot be opened; give a file or a pipe"):
+            up.write_json(tmp_path / "socket", {})
+
+
+def test_a_file_that_cannot_be_written_is_told_of_at_once(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, *args, **options: asked.append(Path(path)))
+    for path, what in ((tmp_path / "up.json", tmp_path), (pipe, pipe)):
+        with pytest.raises(PdRadixError, match=f"--json {path}: {what} may not be written to"):
+            up.check_json(path)
+        assert asked.pop() == what
+    with open("/proc/self/stat") as file, pytest.raises(PdRadixError, match="may not be written to"):
+        up.check_json(Path(f"/dev/fd/{file.fileno()}"))
+    with pytest.raises(PdRadixError, match="--json /dev/fd/99999999: there is no such open file"):
+        up.check_json(Path("/dev/fd/99999999"))
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):

@@ -353,7 +353,7 @@ def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) ->
     assert json.loads(out.read_text())["failures"] == ["wrong"]
 
 
-@pytest.mark.parametrize("when", ["starting", "asking", "judging", "passed", "interrupted"])
+@pytest.mark.parametrize("when", ["starting", "asking", "judging", "passed", "interrupted", "a full disk"])
 def test_logs_that_an_error_names_stay(monkeypatch, capsys, tmp_path, when) -> None:
     monkeypatch.setattr(verify.doctor, "diagnose", list)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -363,6 +363,8 @@ def test_logs_that_an_error_names_stay(monkeypatch, capsys, tmp_path, when) -> N
         records.mkdir()
         if when == "interrupted":
             raise KeyboardInterrupt
+        if when == "a full disk":
+            raise OSError(28, "No space left on device")
         if when == "asking":
             verdict.setting["model"] = "m"
         if when == "judging":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -201,6 +203,75 @@ def test_what_one_of_several_tp_ranks_shows(monkeypatch, tmp_path):
     assert told(seen, "pd_oldest_request_seconds")["transfer"] >= 100
     # A count, of which each rank has the same but for a moment.
     assert told(seen, "pd_requests")["transfer"] == 0
+
+
+def written_by(monkeypatch, folder: Path, pid: int, faults: int) -> None:
+    """What a decode worker's process with this PID has written when its audit has found so many contradictions."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    monkeypatch.setattr(prometheus_client.values, "ValueClass", prometheus_client.values.MultiProcessValue(lambda: pid))
+    gauge = partial(prometheus_client.Gauge, registry=prometheus_client.CollectorRegistry())
+    monkeypatch.setattr(prometheus_client, "Gauge", gauge)
+    gauges = worker_gauges.WorkerGauges({"model_name": "m", "engine_type": "decode"})
+    gauges.write_faults(faults)
+    gauges.write_pools({"kv": (128, 128 - faults)})
+
+
+def test_what_an_earlier_start_has_left_is_not_shown(monkeypatch, tmp_path):
+    """Nobody tells the exporter of a scheduler's death, and a directory that the operator gives outlives it."""
+    began = {os.getpid(): 1000.0, 20: 500.0, 21: 900.0}
+    monkeypatch.setattr(worker_gauges, "_began", began.get)
+    left = {
+        20: 600,  # of another worker, which began before this one and lives
+        21: 800,  # of an earlier start: another process has this PID now
+        22: 999,  # of an earlier start: nobody has this PID any more
+        os.getpid(): 999,  # the same, and this process has it
+        23: 1001,  # of one with PIDs of its own, which has begun since
+    }
+    for faults, pid in enumerate(left, 1):
+        written_by(monkeypatch, tmp_path, pid, faults)
+        # So that making the others removes none.
+        for file in tmp_path.glob(f"gauge_*_{pid}.db"):
+            os.utime(file, (2000, 2000))
+    for pid, seconds in left.items():
+        for file in tmp_path.glob(f"gauge_*_{pid}.db"):
+            os.utime(file, (seconds, seconds))
+    (tmp_path / "gauge_livemax_other.db").write_bytes((tmp_path / "gauge_livemax_20.db").read_bytes())
+    written_by(monkeypatch, tmp_path, 24, 0)
+    for shown in ("livemax", "livemin"):
+        kept = {file.stem.rpartition("_")[2] for file in tmp_path.glob(f"gauge_{shown}_*.db")}
+        assert kept - {"other"} == {"20", "23", "24"}
+    assert (tmp_path / "gauge_livemax_other.db").exists()
+    # Those of others are shown by when they were written, and are none of ours.
+    assert len([*tmp_path.glob("gauge_mostrecent_*.db")]) == 6
+
+
+def test_processes_are_told_apart_by_when_they_began(monkeypatch, tmp_path):
+    """The scheduler that an engine starts after the death of another one shows what it finds itself."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    written_by(monkeypatch, tmp_path, gone.pid, 3)
+    written_by(monkeypatch, tmp_path, os.getpid(), 2)
+    for file in tmp_path.iterdir():
+        os.utime(file, (1, 1))
+    written_by(monkeypatch, tmp_path, os.getpid(), 0)
+    seen = prometheus_client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(seen, path=str(tmp_path))
+    assert told(seen, "decode_audit_faults") == {"": 0} and told(seen, "pd_pool_free") == {"kv": 128}
+    before = time.time()
+    with subprocess.Popen(["sleep", "60"]) as lives:
+        began = worker_gauges._began(lives.pid)
+        lives.kill()
+    # The kernel counts in ticks.
+    assert began is not None and before - 0.05 < began < time.time() + 0.05
+
+
+def test_what_cannot_be_removed_stays_and_is_told_of(monkeypatch, tmp_path, caplog):
+    """Of another user, for example; the worker goes on."""
+    written_by(monkeypatch, tmp_path, 0, 3)
+    os.utime(tmp_path / "gauge_livemax_0.db", (1, 1))
+    monkeypatch.setattr(Path, "unlink", lambda self: (_ for _ in ()).throw(PermissionError(13, "not permitted")))
+    written_by(monkeypatch, tmp_path, os.getpid(), 0)
+    assert f"Gauges of an earlier start stay in {tmp_path}: " in caplog.text
 
 
 def test_what_copies_keep_of_the_pool_is_told_apart_from_what_nobody_gives_back(scheduler, registry, monkeypatch):

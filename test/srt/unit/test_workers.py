@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from chat_deployment import hold
+from e2e import pd as e2e_pd
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import workers
@@ -51,6 +52,34 @@ def test_what_is_not_told_of_is_not_sound(missing: str) -> None:
     assert workers.pool_problems("prefill-0", PLAIN, False) == []
     del pool[missing]
     assert workers.pool_problems("decode-0", pool, True) == [f"decode-0 does not tell its {missing}"]
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [
+        ([PLAIN], 4),
+        ([PLAIN | {"evictable": 0}], 0),
+        # Told of nothing is not told of an empty tree.
+        ([], None),
+        ([{"idle": True}], None),
+    ],
+)
+def test_a_tree_that_nobody_tells_of_is_not_empty(
+    monkeypatch: pytest.MonkeyPatch, told: list, tokens: int | None
+) -> None:
+    """As the tests with servers look at it."""
+    info = {"disaggregation_mode": "decode", "internal_states": [{"kv_pool": pool} for pool in told]}
+    on = info | {"disaggregation_decode_enable_radix_cache": True}
+    pair = e2e_pd.Pair(cast(Cluster, SimpleNamespace(decode_urls=["http://d"])))
+    monkeypatch.setattr(e2e_pd, "server_info", lambda url: on)
+    if tokens is None:
+        with pytest.raises(AssertionError, match="http://d"):
+            pair.tree_tokens()
+    else:
+        assert pair.tree_tokens() == tokens
+    # Without the flag there is none, and of KV of several kinds the worker tells nothing.
+    monkeypatch.setattr(e2e_pd, "server_info", lambda url: info)
+    assert pair.tree_tokens() == (tokens or 0)
 
 
 KV_FIGURES = ("size", "available", "evictable", "protected")

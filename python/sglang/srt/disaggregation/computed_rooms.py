@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
-from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
+from sglang.srt.disaggregation.room_notes import COMPUTED, RoomNotes, is_room
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ __all__ = ["COMPUTED", "COMPUTED_ROUTE", "ComputedReq", "ComputedRooms", "listen
 
 # On a prefill's bootstrap server.
 COMPUTED_ROUTE = "/computed_room"
-# Why a request ends on prefill that it works on when decode says so.
-COMPUTED = "decode computes it itself"
 # Rooms that are remembered for requests still to come, and seconds for which they are.
 REMEMBERED, REMEMBERED_S = 65536, 60.0
 # Seconds that a prefill has to answer; how often it is told again, and after how many seconds.

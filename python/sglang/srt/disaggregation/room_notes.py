@@ -9,7 +9,10 @@ import time
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RoomNotes", "is_room", "remember"]
+__all__ = ["COMPUTED", "RoomNotes", "is_room", "remember"]
+
+# Why a request ends on prefill that it works on when decode says so.
+COMPUTED = "decode computes it itself"
 
 Note = TypeVar("Note")
 

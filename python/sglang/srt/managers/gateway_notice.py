@@ -35,9 +35,18 @@ def gateways() -> list[str]:
     """The gateways that are told, by their addresses. Raises ValueError for what is none."""
     given = [one.strip().rstrip("/") for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
     for one in given:
-        if urlsplit(one).scheme not in ("http", "https") or not urlsplit(one).hostname:
+        if not _is_url(one):
             raise ValueError(f"{VARIABLE} has {one!r}: give URLs such as http://10.0.0.3:30002, with commas between.")
     return given
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        # An address or a port that cannot be read.
+        return False
 
 
 def own_addresses(host: str) -> set[str]:
@@ -74,12 +83,12 @@ def _is_here(url: str) -> bool:
 def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
     """Have all these gateways let go of this worker; one that does not is told of in the log."""
     own = own_addresses(host)
-    elsewhere = {address for address in own if not _is_loopback(address)}
+    loopback = {address for address in own if _is_loopback(address)}
 
     def leave_one(url: str) -> None:
         try:
             # To a gateway of another host a loopback address is a neighbour of its own.
-            leave(url, role, port, own if _is_here(url) else elsewhere)
+            leave(url, role, port, own - loopback, loopback if _is_here(url) else ())
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
@@ -88,28 +97,34 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
         pool.map(leave_one, urls)
 
 
-def leave(gateway: str, role: str, port: int, addresses: Collection[str]) -> None:
+def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
     """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
 
-    Of all its ranks, where the gateway has those. Raises RuntimeError if it knows none, or uses it after `LEAVE_S`
-    seconds; requests' errors.
+    Of all its ranks, where the gateway has those. loopback: addresses that count where it has nobody at the others: a
+    port of this host may be forwarded to a gateway whose loopback addresses are another host's. Raises RuntimeError if
+    it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
     """
     with requests.Session() as session:
         # A proxy has no business between the two.
         session.trust_env = False
 
-        def known() -> list[dict[str, Any]]:
+        def known(at: Collection[str]) -> list[dict[str, Any]]:
             found = session.get(f"{gateway}/workers", timeout=ANSWER_S).json()["workers"]
-            return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, addresses)]
+            return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, at)]
 
-        workers = known()
+        at = addresses
+        workers = known(at)
+        if loopback and not workers:
+            at = loopback
+            workers = known(at)
         if not workers:
-            hosts = ", ".join(sorted(addresses)) or "this host, of which SGLANG_HOST_IP would give an address"
+            tried = ", ".join(sorted({*addresses, *loopback}))
+            hosts = tried or "this host, of which SGLANG_HOST_IP would give an address"
             raise RuntimeError(f"it knows no {role} worker at port {port} of {hosts}")
         for worker in workers:
             session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S).raise_for_status()
         until = time.monotonic() + LEAVE_S
-        while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in known()):
+        while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in known(at)):
             if time.monotonic() > until:
                 raise RuntimeError(f"it still uses it after {LEAVE_S:g} s")
             time.sleep(LOOK_S)

@@ -5,9 +5,17 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import psutil
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["DECODE_STATES", "PREFILL_STATES", "InHand", "WorkerGauges", "counts", "in_hand", "oldest"]
 
@@ -109,6 +117,36 @@ def oldest(found: Iterable[InHand], most: int = 5) -> list[dict[str, Any]]:
     ]
 
 
+def _began(pid: int) -> float | None:
+    """When the process of this PID began, in seconds since the epoch; None where there is none."""
+    try:
+        after_boot = psutil.Process(pid).create_time() - psutil.boot_time()
+    except psutil.NoSuchProcess:
+        return None
+    # The time of boot that the kernel tells has whole seconds only.
+    return after_boot + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _forget_earlier_starts(folder: Path) -> None:
+    """Remove what processes of earlier starts have left in ``folder`` of gauges of those that live.
+
+    Such a file was written before the process began that has its PID now or, where none has, before this one began. So
+    what a worker that lives writes is left, also another one's. Containers with PIDs of their own cannot share a
+    folder: the exporter names its files by the PID. Raises OSError.
+    """
+    began = _began(os.getpid()) or 0.0
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        # Else another rank could find an old file of this PID, and remove the new one.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for file in (*folder.glob("gauge_livemax_*.db"), *folder.glob("gauge_livemin_*.db")):
+            pid = file.stem.rpartition("_")[2]
+            if pid.isdecimal() and file.stat().st_mtime < (_began(int(pid)) or began):
+                file.unlink()
+    finally:
+        os.close(lock)
+
+
 class WorkerGauges:
     """Prometheus gauges of one worker, written at most every `PUBLISH_S` seconds, also while nothing happens.
 
@@ -121,6 +159,12 @@ class WorkerGauges:
         """labels: of all metrics of this process."""
         from prometheus_client import Gauge
 
+        # The engine empties no directory that the operator gives it, which may outlive many a start.
+        if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            try:
+                _forget_earlier_starts(Path(folder))
+            except (OSError, psutil.Error) as e:
+                logger.warning("Gauges of an earlier start stay in %s: %s", folder, e)
         names, self._labels, self._written = list(labels), labels, 0.0
         role = labels["engine_type"]
         self._decodes = role == "decode"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -143,6 +143,37 @@ def with_worst(figure: Figure, spread: Spread) -> Document:
 def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
     """How many answers of each run differ from those of the first."""
     return [sum(a != b for a, b in zip(texts[0], run, strict=True)) for run in texts]
+
+
+# -------------------------------------------------------------------------------------------------------------- JSON
+
+# Where a workload has figures. One that is not known is NaN, and null in JSON, which has no NaN.
+_WITH_FIGURES = ("page_bytes", "ratios", "runs", "summary")
+
+
+def as_json(document: Document) -> str:
+    """The report for machines."""
+    known = _each(document, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
+    return json.dumps(known, indent=1, allow_nan=False) + "\n"
+
+
+def of_json(document: Document) -> Document:
+    """A report that has been read from its JSON, with NaN for figures that are not known, as all else here wants it."""
+
+    def known(key: str, value: Any) -> Any:
+        return _each(value, lambda one: math.nan if one is None else one) if key in _WITH_FIGURES else value
+
+    workloads = [{key: known(key, value) for key, value in entry.items()} for entry in document["workloads"]]
+    return {**document, "workloads": workloads}
+
+
+def _each(value: Any, made: Callable[[Any], Any]) -> Any:
+    """``value`` with what is ``made`` of each single value in its lists and dicts."""
+    if isinstance(value, dict):
+        return {key: _each(one, made) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each(one, made) for one in value]
+    return made(value)
 
 
 # ---------------------------------------------------------------------------------------------------------- Markdown
@@ -505,7 +536,7 @@ def html(document: Document) -> str:
 def write(document: Document, out: Path) -> list[Path]:
     """Write report.json, report.md, report.html and the pictures into ``out``. Returns their paths."""
     files = {
-        "report.json": json.dumps(document, indent=1) + "\n",
+        "report.json": as_json(document),
         "report.md": markdown(document),
         "report.html": html(document),
     }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host
 
-from .options import ATTENTION_OPTIONS, has_option, option_value
+from .options import ATTENTION_OPTIONS, DP_OPTIONS, PP_OPTIONS, TP_OPTIONS, has_option, option_value
 
 # Per worker on a CPU host. Left alone, the engine takes most of the memory for the KV of each worker, and sizes its
 # tables for thousands of requests, which costs seconds of filling them with zeros.
@@ -144,9 +144,9 @@ def _may_take(args: Sequence[str]) -> float:
 def _ranks(args: Sequence[str]) -> int:
     """Processes of an engine that compute, each on a GPU of its own where there are any."""
     try:
-        ranks = int(option_value(args, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
-        ranks *= int(option_value(args, "--pp", "--pp-size", "--pipeline-parallel-size") or 1)
-        data_parallel = int(option_value(args, "--dp-size", "--data-parallel-size") or 1)
+        ranks = int(option_value(args, *TP_OPTIONS) or 1)
+        ranks *= int(option_value(args, *PP_OPTIONS) or 1)
+        data_parallel = int(option_value(args, *DP_OPTIONS) or 1)
     except ValueError as error:
-        raise PdRadixError(f"--tp, --pp and --dp-size take a number: {error}") from None
+        raise PdRadixError(f"--tp, --pp-size and --dp-size take a number: {error}") from None
     return ranks if has_option(args, "--enable-dp-attention") else ranks * data_parallel

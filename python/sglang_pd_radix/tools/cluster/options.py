@@ -12,6 +12,11 @@ RADIX_FLAG = "--disaggregation-decode-enable-radix-cache"
 #: The options that choose an attention backend.
 ATTENTION_OPTIONS = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 
+#: As the engine takes the numbers of its ranks: what an option begins with stands for it, where no other begins so.
+TP_OPTIONS = ("--tp", "--tp-size", "--tensor-parallel", "--tensor-parallel-size")
+PP_OPTIONS = ("--pp-size", "--pipeline-parallel", "--pipeline-parallel-size")
+DP_OPTIONS = ("--dp", "--dp-size", "--data-parallel", "--data-parallel-size")
+
 #: Options of one role: one list for all its workers, or one list per worker.
 RoleArgs = Sequence[str] | Sequence[Sequence[str]]
 RoleEnv = Mapping[str, str] | Sequence[Mapping[str, str]]
@@ -95,3 +100,9 @@ def connectable(host: str) -> str:
     """An address at which a server that listens on ``host`` can be reached from here."""
     host = host.strip("[]")
     return HOST if host in ("0.0.0.0", "") else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
+
+
+def bracketed(host: str) -> str:
+    """An address to listen on as every router takes it: one of IPv6 in brackets."""
+    host = host.strip("[]")
+    return f"[{host}]" if ":" in host else host

@@ -12,7 +12,7 @@ from sglang_pd_radix.supplied import cpu_host
 from ..netns import unproxied
 from . import gateway
 from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
-from .options import HOST, connectable, has_option, ports_named
+from .options import DP_OPTIONS, HOST, bracketed, connectable, has_option, ports_named
 from .ports import DP_ATTENTION_OFFSETS, free_ports
 from .process import Process
 from .spec import Spec
@@ -78,7 +78,7 @@ def _workers(
             extra = [*extra, "--disaggregation-mode", role, "--disaggregation-transfer-backend", spec.backend]
         # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens. DP
         # ranks that are engines by themselves would all be given the one that is named here.
-        if has_option(args, "--enable-dp-attention") or not has_option(args, "--dp-size", "--data-parallel-size"):
+        if has_option(args, "--enable-dp-attention") or not has_option(args, *DP_OPTIONS):
             extra = [*extra, "--nccl-port", str(next(ports))]
         bootstrap = next(ports) if role == "prefill" else None
         if bootstrap is not None:
@@ -127,7 +127,7 @@ def _router(
     prefill = [(worker.url, worker.bootstrap_port or 0) for worker in workers if worker.role == "prefill"]
     decode = [worker.url for worker in workers if worker.role == "decode"]
     command = [spec.executable, *spec.commands.get("router", spec.gateway.module)]
-    command += ["--host", spec.host, "--port", str(ports[0])]
+    command += ["--host", bracketed(spec.host), "--port", str(ports[0])]
     given = [*spec.router_args, *more]
     key = spec.api_key
     if key is not None and not has_option(given, "--api-key"):

@@ -80,9 +80,15 @@ def demo(done: Sequence[Done]) -> Outcome:
 # --------------------------------------------------------------------------------------------------------------- bench
 
 
+def _report(one: Done) -> Any:
+    """The report of a benchmark; None if it has left none."""
+    found = read_json(one.result / BENCH)
+    return found and report.of_json(found)
+
+
 def bench(done: Sequence[Done], pictures: Sequence[str]) -> Outcome:
     """Of `pd-radix bench --out`. pictures: which of its charts."""
-    found = read_json(done[-1].result / BENCH)
+    found = _report(done[-1])
     if found is None:
         return without_result(done[-1])
     problems = [f"({entry['key']}) {problem}" for entry in found["workloads"] for problem in entry["problems"]]
@@ -120,7 +126,7 @@ def side_figures(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def exchange(done: Sequence[Done]) -> Outcome:
     """Of the same benchmark with another bound of running requests in each step: what ITL is paid for requests/s."""
-    results = {one.name: read_json(one.result / BENCH) for one in done if one.name != "make-model"}
+    results = {one.name: _report(one) for one in done if one.name != "make-model"}
     found = {name: result for name, result in results.items() if _has_figures(result)}
     if not found:
         return _nothing(done)
@@ -163,7 +169,7 @@ def _has_figures(result: Any) -> bool:
 
 def _nothing(done: Sequence[Done]) -> Outcome:
     """Of steps of which one that is needed has no figures: the first that ended by itself says why."""
-    lost = [one for one in done if one.name != "make-model" and not _has_figures(read_json(one.result / BENCH))]
+    lost = [one for one in done if one.name != "make-model" and not _has_figures(_report(one))]
     first = next((one for one in (*done, *lost) if one.ended.code and not one.ended.stopped), None)
     return without_result(first or [*done[-1:], *lost][-1])
 
@@ -203,7 +209,7 @@ def at_equal(curves: dict[str, list[tuple[float, float]]]) -> list[str]:
 
 def placement(done: Sequence[Done]) -> Outcome:
     """Of the same benchmark with prefill on decode's GPU and on another."""
-    results = {one.name: read_json(one.result / BENCH) for one in done if one.name != "make-model"}
+    results = {one.name: _report(one) for one in done if one.name != "make-model"}
     if not results or not all(map(_has_figures, results.values())):
         return _nothing(done)
     problems = [f"{name}: {text}" for name, result in results.items() for text in result["workloads"][0]["problems"]]

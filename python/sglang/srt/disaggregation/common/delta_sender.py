@@ -19,8 +19,8 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
+from sglang.srt.disaggregation.room_notes import COMPUTED
 
 if TYPE_CHECKING:
     import numpy as np

@@ -33,7 +33,8 @@ __all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_i
 
 # Advanced when what is in a file, or how it is named, changes.
 VERSION = 1
-# Options by which the KV of the same tokens of the same model may differ.
+# Options by which the KV of the same tokens of the same model may differ. As they are given: a storage outlives its
+# workers, and what was saved is found by the name that it had then.
 _OPTIONS = (*KV_OPTIONS, *WEIGHT_OPTIONS, "hicache_mem_layout", "page_size", "speculative_algorithm")
 
 
@@ -47,14 +48,14 @@ def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[
     return page_hashes(token_ids, page_size, before)
 
 
-def weights_id(model_path: str, revision: str | None) -> str:
+def weights_id(model_path: str, revision: str | None, named_by: str = "--model-path") -> str:
     """A digest of which weights ``model_path`` names: of each file, its name, size and content or time of change.
 
-    Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. Raises
-    ValueError if the files are not on this machine.
+    Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. named_by:
+    the option that gives the path. Raises ValueError if the files are not on this machine.
     """
     digest = hashlib.sha256()
-    for file in model_files(model_path, revision, "--hicache-storage-backend"):
+    for file in model_files(model_path, revision, "--hicache-storage-backend", named_by):
         blob, stat = file.resolve(), file.stat()
         content = blob.name if file.is_symlink() and blob.parent.name == "blobs" else stat.st_mtime_ns
         digest.update(f"{file.name}\0{stat.st_size}\0{content}\n".encode())
@@ -85,7 +86,9 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
         options["random_seed"] = args.random_seed
     options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision)}
     # A name that is given is of these too.
-    options |= experts_apart(args, lambda path: Path(path).name if weights else weights_id(path, None))
+    options |= experts_apart(
+        args, lambda path: Path(path).name if weights else weights_id(path, None, "--kt-weight-path")
+    )
     if drafts:
         options["draft"] = _draft(args, weights)
     text = json.dumps(options, sort_keys=True, default=str)
@@ -99,7 +102,9 @@ def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
     found: list[Any] = [args.speculative_draft_model_quantization]
     if path in (None, args.model_path):
         return found
-    return [*found, Path(path).name if weights else weights_id(path, args.speculative_draft_model_revision)]
+    if weights:
+        return [*found, Path(path).name]
+    return [*found, weights_id(path, args.speculative_draft_model_revision, "--speculative-draft-model-path")]
 
 
 def rank_folder(model: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:

@@ -53,6 +53,9 @@ WEIGHT_OPTIONS = (
     "quantize_and_serve",
     "rl_quant_profile",
 )
+# Of these, what changes only how files are read.
+_LOADER = "model_loader_extra_config"
+_ONLY_HOW = ("enable_multithread_load", "num_threads")
 # Of experts that KTransformers computes, of files of their own.
 _EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
 # Load formats with which a worker has the weights of another, or of a server.
@@ -83,22 +86,23 @@ def page_hashes(token_ids: Sequence[int], page_size: int, before: bytes) -> list
     return hashes
 
 
-def weights_fingerprint(model_path: str, revision: str | None) -> str:
+def weights_fingerprint(model_path: str, revision: str | None, named_by: str = "--model-path") -> str:
     """A digest of which weights ``model_path`` names: of the files of a directory, names, sizes and times of change.
 
-    For the name of a repository that has been downloaded, its snapshot counts. Raises ValueError if neither is there.
+    For the name of a repository that has been downloaded, its snapshot counts. named_by: the option that gives the
+    path. Raises ValueError if neither is there.
     """
     digest = hashlib.sha256()
-    for file in model_files(model_path, revision, "--enable-pegaflow"):
+    for file in model_files(model_path, revision, "--enable-pegaflow", named_by):
         stat = file.stat()
         digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
-def model_files(model_path: str, revision: str | None, option: str) -> list[Path]:
+def model_files(model_path: str, revision: str | None, option: str, named_by: str) -> list[Path]:
     """The files of the model that ``model_path`` names, or of its snapshot that has been downloaded.
 
-    option: that needs them. Raises ValueError if they are not on this machine.
+    option: that needs them. named_by: the one that gives the path. Raises ValueError if they are not on this machine.
     """
     path = Path(model_path)
     if not path.exists():
@@ -109,7 +113,7 @@ def model_files(model_path: str, revision: str | None, option: str) -> list[Path
         except Exception as error:
             raise ValueError(
                 f"{option} cannot tell which weights {model_path!r} has, since they are not on this machine: "
-                "download them first (`huggingface-cli download`), or give a directory as --model-path."
+                f"download them first (`huggingface-cli download`), or give a directory as {named_by}."
             ) from error
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [file for file in files if file.is_file() and not file.name.startswith(".")]
@@ -118,12 +122,21 @@ def model_files(model_path: str, revision: str | None, option: str) -> list[Path
 def experts_apart(args: ServerArgs, weights_of: Callable[[str], str]) -> dict[str, Any]:
     """For a name: what the KV depends on of experts that have files of their own; nothing where there are none.
 
-    weights_of: what the weights of a path are called.
+    weights_of: what the weights of a path are called that --kt-weight-path gives.
     """
     path = getattr(args, "kt_weight_path", None)
     if path is None:
         return {}
     return {"experts": [weights_of(path), *(getattr(args, name, None) for name in _EXPERTS_OPTIONS)]}
+
+
+def _changes_weights(given: Any) -> Any:
+    """What of the loader's options, JSON, may make other weights; all of them where they cannot be read."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
+    return {key: found[key] for key in found if key not in _ONLY_HOW} if isinstance(found, dict) else given
 
 
 def model_namespace(args: ServerArgs) -> str:
@@ -134,8 +147,9 @@ def model_namespace(args: ServerArgs) -> str:
     """
     options = {name: getattr(args, name, None) for name in KV_OPTIONS}
     given = {name: getattr(args, name, None) for name in WEIGHT_OPTIONS}
-    options |= {name: value for name, value in given.items() if value and value != "{}"}
-    options |= experts_apart(args, lambda path: weights_fingerprint(path, None))
+    given[_LOADER] = _changes_weights(given[_LOADER])
+    options |= {name: value for name, value in given.items() if value}
+    options |= experts_apart(args, lambda path: weights_fingerprint(path, None, "--kt-weight-path"))
     if args.load_format == "dummy":
         options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
     remote = args.load_format in NOT_FROM_FILES
