@@ -283,7 +283,7 @@ class DeltaSender(Base):
             waits = manager.rooms.live.get(room) is earlier and manager.rooms.hears_of_waiting
             if not (waits or asked):
                 return False
-            if asked:
+            if asked and not self.has_failed():
                 manager.rooms.note_behind(room, reason)
             if room not in manager.rooms.live:
                 # What this one has begun.
