@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -13,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import requests
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.hosts import host_addresses, is_loopback
 
 from .cluster.local_http import local_session, status_text
 from .operate.reading import (
@@ -32,6 +30,7 @@ from .operate.reading import (
     gateway_workers,
 )
 from .operate.texts import printable
+from .process_group import kernel_stat, start_time
 from .progress import Display
 
 # Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
@@ -151,7 +150,7 @@ def _check_unknown(gateway: str, url: str, others: list[str], role: str, ends: b
 def _listed_addresses(gateway: str, url: str) -> set[str]:
     """What the name of a listed worker means to its gateway: a loopback address is one of the gateway's host."""
     theirs = _addresses(url)
-    if theirs and all(map(_is_loopback, theirs)):
+    if theirs and all(map(is_loopback, theirs)):
         at = _addresses(base_url(gateway))
         return theirs if _is_here(at) else at
     return theirs
@@ -176,17 +175,8 @@ def _port(url: str) -> int:
 
 
 def _is_here(addresses: set[str]) -> bool:
-    return any(_is_loopback(one) or one in _own() for one in addresses)
-
-
-def _is_loopback(address: str) -> bool:
-    known = ipaddress.ip_address(address)
-    return known.is_loopback or known.is_unspecified
-
-
-def _own() -> set[str]:
-    """The IP addresses of this host."""
-    return {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    own = {one.partition("%")[0] for one in host_addresses()}
+    return any(is_loopback(one) or one in own for one in addresses)
 
 
 def _role(url: str, deadline: float) -> str:
@@ -283,7 +273,7 @@ def check_pid(pid: int) -> str:
         os.kill(pid, 0)
     except (OSError, OverflowError) as error:
         raise PdRadixError(f"--pid {pid}: {error}") from error
-    return _started(pid)
+    return start_time(pid)
 
 
 def end(pid: int, started: str, deadline: float) -> None:
@@ -291,7 +281,7 @@ def end(pid: int, started: str, deadline: float) -> None:
 
     Raises PdRadixError if it cannot be ended, or stays.
     """
-    if _started(pid) != started:
+    if start_time(pid) != started:
         return
     try:
         os.kill(pid, signal.SIGTERM)
@@ -305,17 +295,4 @@ def end(pid: int, started: str, deadline: float) -> None:
 
 def _lives(pid: int, started: str) -> bool:
     # One that nobody has waited for has ended all the same.
-    return _started(pid) == started and _stat(pid)[:1] not in ([], ["Z"], ["X"])
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in ticks since the host's; "" where there is none."""
-    return next(iter(_stat(pid)[19:]), "")
-
-
-def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on: the third of the fields of proc(5)."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()
-    return []
+    return start_time(pid) == started and kernel_stat(pid)[:1] not in ([], ["Z"], ["X"])

@@ -23,11 +23,12 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host
+
+from .process_group import start_time
 
 WIRE = "wire"
 _ASIDE = "aside"  # the other end of a host's way to the machine's own namespace
@@ -131,14 +132,6 @@ def _taken() -> list[str]:
     return [route["dst"] for route in routes if route["dst"] != "default"]
 
 
-def _start_time(pid: int) -> str | None:
-    """When process ``pid`` started, in the kernel's own count, which tells it from an earlier one of that number."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
 def _names() -> list[str]:
     """All namespaces that this module has made, whoever's they are."""
     try:
@@ -152,7 +145,7 @@ def remove_stale() -> list[str]:
     removed = []
     for name in _names():
         match = _NAME.fullmatch(name)
-        if match and _start_time(int(match[1])) != match[2]:
+        if match and start_time(int(match[1])) != match[2]:
             _remove(name)
             removed.append(name)
     return removed
@@ -257,7 +250,7 @@ class TwoHosts:
         remove_stale()
         number, pid = next(_count), os.getpid()
         network = free_network(_taken())
-        owner = f"{_PREFIX}-{pid}-{_start_time(pid)}-{number}"
+        owner = f"{_PREFIX}-{pid}-{start_time(pid)}-{number}"
         self.prefill = Host(f"{owner}-prefill", str(network[1]))
         self.decode = Host(f"{owner}-decode", str(network[2]))
         self.rate = None

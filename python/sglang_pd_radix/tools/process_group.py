@@ -23,15 +23,27 @@ _TRACKER = b"multiprocessing.resource_tracker"
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def kernel_stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on (the third of the fields of proc(5)); empty if none."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()
+    return []
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in the kernel's own count, which tells it from an earlier one of that number; or ""."""
+    return next(iter(kernel_stat(pid)[19:]), "")
+
+
 def members(group: int) -> dict[int, bytes]:
     """Live processes (not zombies) of ``group``: pid to command line."""
     found = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{entry.name}/stat") as stat:
-                state, _, pgrp = stat.read().rpartition(")")[2].split()[:3]
+        with contextlib.suppress(OSError, ValueError):
+            state, _, pgrp = kernel_stat(int(entry.name))[:3]
             if int(pgrp) == group and state not in "ZX":
                 with open(f"/proc/{entry.name}/cmdline", "rb") as cmdline:
                     found[int(entry.name)] = cmdline.read()

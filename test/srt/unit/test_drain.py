@@ -180,7 +180,7 @@ def test_then_its_process_ends(found):
         process.kill()
     own = drain.check_pid(os.getpid())
     assert drain._lives(os.getpid(), own) and not drain._lives(os.getpid(), own + "0")
-    assert not drain._lives(process.pid, drain._started(process.pid))
+    assert not drain._lives(process.pid, drain.start_time(process.pid))
 
 
 def test_a_process_that_got_the_number_of_the_worker_s_is_left_alone(found, monkeypatch, capsys):
@@ -188,7 +188,7 @@ def test_a_process_that_got_the_number_of_the_worker_s_is_left_alone(found, monk
     gateway, _, worker, _ = found
     process, starts = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), ["1"]
     try:
-        monkeypatch.setattr(drain, "_started", lambda pid: starts.pop() if starts else "2")
+        monkeypatch.setattr(drain, "start_time", lambda pid: starts.pop() if starts else "2")
         assert drained(gateway, worker, "--pid", str(process.pid)) == 0
         assert process.poll() is None and f"process {process.pid} has ended" in capsys.readouterr().err
     finally:
@@ -198,7 +198,7 @@ def test_a_process_that_got_the_number_of_the_worker_s_is_left_alone(found, monk
 
 def test_a_process_is_waited_for_and_not_who_gets_its_number_then(monkeypatch):
     signals, starts = [], ["1", "1", "2"]
-    monkeypatch.setattr(drain, "_started", lambda pid: starts.pop(0) if len(starts) > 1 else starts[0])
+    monkeypatch.setattr(drain, "start_time", lambda pid: starts.pop(0) if len(starts) > 1 else starts[0])
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
     drain.end(os.getpid(), "1", time.monotonic() + 5)
     assert signals == [signal.SIGTERM]
@@ -252,7 +252,7 @@ def test_a_worker_that_may_be_a_listed_one_is_not_taken_for_another(found, proce
     gateway, _, worker, _ = found
     known = gateway.answers["/workers"]["workers"]
     known[1]["url"] = f"http://{called(worker, listed)}"
-    monkeypatch.setattr(drain, "_own", lambda: {"127.0.0.1", "10.98.76.54"})
+    monkeypatch.setattr(drain, "host_addresses", lambda: {"127.0.0.1", "10.98.76.54"})
     monkeypatch.setattr(drain, "_role", lambda url, deadline: "decode")
     drained = ["drain", called(worker, asked), "--gateway", gateway.address, "--pid", str(process.pid)]
     assert cli.main(drained) == 1

@@ -10,6 +10,8 @@ import pytest
 from sglang.srt.managers import gateway_notice
 from test_top import workers
 
+from sglang_pd_radix import hosts
+
 PORT = 30001
 
 
@@ -117,7 +119,7 @@ def test_which_gateways_are_on_this_host(monkeypatch):
     of_name = {"own": {"10.0.0.5", "fe80::1%eth0"}, "both": {"10.0.0.5", "10.0.0.6"}}
     monkeypatch.setattr(gateway_notice, "_addresses", of_name.__getitem__)
     found = {"eth0": [SimpleNamespace(address="10.0.0.5"), SimpleNamespace(address="fe80::1%eth0")]}
-    monkeypatch.setattr(gateway_notice.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: found)
     assert gateway_notice._is_here("http://own:1") and not gateway_notice._is_here("http://both:1")
 
 

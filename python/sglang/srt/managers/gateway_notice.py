@@ -5,7 +5,6 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
@@ -16,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import requests
 from sglang.srt.utils.network import get_local_ip_auto
+
+from sglang_pd_radix.hosts import host_addresses, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -67,23 +67,17 @@ def _addresses(name: str) -> set[str]:
         return set()
 
 
-def _is_loopback(address: str) -> bool:
-    """Whether an address means whichever host it is used on."""
-    known = ipaddress.ip_address(address.partition("%")[0])
-    return known.is_loopback or known.is_unspecified
-
-
 def _is_here(url: str) -> bool:
     """Whether a gateway is on this host: all addresses of its name are this host's."""
-    own = {one.address for found in psutil.net_if_addrs().values() for one in found}
+    own = host_addresses()
     addresses = _addresses(urlsplit(url).hostname or "")
-    return bool(addresses) and all(one in own or _is_loopback(one) for one in addresses)
+    return bool(addresses) and all(one in own or is_loopback(one) for one in addresses)
 
 
 def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
     """Have all these gateways let go of this worker; one that does not is told of in the log."""
     own = own_addresses(host)
-    loopback = {address for address in own if _is_loopback(address)}
+    loopback = {address for address in own if is_loopback(address)}
 
     def leave_one(url: str) -> None:
         try:
@@ -108,15 +102,15 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopba
         # A proxy has no business between the two.
         session.trust_env = False
 
-        def known(at: Collection[str]) -> list[dict[str, Any]]:
-            found = session.get(f"{gateway}/workers", timeout=ANSWER_S).json()["workers"]
+        def listed() -> list[dict[str, Any]]:
+            return session.get(f"{gateway}/workers", timeout=ANSWER_S).json()["workers"]
+
+        def those_at(at: Collection[str], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, at)]
 
-        at = addresses
-        workers = known(at)
-        if loopback and not workers:
-            at = loopback
-            workers = known(at)
+        found = listed()
+        at = addresses if those_at(addresses, found) else loopback
+        workers = those_at(at, found)
         if not workers:
             tried = ", ".join(sorted({*addresses, *loopback}))
             hosts = tried or "this host, of which SGLANG_HOST_IP would give an address"
@@ -124,7 +118,7 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopba
         for worker in workers:
             session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S).raise_for_status()
         until = time.monotonic() + LEAVE_S
-        while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in known(at)):
+        while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in those_at(at, listed())):
             if time.monotonic() > until:
                 raise RuntimeError(f"it still uses it after {LEAVE_S:g} s")
             time.sleep(LOOK_S)
