@@ -1,0 +1,41 @@
+"""A run of unit tests ends with what they have said, whatever threads of theirs are left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A bootstrap server's thread, as the engine makes it, and a library that is still there when it wakes up.
+LEFT = """
+import ctypes, threading
+import uvloop
+
+def serve():
+    loop = uvloop.new_event_loop()
+    loop.call_later(15, print)
+    serving.set()
+    loop.run_forever()
+
+def test_it():
+    threading.Thread(target=serve, daemon=True).start()
+    assert serving.wait(60)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(ctypes.cast(libc.pause, ctypes.c_void_p), 0)
+    assert {holds}
+
+serving = threading.Event()
+"""
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_thread_that_wakes_up_too_late_changes_no_verdict(holds: bool, tmp_path: Path) -> None:
+    (tmp_path / "test_left.py").write_text(LEFT.format(holds=holds))
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+    assert ("1 passed" if holds else "1 failed") in done.stdout
+    assert done.returncode == (0 if holds else 1), done.stderr[-2000:]
