@@ -27,15 +27,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from local_prefill import Side, Told, words
+from local_prefill import Side, Told, over_links, words
 
-from sglang_pd_radix.tools import netns
 from sglang_pd_radix.tools.bench.stats import percentile
-from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
+from sglang_pd_radix.tools.cluster import RADIX_FLAG
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import server_info
 
@@ -163,18 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "common_args": common,
         "backend": args.backend,
     }
-    rates = [netns.bits_per_s(text) for text in args.link.split(",")] if args.link else [None]
     found: dict[str, Any] = {}
-    with netns.TwoHosts() if args.link else nullcontext() as hosts:
-        if hosts is not None:
-            options["hosts"] = {"prefill": hosts.prefill, "decode": hosts.decode}
-        with Cluster(model, **options) as cluster:
-            sides = {name: Side(cluster, i) for i, name in enumerate(args.sides)}
-            for rate in rates:
-                if hosts is not None:
-                    hosts.set_rate(rate)
-                title = "" if rate is None else f"link of {netns.rate_text(rate)}"
-                found[title] = measure(sides, args, title)
+    with closing(over_links(args.link, model, options)) as links:
+        for title, cluster, _ in links:
+            found[title] = measure({name: Side(cluster, i) for i, name in enumerate(args.sides)}, args, title)
     if args.json:
         args.json.write_text(json.dumps(found))
     same = all(
