@@ -403,6 +403,19 @@ def test_the_report_says_all_of_it(monkeypatch, tmp_path):
         assert {"off", "on", "target"} <= {element.text for element in drawn.iter() if element.text}
 
 
+def test_what_is_not_known_is_null_to_machines(tmp_path):
+    """JSON has no NaN: jq and JavaScript refuse a report with one."""
+    search = searched(["off"], lambda name, rate: dataclasses.replace(trial(rate, 0.0), itl_mean_s=math.nan))
+    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
+    goodput.write({"setting": {}, "workloads": [entry]}, tmp_path)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    read = json.loads((tmp_path / "goodput.json").read_text(), parse_constant=refuse)
+    assert {t["itl_mean_s"] for t in read["workloads"][0]["trials"]["off"]} == {None}
+
+
 def test_a_side_without_goodput_is_told_as_such():
     search = searched(["off"], lambda name, rate: trial(rate, 0.0))
     entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])

@@ -15,7 +15,7 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_watch
+from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_names, peer_watch
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken
@@ -115,9 +115,77 @@ def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int]
 
     monkeypatch.setattr(peer_liveness.select, "poll", Poll)
     others = [(f"127.0.0.{i}", silent[1]) for i in range(2, 40)]
-    monkeypatch.setattr(peer_liveness, "_addresses", lambda host: [(socket.AF_INET, "127.0.0.1")])
+    here = [(socket.AF_INET, "127.0.0.1")]
+    monkeypatch.setattr(peer_liveness._names, "look_up", lambda hosts, wait_s: dict.fromkeys(hosts, here))
     assert refusing([silent, *others]) == set()
     assert sum(waited) <= 2 * peer_liveness.ANSWER_S
+
+
+class Dns:
+    """What names stand for, until told otherwise: None while DNS does not answer, "" for what it does not know."""
+
+    def __init__(self, **names: str | None) -> None:
+        self.names, self.changed, self.questions = names, threading.Condition(), 0
+        self._really = socket.getaddrinfo
+
+    def getaddrinfo(self, host: str, port: None, type: int = 0, flags: int = 0) -> list[Any]:
+        if host not in self.names or flags:
+            return self._really(host, port, type=type, flags=flags)
+        with self.changed:
+            self.questions += 1
+            assert self.changed.wait_for(lambda: self.names[host] is not None, LONG_S)
+            if not self.names[host]:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return self._really(self.names[host], port, type=type)
+
+    def say(self, **names: str | None) -> None:
+        with self.changed:
+            self.names |= names
+            self.changed.notify_all()
+
+
+@pytest.fixture
+def dns(monkeypatch: pytest.MonkeyPatch) -> Dns:
+    dns = Dns()
+    monkeypatch.setattr(peer_liveness, "_names", peer_names.PeerNames())
+    monkeypatch.setattr(peer_names.socket, "getaddrinfo", dns.getaddrinfo)
+    return dns
+
+
+def test_a_name_that_dns_does_not_answer_for_holds_up_no_look_at_others(dns: Dns) -> None:
+    port = free_ports(1)[0]
+    dns.say(slow=None)
+    in_time(lambda: refusing([("slow", port)]))
+    assert gone([("slow", port), ("127.0.0.1", port)]) == {("127.0.0.1", port)}
+    assert dns.questions == 1  # and not one for each look
+    dns.say(slow="127.0.0.1")
+    until(lambda: gone([("slow", port)]) == {("slow", port)}, "the look with its address")
+
+
+def test_a_worker_whose_name_went_with_it_is_gone(dns: Dns) -> None:
+    """Kubernetes takes the name of a pod that is not ready out of a headless service."""
+    dns.say(pod="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        pod = ("pod", alive.getsockname()[1])
+        assert gone([pod]) == set()
+        dns.say(pod="")
+        assert gone([pod]) == set()
+    assert gone([pod]) == {pod}
+    # It stands for another host now, where one listens, or DNS is being asked.
+    with socket.create_server(("127.0.0.2", pod[1])):
+        dns.say(pod="127.0.0.2")
+        assert gone([pod]) == set()
+    dns.say(pod=None)
+    assert gone([pod]) == set()
+    dns.say(pod="")
+
+
+def test_names_that_requests_bring_are_not_remembered_for_good(dns: Dns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_names, "MOST_NAMES", 4)
+    dns.say(**{f"pod{i}": "" for i in range(40)})
+    for i in range(40):
+        assert refusing([(f"pod{i}", 1)]) == set()
+    assert len(peer_liveness._names._names) <= 6
 
 
 def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no_threads) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import delta_staging, end_notices, peer_liveness
+from sglang.srt.disaggregation.common import delta_staging, end_notices
 from sglang.srt.disaggregation.common.delta_staging import DeltaStaging
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms, End
@@ -171,21 +170,6 @@ def test_whom_to_tell():
     for frames in ([b"\xff", b"2"], [b"a", b"two"]):
         with pytest.raises(ValueError):
             Peer.read(frames)
-
-
-def test_the_name_of_a_peer_that_refuses_is_resolved_anew(monkeypatch):
-    """It may be started again elsewhere."""
-    monkeypatch.setattr(peer_liveness, "_resolved", {})
-    with socket.socket() as listening, socket.socket() as closed:
-        for one in (listening, closed):
-            one.bind(("127.0.0.1", 0))
-        listening.listen()
-        serves, refuses = listening.getsockname()[1], closed.getsockname()[1]
-        assert peer_liveness.refusing([("127.0.0.1", serves)]) == set()
-        assert "127.0.0.1" in peer_liveness._resolved
-        both = [("127.0.0.1", serves), ("127.0.0.1", refuses)]
-        assert peer_liveness.refusing(both) == {("127.0.0.1", refuses)}
-        assert "127.0.0.1" not in peer_liveness._resolved
 
 
 def staging_of(pool: list[torch.Tensor], units: int) -> DeltaStaging:

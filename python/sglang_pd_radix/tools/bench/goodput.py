@@ -21,6 +21,7 @@ from sglang_pd_radix.errors import PdRadixError
 from .chart import Chart, Line
 from .deploy import Deployment, Side
 from .measure import LoadGenerator, Run, run_once
+from .report import as_json
 from .stats import percentile
 from .workload import Request, Tokens, Workload
 
@@ -469,9 +470,9 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def write(document: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the report as JSON, Markdown and pictures. Returns their paths."""
+    """Write the report as JSON (null for what is not known), Markdown and pictures. Returns their paths."""
     files = {
-        "goodput.json": json.dumps(document, indent=1) + "\n",
+        "goodput.json": as_json(document),
         "goodput.md": markdown(document),
     }
     for entry in document["workloads"]:

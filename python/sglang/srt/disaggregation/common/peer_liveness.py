@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 
+from sglang.srt.disaggregation.common.peer_names import PeerNames
 from sglang.srt.disaggregation.peer_calls import in_background
 
 logger = logging.getLogger(__name__)
@@ -23,26 +24,20 @@ logger = logging.getLogger(__name__)
 Endpoint = tuple[str, int]
 
 # Seconds that one look waits for answers, however many peers are looked at: more than the way around the world takes.
+# For those of DNS it waits as long, before.
 ANSWER_S = 0.2
 # Seconds between the two looks that make a peer gone, so that nothing is made of a moment.
 AGAIN_S = 0.075
 # Seconds for which an answer is kept, and after which one that nobody asks for any more is forgotten.
 KEPT_S, FORGOTTEN_S = 2.0, 60.0
 
-# What names stand for, until they refuse; to resolve one may take seconds.
-_resolved: dict[str, list[tuple[int, str]]] = {}
-
-
-def _addresses(host: str) -> list[tuple[int, str]]:
-    """Family and number of each address of a host."""
-    if host not in _resolved:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        _resolved[host] = [(family, str(at[0])) for family, _, _, _, at in found]
-    return _resolved[host]
+_names = PeerNames()
 
 
 def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
     """Those of ``endpoints`` that refuse connections, at all of their addresses. All are asked at once."""
+    endpoints = set(endpoints)
+    addresses = _names.look_up({host for host, _ in endpoints}, ANSWER_S)
     poller = select.poll()
     asked: dict[int, tuple[Endpoint, socket.socket]] = {}
     refused: set[Endpoint] = set()
@@ -53,7 +48,7 @@ def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
 
     def ask(endpoint: Endpoint) -> None:
         host, port = endpoint
-        for family, address in _addresses(host):
+        for family, address in addresses[host]:
             probe = socket.socket(family, socket.SOCK_STREAM)
             probe.setblocking(False)
             asked[probe.fileno()] = endpoint, probe
@@ -65,11 +60,11 @@ def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
                 asked.pop(probe.fileno())[1].close()
 
     try:
-        for endpoint in set(endpoints):
+        for endpoint in endpoints:
             try:
                 ask(endpoint)
             except (OSError, OverflowError, ValueError) as e:
-                # No such host or port.
+                # No such port.
                 logger.debug("%s:%s cannot be looked at: %s", *endpoint, e)
                 others.add(endpoint)
         deadline = time.monotonic() + ANSWER_S
@@ -83,8 +78,7 @@ def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
         for endpoint, probe in asked.values():
             others.add(endpoint)
             probe.close()
-    for host, _ in refused:
-        _resolved.pop(host, None)
+    _names.doubt({host for host, _ in refused})
     return refused - others
 
 
