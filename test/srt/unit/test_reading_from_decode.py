@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PAGE, POOL, PrefillLoop, PrefillScheduler
-from sglang.srt.disaggregation import decode_reads
+from sglang.srt.disaggregation import decode_reads, read_pace
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
@@ -143,6 +143,42 @@ def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.Mon
     finish(loop)
     loop.run(2)
     assert_served(loop, ROOM)
+
+
+@pytest.mark.parametrize("at_least", [1, 80], ids=["however many", "of so many"])
+def test_what_is_computed_sooner_is_not_read(loop: PrefillLoop, at_least: int, monkeypatch: pytest.MonkeyPatch):
+    """On one rank: then on none."""
+    ended: list[str] = []
+    for scheduler in loop.schedulers[-1:]:
+        held = scheduler.disagg_prefill_bootstrap_queue.reads
+        monkeypatch.setattr(held.paces, "is_slow", lambda name, tokens, under_way: tokens >= at_least)
+        monkeypatch.setattr(held._counters, "ended", lambda outcome, *_: ended.append(outcome))
+    loop.arrive(100, ROOM, held=80)
+    loop.run(14)
+    finish(loop)
+    loop.run(2)
+    assert [computed(scheduler, ROOM) for scheduler in loop.schedulers] == [100] * loop.ranks.size
+    assert len(reads(loop)) == (0 if at_least == 1 else loop.ranks.size - 1) and ended == ["slow"]
+    assert_served(loop, ROOM)
+
+
+def test_how_long_reads_and_steps_take_is_learned(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(read_pace, "LEAST_STEP", 1)
+    hold_reads(loop)
+    loop.arrive(32, OTHER)
+    loop.arrive(100, ROOM, held=80)
+    loop.run(6)
+    for scheduler in loop.schedulers:
+        paces = scheduler.disagg_prefill_bootstrap_queue.reads.paces
+        assert 0 < paces._computed.seconds(16) < 20 and not paces._read
+    finish(loop)
+    loop.run(8)
+    for scheduler in loop.schedulers:
+        (pace,) = scheduler.disagg_prefill_bootstrap_queue.reads.paces._read.values()
+        assert 0 < pace.seconds(80) < 60 and computed(scheduler, ROOM) == 20
+    finish(loop)
+    loop.run(4)
+    assert_served(loop, OTHER, ROOM)
 
 
 @pytest.mark.parametrize("how", ["posted", "later", "refused"])

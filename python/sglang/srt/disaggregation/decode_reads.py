@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.common.wire import Offer, asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl.page_reads import PageReads
+from sglang.srt.disaggregation.read_pace import ReadPaces
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
@@ -50,9 +51,6 @@ GO_ON, READABLE = KVPoll.WaitingForInput, KVPoll.Transferring
 
 class Posted(Protocol):
     """A read that has been posted."""
-
-    @property
-    def is_over(self) -> bool: ...
 
     def state(self) -> str: ...
 
@@ -103,10 +101,13 @@ class DecodeRead:
         self.source: Source | None = None
         self.target: Target | None = None
         self.posted: Posted | None = None
-        self.failed = False
+        # Not to be had on this rank; and that since computing is quicker here.
+        self.failed = self.slow = False
         # The decode rank that offers KV of other weights, by its agent's name.
         self.unlike: str | None = None
         self.began_at, self.posted_at, self.began_in = 0.0, 0.0, 0
+        # When it was last seen under way, and whether nothing is written to its pages any more.
+        self.seen_at, self.is_over = 0.0, True
 
     # ---- this rank ----
 
@@ -120,15 +121,31 @@ class DecodeRead:
         self._reads.post(self)
         if self.posted is None:
             return GO_ON if self.failed else KVPoll.Bootstrapping
-        state = self.posted.state()
+        state = self.look()
         if state == "DONE":
             return READABLE
-        return KVPoll.Bootstrapping if state == "PROC" and time.monotonic() - self.posted_at < LATE_S else GO_ON
+        if state == "PROC" and self.seen_at - self.posted_at < LATE_S:
+            return KVPoll.Bootstrapping
+        if state == "PROC":
+            self._note(0)
+        return GO_ON
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is written to its pages any more."""
-        return self.posted is None or self.posted.is_over
+    def look(self) -> str:
+        """How it is with what has been posted; ``DONE`` if nothing has."""
+        state = "DONE" if self.posted is None else self.posted.state()
+        if state == "PROC":
+            self.seen_at = time.monotonic()
+        elif not self.is_over:
+            self.is_over = True
+            if state == "DONE":
+                assert self.target is not None
+                # It may have been over since it was last seen: turns of the loop take time of their own.
+                self._note(len(self.target.slots))
+        return state
+
+    def _note(self, tokens: int) -> None:
+        assert self.source is not None
+        self._reads.paces.read(self.source.agent_name, tokens, self.posted_at, self.seen_at)
 
     # ---- all ranks ----
 
@@ -161,7 +178,7 @@ class Ended:
         self.read = read
 
     def poll(self) -> int:
-        return int(KVPoll.Success if self.read.is_over else KVPoll.Transferring)
+        return int(KVPoll.Transferring if self.read.look() == "PROC" else KVPoll.Success)
 
 
 def agree_on_reads(pollers: Iterable[Any], polls: Sequence[int]) -> list[int]:
@@ -187,6 +204,7 @@ class DecodeReads:
         """tree: the engine's radix cache. least: tokens; for fewer nothing is read. weights: what the KV here
         is of, `sum_of_weights`, as decode's must be; None if of several."""
         self._tree, self._reader, self._counters, self._weights = tree, reader, counters, weights
+        self.paces = ReadPaces(LATE_S)
         self.least = least
         self._allocator = tree.token_to_kv_pool_allocator
         self._most = int(self._allocator.size * MOST_OF_POOL)
@@ -223,7 +241,9 @@ class DecodeReads:
             return None
         name = wanted[0].agent_name
         read.unlike = name if offer.weights != self._weights() else None
-        return None if read.unlike else Source(name, offer.pages)
+        # However many it lacks.
+        read.slow = read.unlike is None and self.paces.is_slow(name, 1, 0)
+        return None if read.unlike or read.slow else Source(name, offer.pages)
 
     def post(self, read: DecodeRead) -> None:
         """Post a read that has its pages, once no step can write to them.
@@ -233,23 +253,38 @@ class DecodeReads:
         if read.posted is not None or read.failed or (read.began_in == self._turn and self.step_in_flight()):
             return
         assert read.source is not None and read.target is not None
+        if self.paces.is_slow(read.source.agent_name, len(read.target.slots), self._under_way(read.source)):
+            read.failed = read.slow = True
+            return
         first = len(read.target.own) // self._tree.page_size
         ours = kv_to_page_indices(read.target.slots.cpu().numpy(), self._tree.page_size).astype(np.int32)
         try:
             # None: others of this turn have taken its time.
             read.posted = self._reader.post(read.source.agent_name, read.source.pages[first:], ours)
-            read.posted_at = time.monotonic()
+            read.posted_at = read.seen_at = time.monotonic()
+            read.is_over = read.posted is None
         except Exception as e:
             logger.warning("Request %s: nothing is read from decode: %r", read.req.rid, e)
             read.failed = True
 
+    def _under_way(self, source: Source) -> int:
+        """Tokens that are being read from there."""
+        tokens = 0
+        for read in (*self.reading, *self.ending):
+            same = read.source is not None and read.source.agent_name == source.agent_name
+            if same and read.target is not None and not read.is_over:
+                tokens += len(read.target.slots)
+        return tokens
+
     # ---- all ranks, in the same step ----
 
     def pass_over(self, read: DecodeRead) -> None:
-        """Some rank is offered nothing that it can read.
+        """Some rank is offered nothing that it can read, or computes it sooner.
 
         That the weights differ may be for good, and would else be seen nowhere.
         """
+        if read.slow:
+            self._counters.ended("slow")
         if read.unlike is not None:
             self._counters.ended("weights")
             if read.unlike not in self._told_unlike:
@@ -323,7 +358,7 @@ class DecodeReads:
         """The request goes on without it, or has ended. Its pages are given back when nothing is written to them."""
         self.reading.remove(read)
         self.ending.append(read)
-        self._counters.ended("failed")
+        self._counters.ended("slow" if read.slow else "failed")
 
     def turn(
         self,

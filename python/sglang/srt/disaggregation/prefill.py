@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -239,12 +240,21 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
+        self._note_step(batch)
         output = result.logits_output
         for name in ("next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
             values = getattr(output, name, None) if batch.return_logprob else None
             if values:
                 setattr(output, name, [v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
         super().process_batch_result_disagg_prefill(batch, result)
+
+    def _note_step(self, batch) -> None:
+        """Tells what chooses between reading and computing how long a step took."""
+        reads = self.disagg_prefill_bootstrap_queue.reads
+        # Of a prompt whose next chunk has been launched, the time is that of that one.
+        began = [req.time_stats.prefill_run_batch_start_time for req in batch.reqs if req.is_chunked <= 0]
+        if reads is not None and began:
+            reads.paces.computed(len(batch.out_cache_loc), began[0], time.perf_counter())
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.
