@@ -296,8 +296,7 @@ class Run:
         self._pace(found, before, after)
         books_after = {worker.name: books.of_idle_worker(worker, 30) for worker in self.workers}
         for name, own in books_after.items():
-            for pool in own.pools:
-                self._wrong(judge.left_behind(name, pool))
+            self._wrong(judge.held_at_rest(name, own.pools))
             self._wrong(judge.process_problems(books_before[name], own, self.fire.restarts))
         report["books"] = {
             name: {"before": books_before[name].document(), "after": own.document()}
@@ -341,6 +340,7 @@ class Run:
     def _right(self, clients: Clients) -> None:
         """Every whole answer is the right one."""
         self._wrong(truth.problems(clients.told, self.right))
+        self.report["not_judged"] += truth.not_judged(clients.told, self.right)
         self.report["ties"] = self.report.get("ties", 0) + truth.tied(clients.told, self.right)
 
     def _held(self, told: Sequence[Told], emptied: dict[str, list[tuple[float, float]]]) -> list[hits.Hits]:

@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             problems.append("clients still wait two minutes after the end")
         for worker, own in zip(workers, before, strict=True):
             after = books.of_idle_worker(worker, 60)
-            for pool in after.pools:
-                problems += judge.left_behind(worker.name, pool)
+            problems += judge.held_at_rest(worker.name, after.pools)
             # What is too much whatever the slope.
             problems += judge.process_problems(own, after, 0)
     return {
@@ -130,7 +129,7 @@ def verdict(
     ties = truth.tied(told, right)
     return {
         "problems": wrong,
-        "not_judged": [*growth.not_judged(grown), *hits.not_judged("soak", held)],
+        "not_judged": [*truth.not_judged(told, right), *growth.not_judged(grown), *hits.not_judged("soak", held)],
         "judged": [
             *(f"held by the trees: {one}" for one in held),
             *(f"growth: {one}" for one in grown),

@@ -108,6 +108,8 @@ def problems(found: Sequence[Growth]) -> list[str]:
 
 def not_judged(found: Sequence[Growth]) -> list[str]:
     """What the run was too short for."""
+    if not found:
+        return ["growth of anything: no worker was looked at"]
     return [
         f"growth of {_NAMES[one.what]} of {one.role} by {one.amount(GOALS[one.what])}: {_longer(one)}"
         for one in found

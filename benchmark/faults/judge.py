@@ -25,7 +25,11 @@ def late_problems(told: Sequence[Told], limit_s: float) -> list[str]:
     for one in told:
         if one.error == "no word":
             found.append(f"client {one.number} ({one.manner}) was told nothing within {one.took_s:.0f} s")
-        elif one.took_s > limit_s and one.manner != "slow":
+        elif one.manner == "slow" and one.first_s is not None:
+            # Its answer takes as long as it reads.
+            if one.first_s - one.began_s > limit_s:
+                found.append(f"client {one.number} (slow): no token for {one.first_s - one.began_s:.0f} s")
+        elif one.took_s > limit_s:
             found.append(f"client {one.number} ({one.manner}): {one.ended_how} after {one.took_s:.0f} s: {one.error}")
     return found
 
@@ -38,6 +42,13 @@ def left_behind(name: str, pool: Mapping[str, Any]) -> list[str]:
     found = pool_problems(name, pool, keeps_tree=name.startswith("decode"))
     name = rank_name(name, pool)
     return found + [f"{name}: {count} rooms are left in {book}" for book, count in pool["rooms"].items() if count]
+
+
+def held_at_rest(name: str, pools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What all ranks of an idle worker hold and should not. Every worker here tells of its pools."""
+    if not pools:
+        return [f"{name} tells nothing of its KV pool"]
+    return [problem for pool in pools for problem in left_behind(name, pool)]
 
 
 def step_problems(name: str, pools: Sequence[Mapping[str, Any]], limit_s: float | None) -> list[str]:

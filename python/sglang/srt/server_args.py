@@ -13,7 +13,7 @@ from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.shared_prefix import option as shared_attention
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG, READ_FLAG
+from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -33,6 +33,14 @@ DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
 # request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
 # (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
 KEEP_ALIVE_S = 4000
+
+
+class _SecondName(argparse._StoreTrueAction):
+    """Another name of the flag, with a ``dest`` of its own: the engine knows switches of a ``--config`` by that."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: object) -> None:
+        """Sets what the flag sets."""
+        namespace.disaggregation_decode_enable_radix_cache = True
 
 
 def _add_pegaflow_options(parser: argparse.ArgumentParser) -> None:
@@ -127,18 +135,26 @@ class ServerArgs(engine.ServerArgs):
     pegaflow_namespace: str = ""
     pegaflow_allow_non_loopback: bool = False
 
+    def __post_init__(self) -> None:
+        """Notes first whether the radix cache is off because that was asked for."""
+        self.radix_cache_is_unwanted = self.disable_radix_cache
+        super().__post_init__()
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """Adds the flags, one also by its name in the incremental-transfer proposal, to the engine's options."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             FLAG,
-            "--disaggregation-enable-decode-radix-cache",
-            dest="disaggregation_decode_enable_radix_cache",
             action="store_true",
             help="Keep a radix cache on a PD decode worker, so that prefill sends only the KV decode does not hold.",
         )
-
+        parser.add_argument(
+            "--disaggregation-enable-decode-radix-cache",
+            action=_SecondName,
+            default=argparse.SUPPRESS,
+            help=f"The same as {FLAG}.",
+        )
         for action in parser._actions:
             if action.dest == "load_balance_method":
                 action.choices = [*(action.choices or ()), LONGEST_PREFIX]
@@ -222,6 +238,7 @@ class ServerArgs(engine.ServerArgs):
         if self.disaggregation_prefill_read_decode is not None:
             if self.disaggregation_prefill_read_decode < 1:
                 raise ValueError(f"{READ_FLAG} is {self.disaggregation_prefill_read_decode}: give 1 token or more.")
+            cache_support.check_not_turned_off(READ_FLAG, self)
             cache_support.check(cache_support.READS, self)
         if not self.disaggregation_decode_enable_radix_cache:
             _check_flag_is_there(self)
@@ -265,6 +282,12 @@ class ServerArgs(engine.ServerArgs):
             raise ValueError(
                 f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
             )
+        for option, value, least in (
+            ("--num-reserved-decode-tokens", self.num_reserved_decode_tokens, 0),
+            ("--disaggregation-decode-polling-interval", self.disaggregation_decode_polling_interval, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
         _check_targets(self.disaggregation_decode_itl_target, self.disaggregation_decode_ttft_target)
         after_s = self.disaggregation_decode_local_prefill_after
         if after_s is not None and self.disaggregation_decode_local_prefill == "off":
@@ -283,6 +306,7 @@ class ServerArgs(engine.ServerArgs):
         from sglang.srt.disaggregation.local_prefill import Policy
 
         Policy.of(self.disaggregation_decode_local_prefill)
+        cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
@@ -306,6 +330,14 @@ class ServerArgs(engine.ServerArgs):
             request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
+        for option, given in (
+            (FLAG, self.disaggregation_decode_enable_radix_cache),
+            (READ_FLAG, self.disaggregation_prefill_read_decode is not None),
+            # Decode without the flag has none anyway, which is refused below.
+            (PEGAFLOW_FLAG, self.enable_pegaflow and self.disaggregation_mode != "decode"),
+        ):
+            if given:
+                cache_support.check_not_turned_off(option, self)
         if self.enable_pegaflow:
             # Not at the top: it needs the engine's modules, which need this one.
             from sglang.srt.mem_cache.pegaflow import checks
@@ -316,8 +348,3 @@ class ServerArgs(engine.ServerArgs):
             from sglang.srt.mem_cache.host_tier.storage_options import options_of, taken_of_rank
 
             host_tier.check_free(self, taken_of_rank(self, options_of(self)))
-        if self.disaggregation_decode_enable_radix_cache and self.disable_radix_cache:
-            raise ValueError(
-                f"{FLAG} needs the radix cache, but this model or option set disables it "
-                "(--disable-radix-cache was set by the engine). Start this decode worker without the flag."
-            )

@@ -87,10 +87,8 @@ def ratio(a: float, b: float) -> float:
 
 def compare(off: Run, on: Run) -> Comparison:
     """Judge the two runs of one workload."""
-    # Off, every page of every prompt is sent, so the bytes of a page follow for any model, dtype and TP degree.
-    prompt_pages = pages_of_prompts(off.sizes, off.page_size)
-    page_bytes = off.total("sent_bytes") / prompt_pages
-    result = Comparison(off, on, page_bytes, _bounds(on), differences(off, on))
+    prompt_pages, page_bytes = pages_of_prompts(off.sizes, off.page_size), page_bytes_of(off)
+    result = Comparison(off, on, page_bytes, bounds_of(on), differences(off, on))
     judge_answers(result)
     unlike = sorted((off.turns[0].ttft_s, on.turns[0].ttft_s))
     if unlike[1] > MOST_DISTURBED * unlike[0]:
@@ -112,6 +110,11 @@ def compare(off: Run, on: Run) -> Comparison:
         result.failures.append(f"with the flag off, {prompt_pages} pages of prompts took {sent} bytes")
     _judge_bytes(result)
     return result
+
+
+def page_bytes_of(off: Run) -> float:
+    """Of a page. Off, every page of every prompt is sent, so they follow for any model, dtype and TP degree."""
+    return off.total("sent_bytes") / pages_of_prompts(off.sizes, off.page_size)
 
 
 def differences(off: Run, on: Run) -> list[str]:
@@ -209,8 +212,8 @@ def _judge_rounding(result: Comparison) -> None:
 # -------------------------------------------------------------------------------------------------------------- bytes
 
 
-def _bounds(on: Run) -> list[Bounds]:
-    """Of the conversation which ran with the flag on: other answers may tokenize to other lengths."""
+def bounds_of(on: Run) -> list[Bounds]:
+    """Of the conversation which ran with the flag on, by turn: other answers may tokenize to other lengths."""
     if on.ids:
         reach = reach_by_ids(on.ids, on.sizes, on.overlapped, on.loose)
     else:

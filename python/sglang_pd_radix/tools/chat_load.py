@@ -147,10 +147,15 @@ def stream_chat(
     except requests.RequestException as error:
         raise ChatError(f"{url} did not answer: {error}") from None
     total = time.perf_counter() - started
-    if usage is None or first is None:
+    if usage is None:
         raise ChatError(f"{url} ended its answer after {len(text)} characters, without usage figures")
     if usage["completion_tokens"] != answer_tokens:
         raise ChatError(f"{url} made {usage['completion_tokens']} tokens of {answer_tokens}: the request was cut off")
+    if first is None:
+        raise ChatError(
+            f"{url} made {answer_tokens} tokens without any text, special ones alone: when the first came cannot be "
+            "told; ask for more with --answer, or for other words with --seed"
+        )
     answer = None
     if logprobs:
         answer = Answer(tuple(place["token"] for place in places), tuple(place["logprob"] for place in places))

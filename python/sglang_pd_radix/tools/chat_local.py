@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from .chat_judge import Comparison, differences, judge_answers, ratio
+from .chat_judge import (
+    MOST_OVER_LEAST,
+    Comparison,
+    bounds_of,
+    differences,
+    judge_answers,
+    page_bytes_of,
+    ratio,
+)
 from .chat_run import Run, mib
 
 LOCAL_FLAG = "--disaggregation-decode-local-prefill"
 
 
 def judge(off: Run, on: Run, local: Run) -> Comparison:
-    """Hold ``local`` against ``off`` by its answers, and against ``on`` by what is sent. Its bounds are empty."""
-    result = Comparison(off, local, 0.0, [], differences(off, local))
+    """Hold ``local`` against ``off`` by its answers, and by what is sent against ``on``.
+
+    Where that had other prompts, what is sent is held against ``local``'s own bounds.
+    """
+    result = Comparison(off, local, page_bytes_of(off), bounds_of(local), differences(off, local))
     judge_answers(result)
     result.failures += local.problems
     computed, prompts = local.total("computed_tokens"), local.total("prompt_tokens")
@@ -21,8 +32,13 @@ def judge(off: Run, on: Run, local: Run) -> Comparison:
         result.notes.append("decode computes no prompts on this deployment, and its log says why")
     elif not computed and _short(local):
         result.failures.append("decode has computed no token of a prompt, and some were short enough")
-    if result.later_sent > sum(turn.sent_bytes for turn in on.turns[1:]):
-        result.failures.append("from turn 2 on, more KV was sent than without it")
+    if on.sizes == local.sizes and (on.ids is None or local.ids is None or on.ids == local.ids):
+        if result.later_sent > sum(turn.sent_bytes for turn in on.turns[1:]):
+            result.failures.append("from turn 2 on, more KV was sent than without it")
+    elif result.later_over_due > MOST_OVER_LEAST:  # Where the type rounds, an answer may be another one.
+        result.failures.append(
+            f"{result.later_over_due:.3f} times the least possible was sent from turn 2 on, above {MOST_OVER_LEAST}"
+        )
     result.failures = [f"with {LOCAL_FLAG}: {failure}" for failure in result.failures]
     return result
 

@@ -36,6 +36,7 @@ from .cluster import (
 )
 from .make_model import make_model
 from .progress import Display
+from .thorough.runner import hidden
 from .up import check_json, check_may_switch, check_model, write_json
 
 _EPILOG = """
@@ -154,7 +155,7 @@ def _setting(args: argparse.Namespace, off: Run, options: Sequence[str], seconds
         "device": off.device,
         "dtype": off.dtype,
         "page_size": off.page_size,
-        "engine_options": options,
+        "engine_options": hidden(options),
         "sglang_pd_radix": __version__,
         "sglang": importlib.metadata.version("sglang"),
         "python": platform.python_version(),

@@ -21,11 +21,38 @@ NOBODY = "2.2.2.2"
 
 
 def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What the engine says beside the text of its answer to ``body``. Raises PdRadixError if it does not answer."""
+    """What the engine says beside the text of its answer to ``body``.
+
+    Raises PdRadixError if it does not answer, or aborts the request.
+    """
     status, content = http(url + "/generate", body, timeout=600)
+    said = content.decode(errors="replace")[:300]
     if status != 200:
-        raise PdRadixError(f"{url}/generate answered HTTP {status}: {content.decode(errors='replace')[:300]}")
-    return json.loads(content)["meta_info"]
+        raise PdRadixError(f"{url}/generate answered HTTP {status}: {said}")
+    try:
+        reply = json.loads(content)
+    except ValueError:
+        reply = None
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    if not isinstance(meta, dict):  # Of a router, or a proxy before it.
+        raise PdRadixError(f"{url}/generate answered HTTP 200 with what is no answer of an engine: {said}")
+    end = meta.get("finish_reason")
+    if isinstance(end, dict) and end.get("type") == "abort":
+        raise PdRadixError(f"{url}/generate was aborted: {end.get('message')}")
+    return meta
+
+
+def places_of(url: str, meta: dict[str, Any], name: str, count: int) -> list[Any]:
+    """What ``meta``, of `generate`, has under ``name`` of each of the ``count`` tokens that were asked for.
+
+    Raises PdRadixError if that is not of so many.
+    """
+    places = meta.get(name) or []
+    if not places:
+        raise PdRadixError(f"{url}/generate told no log-probabilities ({name}): see the logs of router and workers")
+    if len(places) != count:
+        raise PdRadixError(f"{url}/generate answered with {len(places)} tokens, and {count} were asked for")
+    return places
 
 
 def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, prefill_alone: bool = False) -> Answer:

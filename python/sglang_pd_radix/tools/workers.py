@@ -76,15 +76,18 @@ def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[
         return [f"{name} does not tell its {' and '.join(missing)}"]
     wrong = []
     lost = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"] if of_kv else 0
-    if lost:
+    if lost > 0:
         wrong.append(f"{name}: {lost} tokens of KV are lost: neither free nor in the tree")
+    elif lost < 0:
+        wrong.append(f"{name}: {-lost} tokens of KV are free twice, or free and in the tree")
     if pool.get("protected"):
         wrong.append(f"{name}: {pool['protected']} tokens of KV are locked and nobody uses them")
     if pool.get("locks_taken") != pool.get("locks_released"):
         wrong.append(f"{name}: {pool['locks_taken']} locks were taken and {pool['locks_released']} released")
     for what, each in (("rows of the table", "req_slots"), ("metadata buffers", "metadata_buffers")):
-        if pool[f"free_{each}"] != pool[each]:
-            wrong.append(f"{name}: {pool[each] - pool[f'free_{each}']} {what} are lost")
+        missing = pool[each] - pool[f"free_{each}"]
+        if missing:
+            wrong.append(f"{name}: {abs(missing)} {what} are {'lost' if missing > 0 else 'free twice'}")
     wrong += [f"{name}: {fault}" for fault in pool.get("audit", ())]
     return wrong
 

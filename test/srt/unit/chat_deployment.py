@@ -157,7 +157,7 @@ class Deployment:
             self._counts["saved_bytes"] += held // PAGE * PAGE_BYTES
         events: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant", "content": ""}}], "usage": None}]
         for place, word in enumerate(words):
-            choice: dict[str, Any] = {"delta": {"content": f" {word}"}}
+            choice: dict[str, Any] = {"delta": {"content": "" if self.faults.get("silent") else f" {word}"}}
             if body.get("logprobs"):
                 logprob = self._logprob(len(prompt), place, word) - self.faults.get("rounds", 0.0)
                 choice["logprobs"] = {"content": [{"token": f" {word}", "logprob": logprob, "top_logprobs": []}]}

@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
+from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -540,6 +541,9 @@ class World(DecodeWorker):
             self.check_window(req, tokens)
         for tokens, slots in self._tree_paths(self.tree):
             self._check_kv(slots, tokens, self.weights)
+        if not holders and self.idle() and not getattr(self.tree, "busy", False):
+            # As the worker itself looks at it.
+            assert Pools(self.tree, self.allocator, self.pool, self.size).audit() == []
         if self.tier is not None:
             # One that is computed here is in both while it waits for its copy.
             self._check_host(list({id(decode_req): decode_req for decode_req in (*moving, *computed)}.values()))

@@ -192,7 +192,7 @@ class Worker:
         free = self.scheduler.token_to_kv_pool_allocator.available_size()
         assert free + held == self.scheduler.max_total_num_tokens, (free, held)
         if self.has_tree:
-            assert tree.protected_size() == 0 and tree.audit([]) == []
+            assert tree.protected_size() == 0 and self.scheduler.pools().audit() == []
         assert not self.states or self.scheduler.pools().audit_states() == []
 
 

@@ -582,7 +582,7 @@ def test_bad_options_get_one_clear_line(tmp_path, monkeypatch, capsys, options, 
 
 
 def test_a_report_names_no_place_on_this_machine():
-    shown = list(command._shown(["bench", "--trace", "/data/x/t.jsonl", "--out=/tmp/r", "--set", "a.pool=9"]))
+    shown = list(command.hidden(["bench", "--trace", "/data/x/t.jsonl", "--out=/tmp/r", "--set", "a.pool=9"]))
     assert shown == ["bench", "--trace", "t.jsonl", "--out=r", "--set", "a.pool=9"]
 
 

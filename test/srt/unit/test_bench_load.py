@@ -8,12 +8,14 @@ import sys
 import pytest
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.bench import measure
+from sglang_pd_radix.tools.bench import measure, workload
+from sglang_pd_radix.tools.cluster.local_http import API_KEY
+from sglang_pd_radix.tools.thorough.runner import hidden
 
 # `load.py` over an engine whose requests take 20 ms each, one after the other, with a comment in each stream; a prompt
-# of 0 fails the benchmark.
+# of 0 fails the benchmark, one below fails itself, and one above 50 answers with the key that is sent.
 CHILD = """
-import asyncio, json, sys, types
+import asyncio, json, os, sys, types
 
 async def ask(given, pbar=None):
     await asyncio.sleep(0.02)
@@ -21,7 +23,10 @@ async def ask(given, pbar=None):
     assert engine.json.loads(": keep-alive").get("text") is None
     assert engine.json.loads('{"text": "a"}') == {"text": "a"} and engine.json.dumps("a") == '"a"'
     told = dict(generated_text=str(given.prompt[0]), output_len=2, start_time=0.0, ttft=0.1, latency=0.2, itl=[0.1])
-    return types.SimpleNamespace(success=True, error="", **told)
+    if given.prompt[0] > 50:
+        told["generated_text"] = os.environ.get("OPENAI_API_KEY", "")
+    fails = given.prompt[0] < 0
+    return types.SimpleNamespace(success=not fails, error="Traceback\\nno decode worker" if fails else "", **told)
 
 async def ask_all(rows):
     for row in rows:
@@ -30,7 +35,10 @@ async def ask_all(rows):
         await engine.ASYNC_REQUEST_FUNCS["sglang"](types.SimpleNamespace(prompt=row.ids))
 
 def run_benchmark(args):
-    asyncio.run(ask_all(datasets.DATASET_MAPPING["pd-radix"].from_args(args).load(None)))
+    rows = datasets.DATASET_MAPPING["pd-radix"].from_args(args).load(None)
+    asyncio.run(ask_all(rows))
+    # As bench_serving, which makes figures of the answers that are whole.
+    [row for row in rows if row.ids[0] > 0][0]
     return {"duration": 1.0}
 
 class DatasetRow:
@@ -97,3 +105,22 @@ def test_nor_is_its_error(load):
     assert load.encode(["abc"]) == [[3]] and texts(load, job(7, 8)) == ["7", "8"]
     with pytest.raises(PdRadixError, match="a prompt of 0"):
         texts(load, job(0))
+
+
+@pytest.mark.parametrize("prompts", [(-1, 3), (3, -1), (-1, -2)])
+def test_requests_that_fail_say_why_though_none_is_whole(load, prompts):
+    """The engine's benchmark fails with an IndexError of its own where no answer is whole."""
+    checked = []
+    asked = [workload.Request((prompt,), 2) for prompt in prompts]
+    with pytest.raises(PdRadixError, match=r"request \d of 2 failed: no decode worker"):
+        measure._ask(load, "", asked, [r.ids for r in asked], 1, False, lambda: checked.append(True))
+    assert checked, "a worker that died says more"
+
+
+def test_the_servers_key_is_sent_and_shown_to_nobody(load, monkeypatch, tmp_path):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert texts(load, job(99)) == [""]
+    monkeypatch.setenv(API_KEY, "a secret")  # as `Cluster.start` does, after the load generator was started
+    assert texts(load, job(99)) == ["a secret"] and "a secret" not in (tmp_path / "load.log").read_text()
+    given = ["bench", "--out=/x/y", "--", "--api-key", "a secret", "--admin-api-key=another secret", "--tp", "1"]
+    assert hidden(given) == [*("bench", "--out=y", "--", "--api-key", "...", "--admin-api-key=...", "--tp", "1")]

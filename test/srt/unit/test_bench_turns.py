@@ -11,6 +11,7 @@ import pytest
 from bench_documents import a_document, run_entry
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import forced
 from sglang_pd_radix.tools.bench import deploy, measure, order, parted, report, turns, workload
 
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
@@ -128,6 +129,15 @@ def test_answers_that_differ_are_found_once_for_each_text():
     assert found[0].first == ("off", 1) and found[2].prompt == [1]
 
 
+def test_runs_of_fewer_requests_are_compared_as_far_as_they_go():
+    """A request's answers are held against that of the first run that asked it."""
+    runs = [a_run("off", 1, ["a"]), a_run("on", 1, ["a", "b", "c"]), a_run("off", 2, ["x", "y"])]
+    assert [(p.number, p.first, p.seen, p.texts) for p in parted.find(runs)] == [
+        (1, ("off", 1), (("off", 2),), ("a", "x")),
+        (2, ("on", 1), (("off", 2),), ("b", "y")),
+    ]
+
+
 def test_what_follows_in_a_chat_on_an_answer_that_differs_is_left_out():
     one = a_run("off", 1, ["a", "b"], [[1], [1, 2]])
     other = a_run("on", 1, ["x", "y"], [[1], [1, 9]])
@@ -140,7 +150,7 @@ class Again:
     def __init__(self, monkeypatch, logprobs, tokens=None, status=200):
         self.used, self.asked, self._logprobs = [], [], logprobs
         self._tokens, self._status = tokens, status
-        monkeypatch.setattr(parted, "http", self.http)
+        monkeypatch.setattr(forced, "http", self.http)
         self.variants = deploy.variants(deploy.Shape(100, 10))
         self.cluster = SimpleNamespace(check=lambda: None)
 
@@ -212,8 +222,16 @@ def test_a_text_that_does_not_say_its_tokens_is_not_asked_for(monkeypatch):
 
 
 def test_a_worker_that_does_not_answer_again_is_named(monkeypatch):
-    with pytest.raises(PdRadixError, match="request 7, asked again on off, got HTTP 500"):
+    with pytest.raises(PdRadixError, match="request 7, asked again on off: off/generate answered HTTP 500"):
         look(Again(monkeypatch, {"off": {}, "on": {}}, status=500))
+
+
+def test_what_is_no_answer_when_asked_again_is_named(monkeypatch):
+    again = Again(monkeypatch, {"off": {}, "on": {}})
+    for reply in (b"<html>", b'{"error": "no worker"}', b'{"meta_info": {}}'):
+        monkeypatch.setattr(forced, "http", lambda *a, reply=reply, **k: (200, reply))
+        with pytest.raises(PdRadixError, match="request 7, asked again on off"):
+            look(again)
 
 
 def test_only_some_are_looked_at_and_the_others_are_told(monkeypatch):

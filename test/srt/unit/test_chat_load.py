@@ -54,6 +54,7 @@ def test_each_turn_carries_the_whole_history() -> None:
         ({"status": 503}, "HTTP 503: no worker is there"),
         ({"breaks": True}, "broke off with an error: .*KV transfer failed"),
         ({"short": 1}, "made 3 tokens of 4"),
+        ({"silent": True}, "made 4 tokens without any text"),
     ],
 )
 def test_a_request_that_fails_says_why(faults: dict[str, Any], message: str) -> None:

@@ -52,19 +52,21 @@ def _parse(*arguments: str) -> argparse.Namespace:
 
 def test_the_command(no_cluster: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
-    args = _parse("--work-dir", str(tmp_path / "work"), "--json", str(figures), "--", "--tp", "2")
+    args = _parse(
+        *("--work-dir", str(tmp_path / "work"), "--json", str(figures), "--", "--tp", "2", "--api-key", "a secret")
+    )
     assert demo.run(args) == 0
     off, on, local = no_cluster
     assert off["decode_args"] == [] and on["decode_args"] == [RADIX_FLAG]
     assert local["decode_args"] == [RADIX_FLAG, chat_local.LOCAL_FLAG, "auto"]
-    assert off["common_args"] == on["common_args"] == local["common_args"] and off["common_args"][:3] == [
-        "--tp",
-        "2",
-        "--enable-metrics",
+    assert off["common_args"] == on["common_args"] == local["common_args"] and off["common_args"][:5] == [
+        *("--tp", "2", "--api-key", "a secret", "--enable-metrics")
     ]
     assert (tmp_path / "work" / "model" / "config.json").exists()
     document = json.loads(figures.read_text())
-    assert document["setting"]["engine_options"] == off["common_args"]
+    # What nobody is to read is in no report.
+    told = [word.replace("a secret", "...") for word in off["common_args"]]
+    assert document["setting"]["engine_options"] == told != off["common_args"]
     assert document["runs"]["local"]["totals"]["computed_tokens"] == 2 * 12
     shown = capsys.readouterr()
     assert "turn 2 of 2" in shown.err and shown.out.count("4 of 4 identical") == 2
@@ -142,3 +144,29 @@ def test_a_deployment_that_computes_none_says_so() -> None:
     off, on = hold(cached=False), hold(cached=True)
     judged = chat_local.judge(off, on, hold(cached=True))
     assert judged.failures == [] and "its log says why" in judged.notes[0]
+
+
+class Splits(Words):
+    """A tokenizer to which one of two answers that are as likely is more tokens than the other, once it is asked."""
+
+    def apply_chat_template(self, messages: Any, **more: Any) -> list[int]:
+        split = [{**m, "content": m["content"].replace("other3", "o t h e r 3")} for m in messages]
+        return super().apply_chat_template(split, **more)
+
+
+@pytest.mark.parametrize("computes", [0, 8])
+@pytest.mark.parametrize("extra_pages", [0, 3])
+def test_a_conversation_that_rounding_has_parted_is_held_to_its_own_bound(
+    monkeypatch: pytest.MonkeyPatch, computes: int, extra_pages: int
+) -> None:
+    """It has other prompts than the run before, so what that sent says nothing of it."""
+    words = Splits()
+    monkeypatch.setattr(chat_tokens, "load", lambda path: words)
+    common: dict[str, Any] = {"dtype": "torch.bfloat16", "words": words}
+    off, on = hold(False, **common), hold(True, **common)
+    parted = {"answers": {0: (3,), 1: (3,)}, "behind": 0.0, "computes": computes, "extra_pages": extra_pages}
+    judged = chat_local.judge(off, on, hold(True, **common, **parted))
+    assert sum(turn.sent_bytes for turn in on.turns[1:]) < judged.later_sent and on.sizes != judged.on.sizes
+    assert len(judged.failures) == bool(extra_pages)
+    if extra_pages:
+        assert "times the least possible was sent from turn 2 on" in judged.failures[0]

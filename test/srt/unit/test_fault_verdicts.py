@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -223,12 +224,50 @@ def test_answers_are_held_against_the_engine_alone():
 
 
 def test_two_tokens_that_are_as_likely():
-    right = Truth({0: (1, 2, 3)}, {(0, 1): 9})
+    right = Truth({0: (1, 2, 3)}, {0: {(1, 9, 5)}})
     other = told(ids=(1, 9, 5))
     assert truth.problems([other], right) == [] and truth.tied([other, told(ids=(1, 2, 3))], right) == 1
-    # Neither a third token, nor another place.
-    for wrong in ((1, 8, 5), (9, 2, 3), (1, 2, 9)):
+    # Neither a third token, nor another place, nor anything else behind it.
+    for wrong in ((1, 8, 5), (9, 2, 3), (1, 2, 9), (1, 9, 6)):
         assert truth.problems([told(ids=wrong)], right) and not truth.tied([told(ids=wrong)], right), wrong
+    assert truth.not_judged([other, told(ids=(1, 9, 6))], right) == []
+
+
+class Engine:
+    """Answers with what follows from the ids before, and has two tokens as likely after some of them."""
+
+    def __init__(self, ties: dict[tuple[int, ...], int]) -> None:
+        self.ties = ties
+
+    def answer(self, url: str, one: Ask) -> dict:
+        ids, likeliest = list(one.ids), []
+        for _ in range(one.answer):
+            other = self.ties.get(tuple(ids))
+            ids.append(sum(ids))
+            likeliest.append([[-1.0, ids[-1], None], [-1.0 if other else -2.0, other or 0, None]])
+        return {"output_ids": ids[len(one.ids) :], "meta_info": {"output_top_logprobs": likeliest}}
+
+
+def test_what_follows_a_tie_is_asked_for(monkeypatch):
+    """Also a tie behind a tie; and one at the last token, behind which there is nothing."""
+    engine = Engine({(1, 1): 7, (1, 1, 7): 5, (1, 1, 2, 4): 6})
+    monkeypatch.setattr(truth, "_answer", engine.answer)
+    cluster = SimpleNamespace(router_url="http://alone")
+    right = truth.ask(cluster, [Ask((3,), 3), Ask((1, 1), 3)], 1)
+    assert right.answers == {0: (3, 6, 12), 1: (2, 4, 8)} and not right.loose
+    assert right.also == {1: {(7, 9, 18), (7, 5, 14), (2, 4, 6)}}
+    both = Truth()
+    both.add(right, 5)
+    assert truth.problems([told(ask=6, ids=(7, 5, 14))], both) == []
+    assert truth.problems([told(ask=6, ids=(7, 5, 1))], both)
+    # More ways than are asked for: what begins as one of those is neither right nor wrong.
+    monkeypatch.setattr(truth, "WAYS", 1)
+    few = truth.ask(cluster, [Ask((1, 1), 3)], 1)
+    assert few.also == {0: {(7, 9, 18)}} and few.loose == {0: ((2, 4, 6), (7, 5))}
+    unknown = told(ids=(7, 5, 1))
+    assert truth.problems([unknown, told(ids=(7, 9, 18))], few) == [] and truth.problems([told(ids=(7, 8, 1))], few)
+    (text,) = truth.not_judged([unknown], few)
+    assert text.startswith("1 answers")
 
 
 def test_what_is_as_likely():
@@ -399,6 +438,10 @@ def test_what_a_run_of_10000_can_say_and_a_short_one_cannot():
     begun = growth.judge(storm_samples(300, 1))
     assert not any(one.grows or one.judged for one in begun)
     assert "too few requests" in growth.not_judged(begun)[0] and "not known" in str(begun[0])
+
+
+def test_a_run_without_a_sample_has_not_judged_growth():
+    assert growth.judge([]) == [] and growth.not_judged([]) == ["growth of anything: no worker was looked at"]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -359,8 +359,24 @@ def told(how: str = "whole", took: float = 1.0, **more) -> Told:
 
 
 def test_who_is_told_too_late():
-    assert judge.late_problems([told(took=59), told("failed", took=59), told(took=300, manner="slow")], 60) == []
+    slow = told(took=300, manner="slow", first_s=69.0)
+    assert judge.late_problems([told(took=59), told("failed", took=59), slow], 60) == []
     assert len(judge.late_problems([told(took=61), told("failed", took=61), told("failed", error="no word")], 60)) == 3
+
+
+def test_a_slow_reader_reads_slowly_from_its_first_token_on():
+    (problem,) = judge.late_problems([told(took=300, manner="slow", first_s=10.0 + 118)], 60)
+    assert problem == "client 1 (slow): no token for 118 s"
+    # One that never had a token, and was told of its failure late.
+    (problem,) = judge.late_problems([told("failed", took=90, manner="slow", error="boom")], 60)
+    assert problem == "client 1 (slow): failed after 90 s: boom"
+
+
+def test_who_tells_of_no_pool_has_let_go_of_nothing_that_is_known():
+    assert judge.held_at_rest("decode-0", [SOUND]) == []
+    assert judge.held_at_rest("decode-0", [SOUND, SOUND | {"available": 59, "dp_rank": 1}]) != []
+    for name in ("decode-0", "prefill-1"):
+        assert judge.held_at_rest(name, []) == [f"{name} tells nothing of its KV pool"]
 
 
 def test_what_a_process_keeps():

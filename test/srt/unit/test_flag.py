@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from decode_world import DecodeWorker
+from sglang.srt.disaggregation.decode_reads import make_reads
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache import cache_support, kv_cache_builder
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
@@ -125,6 +131,10 @@ def test_decode_has_none_without_the_flag(parse):
         ([*DECODE, "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
         ([*DECODE, "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading"),
         ([*DECODE, "--enable-hisparse"], "--enable-hisparse"),
+        # The engine would make an ordinary server of it.
+        ([*DECODE, "--dllm-algorithm", "LowConfidence"], "--dllm-algorithm"),
+        ([*DECODE, "--num-reserved-decode-tokens", "-1"], "--num-reserved-decode-tokens is -1: give 0 or more"),
+        ([*DECODE, "--disaggregation-decode-polling-interval", "0"], "interval is 0: give 1 or more"),
     ],
 )
 def test_other_combinations_are_refused(parse, options, named):
@@ -254,6 +264,7 @@ PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backen
         ([*PREFILL, "--disable-radix-cache"], "not verified together with --disable-radix-cache"),
         ([*PREFILL, "--enable-hierarchical-cache"], "not verified together with --enable-hierarchical-cache"),
         ([*PREFILL, "--pipeline-parallel-size", "2"], "not verified together with --pipeline-parallel-size above 1"),
+        ([*PREFILL, "--dllm-algorithm", "LowConfidence"], "not verified together with --dllm-algorithm"),
     ],
 )
 def test_prefill_reads_from_decode_where_that_is_verified(parse, options, why):
@@ -264,3 +275,52 @@ def test_prefill_reads_from_decode_where_that_is_verified(parse, options, why):
     for wrong in ("0", "-3"):
         with pytest.raises(ValueError, match="give 1 token or more"):
             parse(*PREFILL, READ, wrong)
+
+
+@pytest.mark.parametrize("options", [[*DECODE, FLAG], [*PREFILL, READ, "64"]], ids=["flag", "reads"])
+def test_what_turns_the_radix_cache_off_is_told(parse, tmp_path, options):
+    """The engine does so by itself for some models and attention backends, and with deterministic inference."""
+    option = next(one for one in options if one in (FLAG, READ))
+    model = shutil.copytree(parse().model_path, tmp_path / "dual")
+    config = json.loads((model / "config.json").read_text())
+    chunks = {"chunk_size": 1024, "local_size": 128, "original_max_position_embeddings": 2048}
+    (model / "config.json").write_text(json.dumps({**config, "dual_chunk_attention_config": chunks}))
+    dual = ["--model-path", str(model), "--attention-backend", "dual_chunk_flash_attn"]
+    with pytest.raises(ValueError) as refused:
+        parse(*options, *dual)
+    assert f"{option} needs the radix cache" in str(refused.value)
+    assert "for this model or --attention-backend dual_chunk_flash_attn" in str(refused.value)
+    assert "--disable-radix-cache" not in str(refused.value)
+    with pytest.raises(ValueError, match=f"{option} is not verified together with --disable-radix-cache"):
+        parse(*options, *dual, "--disable-radix-cache")
+    # Before the model is loaded.
+    args = parse(*options, "--enable-deterministic-inference", "--attention-backend", "flashinfer")
+    with pytest.raises(ValueError, match=f"{option} needs .* deterministic inference with --attention-backend flash"):
+        args.check_server_args()
+    parse(*options, "--enable-deterministic-inference", "--attention-backend", "triton").check_server_args()
+
+
+def test_pegaflow_needs_a_radix_cache_too(parse):
+    args = parse("--enable-pegaflow", "--enable-deterministic-inference", "--attention-backend", "flashinfer")
+    with pytest.raises(ValueError, match="--enable-pegaflow needs the radix cache, .* for deterministic inference"):
+        args.check_server_args()
+
+
+def test_a_tree_that_keeps_nothing_is_refused():
+    """The engine has one for a multimodal model of the Transformers backend."""
+    engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
+    engines.disable = True
+    runner: Any = SimpleNamespace(token_to_kv_pool=None)
+    args: Any = SimpleNamespace(enable_hierarchical_cache=False, disaggregation_prefill_read_decode=64)
+    with pytest.raises(ValueError, match=f"{FLAG} needs the radix cache, .* Transformers backend"):
+        kv_cache_builder.build(cache_support.DECODE, engines, args, runner, lambda: 0, lambda: None)
+    with pytest.raises(ValueError, match=f"{READ} needs the radix cache, .* Transformers backend"):
+        make_reads(SimpleNamespace(server_args=args, tree_cache=engines), SimpleNamespace(has_state=False))
+
+
+@pytest.mark.parametrize("name", [FLAG, "--disaggregation-enable-decode-radix-cache"])
+@pytest.mark.parametrize("given", [True, False])
+def test_both_names_of_the_flag_are_known_in_a_file_of_options(parse, tmp_path, name, given):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"{name[2:]}: {str(given).lower()}\n")
+    assert parse(*DECODE, "--config", str(file)).disaggregation_decode_enable_radix_cache == given

@@ -242,10 +242,68 @@ def test_nobody_waits_longer_than_a_copy_of_its_own_would_take(same, monkeypatch
     assert asked([leader, follower]) == [True, True]
 
 
+@pytest.mark.parametrize("apart", [0.0, 0.25])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_herd_whose_leader_takes_long_asks_for_one_more_copy_at_a_time(known: bool, apart: float, monkeypatch):
+    """All asked for a copy of their own in one step, or one after another as they had come, and filled the pool."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    world = World(size=4096, page_size=4, max_reqs=32)
+    limit = WaitLimit().unknown_same
+    if known:
+        world.queue.policy.transfers.done("10.0.0.1:1", 256, 0.04 * 256)
+        limit = 2 * 0.04 * 164
+    herd = queue(world, tokens(1, 164))
+    world.step()
+    for n in range(16):
+        herd += queue(world, tokens(1, 164) + tokens(2 + n, 4))
+        world.step()
+        now[0] += apart
+    copies = []
+    while now[0] < 100 + 3.9 * limit:
+        now[0] += 0.25
+        world.step()
+        copies.append(sum(asked(herd)))
+        assert copies[-1] <= 1 + (now[0] - 100) / limit, "the first leads the others"
+    assert copies[-1] == 4
+    # What has come of any of them is for all.
+    world.complete(herd[2])
+    world.step()
+    assert all(asked(herd)) and {dr.req.decode_prefix_len for dr in herd[4:]} == {164}
+    world.check()
+
+
+def test_a_herd_of_three_prefills_asks_each_for_one_copy(monkeypatch):
+    """Who has given up the transfer of another prefill waits for none of a third: its own copy is due."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    world = World(size=2048, page_size=4, max_reqs=32)
+    herd = queue(world, tokens(1, 160), prefill="a:1")
+    world.step()
+    for n in range(4):
+        herd += queue(world, tokens(1, 160) + tokens(2 + n, 4), prefill="b:1")
+        herd += queue(world, tokens(1, 160) + tokens(12 + n, 4), prefill="c:1")
+    world.step()
+    now[0] += WaitLimit().least + 0.1
+    world.step()
+    assert asked(herd) == [True] * 3 + [False] * 6
+    # It is lost with its prefill: the others wait for the copies that they have.
+    herd[1].kv_receiver.abort()
+    herd[2].kv_receiver.abort()
+    world.step()
+    assert asked(herd) == [True] * 5 + [False] * 4
+    world.complete(herd[3])
+    world.step()
+    assert all(asked(herd))
+    world.check()
+
+
 def test_a_prefill_that_nothing_is_known_of():
     wait_limit, transfers = WaitLimit(), Transfers()
     assert transfers.pace("a") is None
-    assert wait_limit.allowed(True, None, 50_000, 50_000) == wait_limit.unknown_same
+    assert wait_limit.allowed(True, None, 2_000, 2_000) == wait_limit.unknown_same
+    # 128K tokens at 4,000 tokens/s take 33 s.
+    assert wait_limit.allowed(True, None, 131_072, 2_000) > 60
     assert wait_limit.allowed(False, None, 50_000, 50_000) == wait_limit.least
     for n in range(100):
         transfers.done("a", 1000, 10.0 + 10 * n)

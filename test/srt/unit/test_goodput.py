@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
-from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, workload
+from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, parted, workload
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
@@ -185,7 +185,7 @@ def measured_alone(monkeypatch, run_once, asked, seconds=30.0):
     monkeypatch.setattr(goodput, "run_once", run_once)
     made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
     deployment = SimpleNamespace(variants=made_of, step_times=lambda variant: [])
-    return goodput.measure(deployment, None, asked, SLO, seconds, TOKENS, 16, SHOW)
+    return goodput.measure(deployment, None, asked, SLO, seconds, TOKENS, 16, SHOW, exact=True)
 
 
 @pytest.mark.parametrize("requests, seconds", [(80, 30), (1000, 30), (4000, 30), (4000, 2)])
@@ -196,7 +196,10 @@ def test_a_burst_that_is_over_before_its_queue_costs_anything_is_no_rate(request
     if requests == 80:
         most = 79 / (8 * SLO.ttft_s)
         assert found["goodput"]["off"] == {"0.9": most, "0.99": most} and row[1] == "at least 4.94"
-        assert "too few requests for 16 s" in found["problems"][0] and "--set e.requests=" in found["problems"][0]
+        # Nothing is wrong: it is told, and does not fail.
+        (note,) = found["notes"]
+        assert "too few requests for 16 s" in note and "--set e.requests=" in note and not found["problems"]
+        assert f"- Note: {note}" in goodput.markdown({"setting": {}, "workloads": [found]})
     else:
         assert 30 < found["goodput"]["off"]["0.9"] < 40 * goodput.PRECISION and not found["problems"]
         assert "at least" not in row[1]
@@ -260,9 +263,9 @@ class Served:
     def step_times(self, variant):
         return [{"target_ms": 30.0}] if variant.name == "target" else []
 
-    def measure(self):
+    def measure(self, exact=True):
         asked = made(requests=400, prompt=4, answer=40)
-        return goodput.measure(self.deployment, None, asked, SLO, 20.0, TOKENS, 16, SHOW)
+        return goodput.measure(self.deployment, None, asked, SLO, 20.0, TOKENS, 16, SHOW, exact)
 
 
 def test_the_goodput_of_three_sides(monkeypatch):
@@ -326,6 +329,65 @@ def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monke
     assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
 
 
+def answering(run_once, word):
+    """``run_once`` with an answer to each request, which begins with the ``word`` of its side and the run's number."""
+
+    def run(deployment, load, asked, variant, number, page_size, every_s):
+        found = run_once(deployment, load, asked, variant, number, page_size, every_s)
+        (requests,) = asked.rounds
+        texts = [f"{word(variant.name, number)} {i}" for i in range(len(requests))]
+        return dataclasses.replace(found, texts=texts, prompts=[request.ids for request in requests])
+
+    return run
+
+
+def noted(partings):
+    """What `parted.look` makes of them where asking again shows that it is no rounding."""
+    asked_again = {"on": {"token": 5, "logprobs": [-1.0, -3.0]}}
+    told = {"prompt_tokens": 4, "token": 1, "asked_again": asked_again, "why": "the others are not"}
+    return [{**told, "request": p.number, "first": list(p.first), "seen": [list(s) for s in p.seen]} for p in partings]
+
+
+@pytest.mark.parametrize("word", [lambda name, number: name == "on", lambda name, number: name == "off" and number > 1])
+def test_answers_that_are_not_the_same_at_all_rates_fail(word, monkeypatch):
+    """Of a side, or of one rate: request i is the same everywhere."""
+    served, looked = Served(monkeypatch), []
+    monkeypatch.setattr(goodput, "run_once", answering(served.run_once, word))
+    monkeypatch.setattr(parted, "look", lambda *a: looked.append(a[2].requests) or noted(a[3]))
+    found = served.measure()
+    assert looked == [400] and len(found["differences"]) >= goodput.LEAST_REQUESTS
+    assert len(found["problems"]) == parted.MOST_LOOKED_AT + 1 and "more answers, to" in found["problems"][-1]
+    name = "on run 1" if word("on", 1) else "off run 2"
+    assert found["problems"][0].startswith("answers are not identical: request 1 (4 tokens): the answer of " + name)
+    assert "parts from that of off run 1 at token 1" in found["problems"][0]
+    assert f"FAILED: {found['problems'][0]}" in goodput.markdown({"setting": {}, "workloads": [found]})
+    # Where a type rounds they part, and nobody asks.
+    rounds = served.measure(exact=False)
+    assert len(looked) == 1 and rounds["problems"] == rounds["differences"] == []
+    assert "answers are not compared" in rounds["notes"][0]
+
+
+def test_answers_that_are_the_same_are_not_asked_for_again(monkeypatch):
+    served = Served(monkeypatch)
+    # What warms a side up is not measured, nor compared.
+    monkeypatch.setattr(goodput, "run_once", answering(served.run_once, lambda name, number: number > 0))
+    monkeypatch.setattr(parted, "look", lambda *a: pytest.fail("nothing parts"))
+    found = served.measure()
+    assert found["problems"] == found["differences"] == found["notes"] == []
+
+
+def test_answers_that_cannot_be_asked_for_again_fail_all_the_same(monkeypatch):
+    served = Served(monkeypatch)
+    monkeypatch.setattr(goodput, "run_once", answering(served.run_once, lambda name, number: name))
+
+    def look(*args):
+        raise PdRadixError("decode-1 has ended")
+
+    monkeypatch.setattr(parted, "look", look)
+    (problem,) = served.measure()["problems"]
+    assert "requests are not identical, and could not be asked for again: decode-1 has ended" in problem
+
+
 def failing(run_once, fails):
     """``run_once``, of which a request fails where ``fails`` says so of the side, the run's number and the rate."""
 
@@ -341,7 +403,7 @@ def failing(run_once, fails):
 def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp_path):
     served = Served(monkeypatch, goodput.bounded_sides("1,2"))
     whole = served.measure()
-    fails = failing(served.run_once, lambda name, number, rate: number == 1 and name == "on" and rate > 10)
+    fails = failing(served.run_once, lambda name, number, rate: number > 0 and name == "on" and rate > 10)
     monkeypatch.setattr(goodput, "run_once", fails)
     found = served.measure()
     assert [t["rate"] for t in found["trials"]["on"]] == [8] and found["goodput"]["on"] == {"0.9": 8, "0.99": 8}
@@ -456,13 +518,15 @@ def test_a_rate_that_was_not_sent_is_not_kept(monkeypatch):
     found = measured_alone(monkeypatch, sending(50.0, one_by_one(100.0)), asked)
     # Late by a fiftieth of a second where two come at once, and by ever more above 50/s.
     assert 40 < found["goodput"]["off"]["0.9"] < 50 * goodput.PRECISION
-    (problem,) = found["problems"]
-    assert "the load generator sent a tenth of them later than by" in problem and "200 are allowed" in problem
+    (note,) = found["notes"]
+    assert "the load generator sent a tenth of them later than by" in note and "200 are allowed" in note
+    assert not found["problems"]
     late = [t for t in found["trials"]["off"] if not t["on_time"]]
     assert late and all(t["kept"] == 1 for t in late) and min(t["rate"] for t in late) > 40
     assert "sent too late: by " in goodput.markdown({"setting": {}, "workloads": [found]})
     # One that is fast enough, or late by less than matters.
-    assert measured_alone(monkeypatch, sending(500.0, one_by_one(100.0)), asked)["problems"] == []
+    fast = measured_alone(monkeypatch, sending(500.0, one_by_one(100.0)), asked)
+    assert fast["problems"] == fast["notes"] == []
 
 
 def test_how_late_requests_are_sent():

@@ -864,6 +864,7 @@ def options(**given: Any) -> Any:
         enable_hierarchical_cache=True,
         pp_size=1,
         attn_cp_size=1,
+        dllm_algorithm=None,
         disaggregation_transfer_backend="nixl",
     )
     vars(args).update(given)

@@ -190,8 +190,8 @@ def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():
     for decode_req in (first, waits):
         world.handshake(decode_req)
     world.step()
-    compared, descend = [], world.tree.watches._descend
-    world.tree.watches._descend = lambda watch, node: compared.append(watch) or descend(watch, node)
+    compared, enter = [], world.tree.watches._enter
+    world.tree.watches._enter = lambda watch, *leaf: compared.append(watch) or enter(watch, *leaf)
     watch = waits.entry.watch
     world.complete(first)
     world.step()

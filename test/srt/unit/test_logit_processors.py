@@ -7,15 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import assert_same
+from sglang.srt.layers import sampler
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
-from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """One rank samples, but where a test has two."""
+    monkeypatch.setattr(sampler, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 class Doubles:
@@ -166,3 +176,89 @@ def test_every_pipeline_stage_hears_whose_logit_processor_failed():
         assert set(sent) == {"next_token_ids", *(["failed_processors"] if failed else [])}
         result = stage._pp_prep_batch_result(batch, metadata, PPProxyTensors(sent))
         assert batch_failures.failed_processors(batch, result) == failed
+
+
+class RaisesTogether:
+    """Serves each by itself only."""
+
+    def __call__(self, logits, params):
+        assert len(params) == 1, "no memory for two"
+        return logits * 2
+
+
+def processors_on_ranks(rank: int, broken: str, failing: int, num_tokens: int) -> list:
+    """The processor of the first two of four requests raises on one rank, and that of the third on all."""
+
+    class Info(SimpleNamespace):
+        def __len__(self):
+            return 4
+
+    wrong = {"each": Raises, "together": RaisesTogether}[broken]
+    shared = (wrong if rank == failing else Doubles)(), torch.tensor([True, True, False, False])
+    info = Info(
+        custom_logit_processor={1: shared, 2: (Raises(), torch.tensor([False, False, True, False]))},
+        custom_params=[None] * 4,
+        is_all_greedy=True,
+    )
+    logits = torch.arange(1.0, 4 * num_tokens * 2 + 1).view(-1, 2)
+    group = SimpleNamespace(world_size=2, device_group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "get_tp_group", lambda: group)
+        apply_custom_logit_processor(logits, info, num_tokens)
+    return [logits.argmax(-1).tolist(), logits.tolist(), sorted(info.failed_processors), info.failed_processors]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3], ids=["a token each", "drafts to verify"])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("broken", "why"), [("each", "RuntimeError: boom"), ("together", "no memory for two")])
+def test_a_logit_processor_that_fails_on_one_rank_fails_on_all(pair, broken, why, failing, num_tokens):
+    """Only there its request ended; the ranks' batches differed from the next step on, and the worker hung."""
+    ranks = pair.run(processors_on_ranks, broken, failing, num_tokens)
+    *_, failed = assert_same([told[:3] for told in ranks])
+    assert failed == [0, 1, 2]
+    here, elsewhere = ranks[failing][3], ranks[1 - failing][3]
+    assert all(why in here[place] and "another TP rank" in elsewhere[place] for place in (0, 1))
+    assert here[2] == elsewhere[2] and "boom" in here[2]
+
+
+def made_on_ranks(rank: int, failing: int | None) -> list:
+    """Messages with a logit processor, the first of which cannot be made on one rank, and one without any."""
+    taken, told, refused = [], [], []
+
+    class Engine:
+        def handle_generate_request(self, req):
+            taken.append(req.rid)
+
+    class Worker(SchedulerRefusalMixin, Engine):
+        def __init__(self):
+            self.tree_cache, self.dp_tp_cpu_group = None, dist.group.WORLD
+            self.server_args = SimpleNamespace(enable_custom_logit_processor=True)
+            self.send_to_tokenizer = SimpleNamespace(send_output=lambda out, req: told.append(out.finished_reason))
+
+        def note_optional_parts(self, asked):
+            pass
+
+        def _tell_peer(self, req, reason):
+            refused.append(req.rid)
+
+    def from_str(text):
+        if text == "a file" and rank == failing:
+            raise OSError("no such file")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CustomLogitProcessor, "from_str", from_str)
+        worker = Worker()
+        for rid, processor in (("a", "a file"), ("b", None), ("c", "fine")):
+            worker.handle_generate_request(SimpleNamespace(rid=rid, custom_logit_processor=processor))
+    return [taken, refused, [reason["message"] for reason in told]]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_logit_processor_that_one_rank_cannot_make_is_refused_by_all(pair, failing):
+    """The others queued its request, and met nobody in the next reduction."""
+    ranks = pair.run(made_on_ranks, failing)
+    taken, refused = assert_same([told[:2] for told in ranks])
+    wrong = [] if failing is None else ["a"]
+    assert refused == wrong and taken == [rid for rid in "abc" if rid not in wrong]
+    for *_, told in ranks:
+        assert len(told) == len(wrong) and all("OSError: no such file" in reason for reason in told)

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
+from sglang.srt.disaggregation.refused_pairs import AskedReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.observability.failure_causes import cause_of
@@ -385,5 +386,5 @@ def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):
 
 def test_what_is_lost_reaches_the_ranks_of_one_dp_rank_alone(loop: PrefillLoop):
     """With DP attention the engine has control messages of the first of all ranks only, and sends them to all."""
-    lost, update = LostReqs({}), UpdateWeightFromDiskReqInput(model_path="")
-    assert loop.schedulers[0]._split_work_and_control_reqs([lost, update]) == ([lost], [update])
+    own, update = [LostReqs({}), AskedReqs([7])], UpdateWeightFromDiskReqInput(model_path="")
+    assert loop.schedulers[0]._split_work_and_control_reqs([*own, update]) == (own, [update])

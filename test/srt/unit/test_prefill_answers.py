@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 
 
 def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, list[Capabilities]]:
@@ -42,6 +46,19 @@ def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, li
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
+    """Ascend's server is a Mooncake server, and said that decode might name a prefix."""
+    for name in ("memfabric_hybrid", "mf_adapter"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    ascend = importlib.import_module("sglang.srt.disaggregation.ascend.conn").AscendKVBootstrapServer
+    assert ascend.decode_prefix_version == 0
+    assert not (ascend.asks_for_pieces or ascend.sends_digests or ascend.hears_of_waiting)
+    for server in (MooncakeKVBootstrapServer, NixlKVBootstrapServer):
+        assert server.decode_prefix_version == DECODE_PREFIX_VERSION
+        assert server.sends_digests and server.hears_of_waiting
+    assert MooncakeKVBootstrapServer.asks_for_pieces and not NixlKVBootstrapServer.asks_for_pieces
 
 
 def test_a_prefill_that_understands_it():

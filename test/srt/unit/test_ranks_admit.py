@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from decode_world import World, aborted
 from ranks import assert_same
@@ -15,6 +16,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS, SHARED_FIGURES, WINDOW, agree
 from sglang.srt.disaggregation.no_prefill import NoPrefill
+from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_followers import asked, queue, sent
 from test_traps import Rank, serve, serve_to_end, tokens
 
@@ -84,7 +86,9 @@ def ticks_between(rank: int, ahead: int) -> list[Any]:
     try:
         (leader,) = queue(me.world, tokens(1, 32) + tokens(2, 4))
         me.step()
-        first, second = queue(me.world, tokens(1, 32) + tokens(3, 4), tokens(1, 32) + tokens(4, 4))
+        # Of two prefills, or the second would wait for the first.
+        (first,) = queue(me.world, tokens(1, 32) + tokens(3, 4), prefill="b:1")
+        (second,) = queue(me.world, tokens(1, 32) + tokens(4, 4), prefill="c:1")
         me.step()
         assert first.entry.coming == second.entry.coming == 32
         if rank == ahead:
@@ -107,6 +111,36 @@ def test_patience_that_ends_on_one_rank_first(pair, ahead):
     """Each rank kept an order of its own then, and after 64 steps the whole unlocked tree was dropped on both."""
     admitted, worst, kept, _ = assert_same(pair.run(ticks_between, ahead))
     assert admitted == [True, True, True] and worst == 0 and kept
+
+
+def herd_gives_up(rank: int) -> list[Any]:
+    """A leader takes longer than its herd waits, three times over."""
+    me = Rank(rank, 2048)
+    now = [100.0]
+    set_clock(lambda: now[0])
+    try:
+        herd = queue(me.world, tokens(1, 32), *(tokens(1, 32) + tokens(n, 4) for n in range(2, 7)))
+        me.step()
+        copies, worst = [], 0
+        for _ in range(3):
+            # Ahead on the second rank, which does not decide.
+            now[0] += 5.1 * (1 + rank)
+            for wait in (0.0, 5.1 * (1 - rank), 0.0):
+                now[0] += wait
+                me.step()
+                worst = max(worst, me.world.queue.ranks.disagreements)
+            copies.append(sum(asked(herd)))
+        me.world.complete(herd[0])
+        for _ in range(3):
+            me.step()
+        return [copies, worst, all(asked(herd)), me.decisions]
+    finally:
+        restore_clock()
+
+
+def test_a_herd_gives_up_its_leader_one_by_one(pair):
+    copies, worst, admitted, _ = assert_same(pair.run(herd_gives_up))
+    assert copies == [2, 3, 4] and worst == 0 and admitted
 
 
 def patience_ends_beside_one_that_does_not_fit(rank: int) -> list[Any]:
@@ -428,6 +462,82 @@ def resumes_beside_a_failed_one(rank: int, failing: int) -> list[Any]:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_ranks_resume_the_same_when_one_has_more_memory(pair, failing):
     assert assert_same(pair.run(resumes_beside_a_failed_one, failing)) == [False, False, False, True]
+
+
+def lacks_memory(world: World, part: str) -> None:
+    """Have this rank lack the memory for a part of the next admission: once, or in one piece."""
+    memory, real = world.queue.memory, world.queue.memory._allocate
+    owner, name, times = {
+        "pages": (world.tree.pool, "alloc_long_runs", 1),
+        "row": (world.pool, "alloc", 1),
+        "table": (torch, "cat", 9),
+        "host memory": (world.queue.admission, "_loads", 1),
+    }[part]
+    if part == "host memory":
+        world.queue.admission._loads = NoHostMemory()
+        return
+    usual, raised = getattr(owner, name), []
+
+    def once(*args: Any, **more: Any) -> Any:
+        if len(raised) < times:
+            raised.append(name)
+            raise torch.OutOfMemoryError("out of memory on this rank")
+        return usual(*args, **more)
+
+    def allocate(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, once)
+            return real(*args)
+
+    memory._allocate = allocate  # type: ignore[method-assign]
+
+
+class NoHostMemory:
+    """Loads from host memory that cannot be locked."""
+
+    def found(self, entry: Any, found: Any) -> Any:
+        return NOTHING
+
+    def lock(self, decode_req: Any, held: int) -> None:
+        raise RuntimeError("out of memory on this rank")
+
+    def begin(self, decode_req: Any, held: int) -> int:
+        return held
+
+
+def retracts_beside_a_failed_one(rank: int, failing: int, part: str, shared: int) -> list[Any]:
+    """An admission has failed on one rank, and its prefill takes long to say that it writes no more."""
+    me = Rank(rank, 96)
+    world = me.world
+    running = queue(world, tokens(1, 20), tokens(2, 20), max_new=30)
+    me.step()
+    for decode_req in running:
+        world.complete(decode_req)
+    me.step()
+    if rank == failing:
+        lacks_memory(world, part)
+    (lost,) = queue(world, tokens(1, shared) + tokens(3, 20 - shared), max_new=4)
+    lost.kv_receiver.writers_done = lambda: False
+    seen: list[Any] = []
+    for _ in range(26):
+        me.step()
+        world.decode()
+        seen.append((len(world.running), world.allocator.available_size(), world.pool.available_size()))
+    told = [aborted(lost.req), len(world.transfer.quarantine)]
+    lost.kv_receiver.writers_done = lambda: True
+    world.step()
+    world.check()
+    return [*told, seen, world.allocator.available_size(), world.tree.evictable_size()]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("part", "shared"), [("pages", 0), ("pages", 16), ("row", 0), ("table", 16), ("host memory", 0)]
+)
+def test_ranks_retract_the_same_when_an_admission_has_failed_on_one(pair, failing, part, shared):
+    """What it had been given was back at once there: only the others retracted, and ran another batch from then on."""
+    failed, quarantined, seen, *_ = assert_same(pair.run(retracts_beside_a_failed_one, failing, part, shared))
+    assert failed and quarantined == 1 and min(running for running, *_ in seen) == 1
 
 
 def resume_fails(rank: int, failing: int, where: str) -> list[Any]:

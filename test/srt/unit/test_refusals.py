@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import threading
+import time
 from concurrent.futures import Future
 from http import HTTPStatus
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
+import test_mooncake_wire as mooncake_wire
+import test_nixl_wire as nixl_wire
 import zmq
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import peer_calls, refusal
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import nothing_listens
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -23,6 +29,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.utils import TypeBasedDispatcher
 from waiting import until
 
 from sglang_pd_radix.tools.cluster import free_ports
@@ -248,3 +255,194 @@ def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
         (HTTPStatus.INTERNAL_SERVER_ERROR, "transfer failed"),
         None,
     ]
+
+
+# ---- a decode worker without the flag asks for what prefill has refused ----
+
+ROOM = 77
+
+
+class Ahead:
+    """The socket of the rank that receives: the scheduler's own messages come before it, and nothing is in it."""
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        raise zmq.Again
+
+
+class RefusingPrefill:
+    """The schedulers of a prefill's TP ranks, and what they have queued."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[Any]) -> None:
+        self.queued: list[list[Req]] = [[] for _ in ranks]
+        self.answered: list[Req] = []
+        base = Scheduler.__bases__[-1]
+        monkeypatch.setattr(base, "_add_request_to_queue", lambda scheduler, req, _: scheduler.queued.append(req))
+        monkeypatch.setattr(base, "recv_requests", self._received)
+        none = lambda scheduler: setattr(scheduler, "_request_dispatcher", TypeBasedDispatcher([]))  # noqa: E731
+        monkeypatch.setattr(base, "init_request_dispatcher", none)
+        self.schedulers = [
+            self._scheduler(rank.manager, queued) for rank, queued in zip(ranks, self.queued, strict=True)
+        ]
+
+    def _scheduler(self, manager: Any, queued: list[Req]) -> Scheduler:
+        scheduler = object.__new__(Scheduler)
+        scheduler.disaggregation_mode, scheduler.tree_cache = DisaggregationMode.PREFILL, None
+        scheduler.refused_rooms, scheduler.enable_priority_scheduling = refusal.RefusedRooms(), False
+        if hasattr(scheduler, "refused_pairs"):
+            scheduler.refused_pairs = type(scheduler.refused_pairs)()
+        scheduler.grammar_manager = SimpleNamespace(grammar_queue=[])
+        scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=manager)
+        scheduler.lost_requests = dict
+        scheduler.recv_from_tokenizer, scheduler.pp_size, scheduler.longest_queue_step = Ahead(), 1, 0.0
+        scheduler.queued, scheduler.stream_output = queued, lambda reqs, *rest: self.answered.extend(reqs)
+        scheduler.init_request_dispatcher()
+        return scheduler
+
+    @staticmethod
+    def _received(scheduler: Scheduler) -> list:
+        found = []
+        while True:
+            try:
+                found.append(scheduler.recv_from_tokenizer.recv_pyobj())
+            except zmq.Again:
+                return found
+
+    def refuse(self, room: int = ROOM) -> None:
+        """A request comes whose grammar is none."""
+        for scheduler in self.schedulers:
+            req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=room, bootstrap_host="10.0.0.9")
+            # As the engine has it.
+            req.origin_input_ids, req.to_finish = [0], FINISH_ABORT("its grammar is none", HTTPStatus.BAD_REQUEST)
+            scheduler._add_request_to_queue(req)
+            assert req.finished() and self.answered.pop() is req, "its client is answered at once"
+
+    def step(self) -> bool:
+        """All ranks handle what the first receives. Whether they have queued something, which all do or none."""
+        for message in self.schedulers[0].recv_requests():
+            for scheduler in self.schedulers:
+                scheduler._request_dispatcher(message)
+        assert isinstance(self.schedulers[0].recv_from_tokenizer, Ahead)
+        assert len({len(queued) for queued in self.queued}) == 1
+        return bool(self.queued[0])
+
+
+@pytest.fixture(params=["nixl", "mooncake"])
+def wire(request):
+    return {"nixl": nixl_wire, "mooncake": mooncake_wire}[request.param]
+
+
+def close(world: Any) -> None:
+    if hasattr(world, "close"):
+        world.close()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_a_bare_decode_worker_gets_the_one_token_of_what_prefill_refuses(
+    monkeypatch, wire, asked_before, prefill_tp, decode_tp
+):
+    """It waited for 300 s, with a row and pages, for a transfer that the engine's prefill would have made."""
+    world = wire.World(monkeypatch, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    prefill = RefusingPrefill(monkeypatch, world.prefill)
+    pair = world.request(ROOM, prompt_len=1, prefix_len=None).start_decode()
+    if not asked_before:
+        prefill.refuse()
+        assert not prefill.step()
+    pair.ask()
+    for rank in world.prefill:
+        until(lambda m=rank.manager: len(m.transfer_infos.get(ROOM, ())) == max(decode_tp // prefill_tp, 1), "asked")
+    if asked_before:
+        prefill.refuse()
+    assert prefill.step(), "all ranks queue it, in one step"
+    assert all(len(queued) == 1 and not queued[0].finished() for queued in prefill.queued)
+    assert not prefill.schedulers[0].recv_requests(), "once"
+    pair.start_prefill().wait_senders(KVPoll.WaitingForInput)
+    for sender in pair.senders:
+        sender.init(1, 1)
+    pair.send()
+    pair.wait_senders(KVPoll.Success)
+    pair.wait_receivers(KVPoll.Success)
+    for sender in pair.senders:
+        # As the engine's scheduler does.
+        getattr(sender, "clear", lambda: None)()
+    assert all(not any(rank.manager.rooms_held().values()) for rank in world.prefill)
+    close(world)
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_a_decode_worker_with_the_flag_is_told_and_given_nothing(monkeypatch, wire, asked_before):
+    world = wire.World(monkeypatch)
+    prefill = RefusingPrefill(monkeypatch, world.prefill)
+    pair = world.request(ROOM, prompt_len=26, prefix_len=8).start_decode()
+    if asked_before:
+        pair.ask()
+        until(lambda: ROOM in world.prefill[0].manager.transfer_infos, "asked")
+        prefill.refuse()
+    else:
+        prefill.refuse()
+        pair.ask()
+    pair.wait_receivers(KVPoll.Failed)
+    assert not prefill.step() and not any(world.prefill[0].manager.rooms_held().values())
+    close(world)
+
+
+@pytest.mark.parametrize("held", ["refused by decode", "another request"])
+def test_what_was_refused_is_not_gone_through_with_for_another_request(monkeypatch, wire, held):
+    """Of its room, or when decode, which has refused it too, asks for nothing."""
+    world = wire.World(monkeypatch)
+    prefill = RefusingPrefill(monkeypatch, world.prefill)
+    prefill.refuse()
+    (scheduler,) = prefill.schedulers
+    if held == "refused by decode":
+        scheduler.handle_refused_request(refusal.RefusedReq(ROOM, "its grammar is none", by_decode=True))
+    else:
+        scheduler._add_request_to_queue(Req("s", "", [1], SamplingParams(), bootstrap_room=ROOM))
+        assert prefill.queued[0].pop().rid == "s"
+    world.request(ROOM, prompt_len=1, prefix_len=None).start_decode().ask()
+    until(lambda: ROOM in world.prefill[0].manager.transfer_infos, "asked")
+    assert not prefill.step()
+    close(world)
+
+
+def test_a_copy_that_is_refused_waits_for_the_first_to_end(monkeypatch, wire):
+    """They would be sent to the same pages."""
+    world = wire.World(monkeypatch)
+    prefill = RefusingPrefill(monkeypatch, world.prefill)
+    pair = world.request(ROOM, prompt_len=26, prefix_len=None).bootstrap()
+    prefill.refuse()
+    assert not prefill.step()
+    pair.send()
+    pair.wait_senders(KVPoll.Success)
+    pair.wait_receivers(KVPoll.Success)
+    assert not prefill.step()
+    close(world)
+
+
+def test_what_a_bare_decode_worker_asks_for_in_vain_is_forgotten_when_it_has_given_up(monkeypatch, wire):
+    """Of what the tokenizer manager has refused there is no request: it stayed in the books for ever."""
+    world = wire.World(monkeypatch)
+    (prefill,) = world.prefill
+    prefill.manager.refuse_room(ROOM, "too long")
+    _, begun = [world.request(room, prompt_len=26, prefix_len=None).start_decode().ask() for room in (ROOM, ROOM + 1)]
+    world.request(ROOM + 2, prompt_len=26, prefix_len=8).start_decode().ask()
+    until(lambda: len(prefill.manager.transfer_infos) == 3, "asked")
+    begun.start_prefill()
+    look, clock = prefill.manager.decode_watch._check, [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    look()
+    clock[0] += prefill.manager.transfer_timeout - 1
+    look()
+    assert len(prefill.manager.transfer_infos) == 3
+    # Of a room that is asked for anew, another time begins.
+    asked = prefill.manager.transfer_infos[ROOM]
+    asked.update({name: dataclasses.replace(info) for name, info in asked.items()})
+    clock[0] += 2
+    look()
+    assert len(prefill.manager.transfer_infos) == 3
+    clock[0] += prefill.manager.transfer_timeout
+    look()
+    # One with the flag says when it gives up.
+    assert {*prefill.manager.transfer_infos} == {ROOM + 1, ROOM + 2} and ROOM not in prefill.manager.request_status
+    assert not prefill.manager.rooms.refused
+    monkeypatch.undo()
+    close(world)

@@ -218,6 +218,7 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
 
     def start(*draft) -> None:
         scheduler.tree_cache, drafts = object.__new__(RadixCache), runner(*draft)
+        scheduler.tree_cache.disable = False
         apart = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=drafts))
         scheduler.draft_worker = apart if overlap else SimpleNamespace(model_runner=drafts)
         scheduler.init_cache_with_memory_pool()

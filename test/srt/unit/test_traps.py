@@ -272,6 +272,7 @@ def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkey
 
     def engines(scheduler: Scheduler) -> None:
         scheduler.tree_cache = object.__new__(RadixCache if state_pool else MambaRadixCache)
+        scheduler.tree_cache.disable = False
 
     class Pool:
         pass

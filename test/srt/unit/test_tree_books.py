@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from decode_world import World
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored
+from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
+from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import MRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -85,6 +90,107 @@ def test_the_audit_finds_each_contradiction():
     assert tree.audit([held]) == []
     tree.reset()
     only([held], "a live request holds a node of an earlier tree")
+
+
+def served_world() -> World:
+    """A worker whose tree holds four pages, and that has no request."""
+    world = World(size=128, page_size=PAGE)
+    serve_to_end(world, tokens(1, 16))
+    return world
+
+
+def page_in_tree(world: World) -> int:
+    (leaf,) = world.tree.evictable_leaves
+    return int(leaf.value[-1]) // PAGE
+
+
+def swapped(world: World) -> None:
+    """A page of the tree was freed in place of another."""
+    world.allocator.free_pages[-1] = page_in_tree(world)
+
+
+def freed_with_the_tree(world: World) -> None:
+    world.allocator.release_pages = torch.tensor([page_in_tree(world)])
+
+
+def freed_twice(world: World) -> None:
+    world.allocator.free_pages[-1] = world.allocator.free_pages[0]
+
+
+def freed_once_more(world: World) -> None:
+    world.allocator.release_pages = world.allocator.free_pages[:2].clone()
+
+
+def lost(world: World) -> None:
+    world.allocator.free_pages = world.allocator.free_pages[3:]
+
+
+def strange(world: World) -> None:
+    world.allocator.free_pages[0], world.allocator.free_pages[1] = 0, 1000
+
+
+FREE_AND_HELD = "1 pages of KV are free and in the tree"
+NOWHERE = "1 pages of KV are neither free nor in the tree"
+
+
+@pytest.mark.parametrize(
+    ("fault", "always", "at_rest"),
+    [
+        (swapped, [FREE_AND_HELD], [NOWHERE]),
+        (freed_with_the_tree, [FREE_AND_HELD], []),
+        (freed_twice, ["1 pages of KV are free more than once"], [NOWHERE]),
+        (freed_once_more, ["2 pages of KV are free more than once"], []),
+        (lost, [], ["3 pages of KV are neither free nor in the tree"]),
+        (strange, ["2 free pages of KV are none of the pool's"], ["2 pages of KV are neither free nor in the tree"]),
+    ],
+)
+def test_each_page_is_free_or_in_the_tree_and_once(fault, always: list[str], at_rest: list[str]):
+    world = served_world()
+    pools = Pools(world.tree, world.allocator, world.pool, 128)
+    assert pools.audit() == [] == world.tree.audit([])
+    fault(world)
+    assert world.tree.audit([]) == always and pools.audit() == always + at_rest
+
+
+def test_pages_of_running_requests_are_in_neither():
+    world = World(size=128, page_size=PAGE)
+    serve(world, tokens(1, 18))
+    serve_to_end(world, tokens(2, 16))
+    assert world.tree.audit([world.running[0].last_node]) == []
+    world.allocator.free_pages[-1] = int(world.pool.req_to_token[world.running[0].req_pool_idx, 0]) // PAGE
+    assert world.tree.audit([world.running[0].last_node]) == [FREE_AND_HELD]
+
+
+def test_what_a_pegaflow_server_may_still_write_to_is_in_neither(monkeypatch):
+    world = served_world()
+    pools = Pools(world.tree, world.allocator, world.pool, 128)
+    world.allocator.free_pages = world.allocator.free_pages[2:]
+    monkeypatch.setattr(Pools, "unreturned_tokens", lambda self: 2 * PAGE)
+    assert pools.audit() == []
+    monkeypatch.setattr(Pools, "unreturned_tokens", lambda self: 3 * PAGE)
+    assert pools.audit() == ["1 pages of KV are free or in the tree that a PegaFlow server has not returned"]
+
+
+def test_an_allocator_of_another_kind_tells_nothing():
+    world = served_world()
+    pools = Pools(world.tree, world.allocator, world.pool, 128)
+    freed_twice(world)
+    world.tree.token_to_kv_pool_allocator = SimpleNamespace(free_pages=None, release_pages=None, size=128)
+    assert pools.audit() == []
+
+
+def test_rows_and_buffers_are_free_once():
+    world = served_world()
+    buffers = ReqToMetadataIdxAllocator(4)
+    pools = Pools(world.tree, world.allocator, world.pool, 128, buffers)
+    rows, count = world.pool.free_slots, len(world.pool.free_slots)
+    assert pools.audit() == []
+    rows[1] = rows[0]
+    buffers.free_slots[3] = 2
+    assert pools.audit() == [
+        f"{count - 1} different rows are free, {count} in all, and there are {count}",
+        "3 different metadata buffers are free, 4 in all, and there are 4",
+    ]
 
 
 # ---- what waits ----

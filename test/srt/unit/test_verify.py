@@ -12,7 +12,7 @@ import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli, verify
-from sglang_pd_radix.tools.bench import measure
+from sglang_pd_radix.tools.bench import deploy, measure, parted
 from sglang_pd_radix.tools.rounding import Answer, Deviation
 from sglang_pd_radix.tools.verification import asking, check, judging
 from sglang_pd_radix.tools.verification.asking import ANSWER_TOKENS, Run, Truth
@@ -338,6 +338,16 @@ def test_only_what_is_passed_exits_with_0(monkeypatch, capsys, tmp_path, failure
     assert ("PASSED" in capsys.readouterr().out) is (code == 0)
 
 
+@pytest.mark.parametrize("backend, other", [("nixl", "mooncake"), ("mooncake", "nixl")])
+def test_what_the_run_does_not_use_is_not_judged(monkeypatch, capsys, backend, other) -> None:
+    monkeypatch.setattr(verify, "_verify", lambda *a: None)
+    for name, code in ((other, 0), (backend, 1), ("engine", 1)):
+        fail = verify.doctor.Check(name, "fail", "ImportError: libcudart.so.12", "install it")
+        monkeypatch.setattr(verify.doctor, "diagnose", lambda fail=fail: [fail])
+        assert cli.main(["verify", "--backend", backend]) == code
+        assert ("libcudart" in capsys.readouterr().out) is bool(code)
+
+
 def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) -> None:
     class Closed:
         def write(self, text: str) -> int:
@@ -399,6 +409,54 @@ def test_what_was_found_is_written_when_it_is_interrupted(monkeypatch, tmp_path)
     assert written["failures"] == ["KV is wrong"] and written["unknown"] == ["it was interrupted before it was done"]
 
 
+def a_run(side: str, figures: dict[str, float], texts: list[str]) -> SimpleNamespace:
+    prompts = [[n] for n in range(len(texts))]
+    return SimpleNamespace(variant=side, number=1, figures=figures, problems=[], texts=texts, prompts=prompts)
+
+
+def measured(monkeypatch, run_once, dtype: str) -> Verdict:
+    monkeypatch.setattr(measure, "run_once", run_once)
+    deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
+    workload = SimpleNamespace(requests=3, beginning=lambda count: count)
+    verdict = Verdict({})
+    verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": dtype})
+    return verdict
+
+
+@pytest.mark.parametrize("apart", [1e-6, 0.5, math.inf])
+def test_the_benchmark_s_answers_part_in_float32_where_two_tokens_are_as_likely_alone(monkeypatch, apart) -> None:
+    """Once 3 of 100 could be anything."""
+    pages = {"off": 1000.0, "on": 200.0}
+    shared = {"least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0, "ttft_p50_s": 1.0, "itl_mean_s": 1.0}
+    asked = []
+
+    def run_once(deployment, load, workload, variant, number, page_size):
+        texts = ["a", "b", "c" if variant.name == "off" else "garbage"]
+        return a_run(variant.name, shared | {"sent_bytes": pages[variant.name]}, texts)
+
+    def look(deployment, load, workload, partings, tell):
+        asked.append([parting.number for parting in partings])
+        if apart == math.inf:
+            raise PdRadixError("request 3, asked again on on, got HTTP 503")
+        again = {"on": {"token": 5, "logprobs": [-1.0, -1.0 - apart]}}
+        told = {"request": 3, "prompt_tokens": 1, "token": 1, "asked_again": again}
+        return [{**told, "first": ["off", 1], "seen": [["on", 1]]}]
+
+    monkeypatch.setattr(parted, "look", look)
+    if apart == math.inf:
+        with pytest.raises(PdRadixError, match="asked again"):
+            measured(monkeypatch, run_once, "torch.float32")
+        return
+    verdict = measured(monkeypatch, run_once, "torch.float32")
+    assert asked == [[3]] and verdict.word == ("PASSED" if apart < 1e-4 else "FAILED")
+    assert "2 of 3 answers are the same" in verdict.lines[0]
+    if apart > 1e-4:
+        (failure,) = verdict.failures
+        assert failure.startswith("(a): answers are not identical: request 3 ") and "5.0e-01 nats apart" in failure
+    # Where the type rounds nothing is asked.
+    assert measured(monkeypatch, run_once, "torch.bfloat16").word == "PASSED" and len(asked) == 1
+
+
 @pytest.mark.parametrize(
     ("sent", "failed"), [(1.0, []), (1.2, ["1.200 times"]), (0.0, ["0.000 times"])], ids=["right", "more", "uncounted"]
 )
@@ -409,14 +467,30 @@ def test_the_benchmark_s_workload_is_held_to_its_bytes(monkeypatch, sent: float,
         pages = 10.0 if variant.name == "off" else 2.0 * sent
         figures = {"sent_bytes": 100.0 * pages, "least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0}
         figures |= {"ttft_p50_s": 1.0, "itl_mean_s": 1.0}
-        return SimpleNamespace(figures=figures, problems=[], texts=["same"] * 3)
+        return a_run(variant.name, figures, ["same"] * 3)
 
-    monkeypatch.setattr(measure, "run_once", run_once)
-    deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
-    workload = SimpleNamespace(requests=3, beginning=lambda count: count)
-    verdict = Verdict({})
-    verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": "torch.float32"})
+    verdict = measured(monkeypatch, run_once, "torch.float32")
     assert len(verdict.failures) == len(failed) and all(said in verdict.failures[0] for said in failed)
+
+
+def test_the_report_says_of_which_workers_the_pages_were_counted(monkeypatch, tmp_path) -> None:
+    """A tree of the engine's over several kinds of KV tells nothing of them."""
+    rows = ("req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers")
+    sound = dict.fromkeys(rows, 8) | {"idle": True}
+    pages = {"size": 64, "available": 60, "evictable": 4, "protected": 0}
+    tree = {"locks_taken": 1, "locks_released": 1, "audit": []}
+    made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path)
+    made.cluster.processes = made.cluster.plan()
+    pools = {"prefill-0": sound, "decode-0": sound | pages, "decode-1": sound | pages | tree}
+    names = {process.url: process.name for process in made.cluster.processes}
+    monkeypatch.setattr(deploy, "idle_pools", lambda url: [pools[names[url]]])
+    off, on = made.variants
+    assert made.problems(off) == made.problems(on) == []
+    line = verify._pools_told(made.counts_pages)
+    assert "no lock was left, on decode-0, decode-1;" in line and "prefill-0 tells nothing of its pages" in line
+    pools["prefill-0"] = sound | pages
+    assert made.problems(on) == []
+    assert verify._pools_told(made.counts_pages).endswith("no lock was left, on prefill-0, decode-0, decode-1")
 
 
 def test_the_last_token_that_answers_share_is_no_pair_of_a_tree_for_speculation() -> None:

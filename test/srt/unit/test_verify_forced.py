@@ -10,6 +10,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import forced
 from sglang_pd_radix.tools.rounding import Answer
+from sglang_pd_radix.tools.verification import asking
 
 # As the engine answers for the prompt 3, 4, 5 and the answer 7, 8: from the prompt's last token on, which has none.
 META = {
@@ -65,3 +66,31 @@ def test_what_cannot_be_scored_is_told(monkeypatch, asked) -> None:
     monkeypatch.setattr(forced, "http", lambda *a, **k: (503, b"no room"))
     with pytest.raises(PdRadixError, match="HTTP 503: no room"):
         forced.score("http://x", [1], [2])
+
+
+@pytest.mark.parametrize(
+    "reply, told",
+    [
+        (
+            json.dumps({"error": {"message": "no decode worker"}}),
+            "with what is no answer of an engine: .*no decode worker",
+        ),
+        ("<html>a proxy</html>", "with what is no answer of an engine: <html>a proxy"),
+        ("[1]", "with what is no answer of an engine: .1."),
+        (
+            json.dumps({"meta_info": {"finish_reason": {"type": "abort", "message": "KV was lost"}}}),
+            "was aborted: KV was lost",
+        ),
+    ],
+)
+def test_what_is_no_answer_is_one_clear_error(monkeypatch, reply, told) -> None:
+    """A gateway, or a proxy before it, may say 200 and hand on what is none."""
+    monkeypatch.setattr(forced, "http", lambda *a, **k: (200, reply.encode()))
+    with pytest.raises(PdRadixError, match=told):
+        forced.generate("http://x", {})
+
+
+def test_an_answer_without_log_probabilities_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(forced, "http", lambda *a, **k: (200, json.dumps({"meta_info": {}}).encode()))
+    with pytest.raises(PdRadixError, match="no log-probabilities"):
+        asking.ask("http://x", [1, 2, 3])

@@ -158,7 +158,16 @@ def test_an_idle_worker_audits_itself_once_for_what_it_has_done(scheduler, regis
     world.finish(decode_req.req)
     for _ in range(3):
         scheduler.publish_gauges()
+        assert scheduler.audit_at_rest() == ["a fault"]
     assert audits == [[]] and told(registry, "decode_audit_faults") == {"": 1}
+    # Whatever is done then is looked at, if somebody asks.
+    monkeypatch.setattr(scheduler_gauges_mixin, "AUDIT_S", 60.0)
+    world.scheduler.req_to_token_pool.free_slots.pop()
+    scheduler.publish_gauges()
+    assert len(audits) == 1
+    for _ in range(2):
+        assert len(scheduler.audit_at_rest()) == 2
+    assert len(audits) == 2
 
 
 def test_faults_are_logged_where_they_are_found_and_once(scheduler, caplog):

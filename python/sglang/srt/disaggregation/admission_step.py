@@ -82,8 +82,9 @@ class Admission:
     ):
         """deltas, local: where what the tree lacks of a request comes from. gate: what bounds a step's time.
 
-        ranks: that agree on what is copied from host memory; None for one alone.
+        ranks: that admit the same; None for one alone.
         """
+        self._several_ranks = ranks is not None and ranks.size > 1
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
         self._gate = gate
@@ -246,10 +247,15 @@ class Admission:
             if self._loads is not None:
                 # Before anything is allocated.
                 self._loads.lock(decode_req, held)
-            self.memory.give(req, req.origin_input_ids, plan)
         except Exception as e:
-            # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
             decode_req.lose(e)
+        if decode_req.error is None or self._several_ranks:
+            # Also to one that has failed on this rank: it takes the same memory on all until it is released there.
+            try:
+                self.memory.give(req, req.origin_input_ids, plan, self._several_ranks)
+            except Exception as e:
+                # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
+                decode_req.lose(e)
         if self._loads is not None:
             held = self._loads.begin(decode_req, held)
         # Others may follow it from now on.

@@ -9,7 +9,8 @@ decisions out. All figures are tokens unless said otherwise.
   precedent; they know no bound.
 * **Following.** A request whose prompt extends one that is being transferred waits for that transfer to be committed,
   and then needs only what lies beyond it. What it will need is kept for it meanwhile. It waits only where most of what
-  it waits for is of use to it, and no longer than a copy of its own would take.
+  it waits for is of use to it, and no longer than a copy of its own would take. Of those that have waited for so long
+  and have one prefill, the first has a copy sent, and the others go on to wait for that.
 
 Upstream: none is known that goes by prefixes or waits for a transfer; sgl-project/sglang#40166 (open) orders by age and
 cost.
@@ -126,15 +127,18 @@ class WaitLimit:
     """How long a request waits for the transfer of another, seconds.
 
     A leader's prefill works in the order in which it was asked. A copy that a follower asked of the *same* prefill
-    would come after the leader's, so it may wait for as long as that is alive: twice as long as the slowest transfer of
-    late would take for as many tokens. Another prefill would start at once, and the wait is for what the wait saves:
-    the transfer, at the pace of that prefill, as far as that tells of so many tokens: what a short one took is mostly
-    its turn, which a long one waits for no longer.
+    would come after the leader's, so it waits for as long as that may take at the worst, and no longer, since it may
+    stand still: twice as long as the slowest transfer of late would take for as many tokens, or as a slow prefill would
+    where nothing is known of it. Another prefill would start at once, and the wait is for what the wait saves: the
+    transfer, at the pace of that prefill, as far as that tells of so many tokens: what a short one took is mostly its
+    turn, which a long one waits for no longer.
     """
 
-    # Of a transfer of any size, and while nothing is known of a prefill yet.
+    # Of a transfer of any size, and while nothing is known of a prefill yet; of a long one then twice what it takes at
+    # 4,000 tokens/s.
     least: float = 1.0
     unknown_same: float = 10.0
+    unknown_seconds_per_token: float = 1 / 2000
     # Over the longest transfer of late.
     most_of_longest: float = 4.0
 
@@ -143,10 +147,10 @@ class WaitLimit:
 
         delta: tokens that the leader's transfer brings. coming: how many of them the follower shares.
         """
-        if same:
-            return self.unknown_same if pace is None else max(self.least, 2 * pace.seconds_per_token * delta)
         if pace is None:
-            return self.least
+            return max(self.unknown_same, self.unknown_seconds_per_token * delta) if same else self.least
+        if same:
+            return max(self.least, 2 * pace.seconds_per_token * delta)
         return min(pace.seconds_per_token * coming, max(self.least, self.most_of_longest * pace.longest))
 
 
@@ -210,16 +214,17 @@ class QueueEntry:
     # Its prompt in host memory, while it waits; and of that what it is admitted with, if it is more than the tree has.
     host_watch: Watch | None = None
     stored: PrefixPeek = NOTHING
-    # Whose transfer it may wait for, since when, whether it waits for that no longer, and how much of its prompt it
-    # brings while it waits; since when it waits for any.
+    # Whose transfer it waits for, since when, and how much of its prompt that brings; since when it waits for any.
     leader: Watch | None = None
     since: float = 0.0
-    gave_up: bool = False
     coming: int = 0
+    # The last for which it has waited for long enough.
+    given_up: Watch | None = None
     following_since: float | None = None
     # What the tree held of it when it began to follow.
     held_alone: int = 0
-    # When it was admitted, and the tokens of the delta that it asked its prefill for.
+    # The number of its admission, when that was, and the tokens of the delta that it asked its prefill for.
+    admission: int = 0
     admitted_at: float = 0.0
     delta: int = 0
 
@@ -227,6 +232,22 @@ class QueueEntry:
     def waited_s(self) -> float:
         """Seconds for which it has waited for transfers of others; 0 if it never did."""
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
+
+    def give_up(self) -> None:
+        """It waits for its leader no longer; it may for one that comes later, see `may_wait_for`."""
+        self.given_up = self.leader or self.given_up
+
+    def may_wait_for(self, leader: Watch) -> bool:
+        """Whether it may wait for ``leader``, after all for which it has waited for long enough.
+
+        A later one of its own prefill is what its own copy would come after. One of another prefill it would wait for
+        once more as long, while a copy of its own is due.
+        """
+        if self.given_up is None:
+            return True
+        lead, given_up = leader.owner, self.given_up.owner
+        later: bool = lead.admission > given_up.admission
+        return later and (lead.prefill == self.prefill or given_up.watch is None)
 
     def follow_nobody(self) -> None:
         """There is no transfer for which it waits, as far as it has been looked at."""
@@ -264,6 +285,7 @@ class AdmissionPolicy:
         # Advanced when a request leaves, on all TP ranks in the same step.
         self.departures = 0
         self._arrivals = itertools.count()
+        self._admissions = itertools.count(1)
 
     def enter(
         self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
@@ -293,7 +315,7 @@ class AdmissionPolicy:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
         self.departures += 1
         # Or each in a chain of followers would keep all before it.
-        entry.leader = None
+        entry.leader = entry.given_up = None
         if self.ttft is not None:
             self.ttft.left(entry.arrival)
         if entry.watch is not None:
@@ -330,10 +352,7 @@ class AdmissionPolicy:
             return False
         leader, coming = found
         if entry.leader is not leader:
-            entry.leader, entry.since, entry.gave_up = leader, now, False
-        if entry.gave_up:
-            entry.coming = 0
-            return False
+            entry.leader, entry.since = leader, now
         entry.coming = coming
         if entry.following_since is None and entry.watch is not None:
             entry.following_since, entry.held_alone = now, entry.watch.length
@@ -349,16 +368,17 @@ class AdmissionPolicy:
 
     def follows(self, entry: QueueEntry) -> bool:
         """Whether one that has waited for a transfer would go on to."""
-        return not entry.gave_up and self._leader(entry) is not None
+        return self._leader(entry) is not None
 
     def give_up(self, entry: QueueEntry) -> None:
-        """Have ``entry`` wait for its leader no longer; for another that comes it may."""
-        entry.gave_up, entry.coming = True, 0
+        """Have ``entry`` wait for its leader no longer, from this step on; see `QueueEntry.give_up`."""
+        entry.give_up()
+        entry.coming = 0
 
     def _leader(self, entry: QueueEntry) -> tuple[Watch, int] | None:
         if entry.watch is None or not entry.takes_prefix or not self.may_follow:
             return None
-        return self.tree.watches.leader(entry.watch)
+        return self.tree.watches.leader(entry.watch, None if entry.given_up is None else entry.may_wait_for)
 
     def held(self, entry: QueueEntry) -> tuple[int, int]:
         """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
@@ -379,7 +399,7 @@ class AdmissionPolicy:
 
     def admitted(self, entry: QueueEntry, delta: int) -> None:
         """A request was admitted and asks for ``delta`` tokens: others may follow it from now on."""
-        entry.admitted_at, entry.delta = time.monotonic(), delta
+        entry.admission, entry.admitted_at, entry.delta = next(self._admissions), time.monotonic(), delta
         if self.ttft is not None:
             self.ttft.admitted(entry.arrival, entry.priority)
         if entry.watch is not None:

@@ -5,7 +5,9 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +20,25 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestMemory"]
 
+logger = logging.getLogger(__name__)
+
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
+
+
+@dataclass
+class _Given:
+    """What a request has been given so far: the node locked for its prefix, and that prefix in parts; its delta, int64.
+
+    row, window: whether it has its own. failed: whether something has raised; then it does without one large tensor.
+    """
+
+    node: TreeNode
+    parts: list[torch.Tensor]
+    delta: torch.Tensor | None = None
+    row: bool = False
+    window: bool = False
+    failed: bool = False
 
 
 class RequestMemory:
@@ -43,14 +62,25 @@ class RequestMemory:
         host = [] if tree.tier is None else tree.tier.figures()
         return [tree.pool.available_size(), windows, tree.evictable_size(), self._rows.available_size(), *host]
 
-    def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
+    def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan, as_others: bool = False) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta and write the request's table.
 
         Raises what went wrong. Then nothing has been given, but for the step its prefix stays locked and its length its
         own: that may be so on this rank only, and what others of the step take by their plans is the same on all.
+
+        as_others: other TP ranks give the request the same now, and have it back when it is released everywhere. After
+        an error this rank tries once more; with what it then has the request is as on the others, and it raises still.
         """
         num_tokens, prefix_len = len(token_ids), plan.found.length
-        node = self._allocate(req, num_tokens, plan)
+        parts, node = self._tree.lock_prefix(plan.found)
+        given, error = _Given(node, parts), None
+        try:
+            self._allocate(req, num_tokens, plan, given)
+        except Exception as e:
+            error = e
+            if not as_others or not self._completes(req, num_tokens, plan, given):
+                self._undo(req, num_tokens, given)
+                raise
         # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
         # it neither reads slots at an offset nor counts the prefix as prefill's hit.
         req.prefix_indices = NO_SLOTS
@@ -61,36 +91,56 @@ class RequestMemory:
         req.kv_allocated_len = req.kv_committed_len = num_tokens
         req.fill_ids = req.origin_input_ids + req.output_ids
         req.set_extend_input_len(len(req.fill_ids))
+        if error is not None:
+            raise error
 
-    def _allocate(self, req: Req, num_tokens: int, plan: AdmissionPlan) -> TreeNode:
-        """Fill a row for ``num_tokens`` tokens of ``req``; returns the node of the tree that is locked for it."""
-        tree, rows, prefix_len = self._tree, self._rows, plan.found.length
-        parts, node = tree.lock_prefix(plan.found)
-        delta = slots = None
-        try:
+    def _allocate(self, req: Req, num_tokens: int, plan: AdmissionPlan, given: _Given) -> None:
+        """Fill a row for ``num_tokens`` tokens of ``req``, with what it has not been ``given`` yet."""
+        tree, rows = self._tree, self._rows
+        if given.delta is None:
             shortfall = plan.delta - tree.pool.available_size()
             if shortfall > 0:
                 tree.evict_shortfall(shortfall)
             # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
-            delta = tree.pool.alloc_long_runs(plan.delta)
-            slots = rows.alloc([req])
-            if tree.windows is not None and delta is not None:
-                self._take_window(req, num_tokens, plan, delta)
-            assert delta is not None and slots is not None, f"{req.rid}: admitted beyond what the pool has"
-            kv_loc = torch.cat([*parts, delta])
-            if prefix_len + plan.delta > num_tokens:
-                kv_loc = kv_loc[:num_tokens]
-            rows.write((req.req_pool_idx, slice(0, num_tokens)), kv_loc)
-        except Exception:
-            if slots is not None:
-                self._free_row(req)
-            if delta is not None:
-                # With its window, if it has got one.
-                tree.token_to_kv_pool_allocator.free(delta)
-            self._failed.append((req, node))
-            req.kv_allocated_len = num_tokens
-            raise
-        return node
+            given.delta = tree.pool.alloc_long_runs(plan.delta)
+        if not given.row:
+            given.row = rows.alloc([req]) is not None
+        assert given.delta is not None and given.row, f"{req.rid}: admitted beyond what the pool has"
+        if tree.windows is not None and not given.window:
+            self._take_window(req, num_tokens, plan, given.delta)
+            given.window = True
+        slots = [*given.parts, given.delta]
+        end = 0
+        for part in slots if given.failed else [torch.cat(slots)]:
+            part = part[: num_tokens - end]
+            rows.write((req.req_pool_idx, slice(end, end + len(part))), part)
+            end += len(part)
+
+    def _completes(self, req: Req, num_tokens: int, plan: AdmissionPlan, given: _Given) -> bool:
+        """Whether ``req`` has all it was to have after a second try.
+
+        Else only this rank would have more memory, and others retract requests where it does not.
+        """
+        given.failed = True
+        if not given.row and req.req_pool_idx is not None:
+            # What came with it could not be had.
+            self._rows.free(req)
+        try:
+            self._allocate(req, num_tokens, plan, given)
+        except Exception as e:
+            logger.error("Memory for request %s could not be had at a second try either", req.rid, exc_info=e)
+            return False
+        return True
+
+    def _undo(self, req: Req, num_tokens: int, given: _Given) -> None:
+        """Take back what ``req`` has been given, but for the lock of its prefix."""
+        if given.row:
+            self._free_row(req)
+        if given.delta is not None:
+            # With its window, if it has got one.
+            self._tree.token_to_kv_pool_allocator.free(given.delta)
+        self._failed.append((req, given.node))
+        req.kv_allocated_len = num_tokens
 
     def end_step(self) -> None:
         """Nobody else is given anything in this step."""

@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.read_pace import ReadPaces
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_support import READ_FLAG
+from sglang.srt.mem_cache.cache_support import READ_FLAG, check_tree
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.observability.read_metrics import ReadCounters
 
@@ -410,6 +410,7 @@ def make_reads(scheduler: Any, manager: Any) -> DecodeReads | None:
             f"{READ_FLAG} is not verified for this model: only KV of full attention in all layers, in the engine's "
             f"RadixCache, is read, and the engine chose {type(tree).__name__}. Start this prefill worker without it."
         )
+    check_tree(READ_FLAG, tree)
     reader = PageReads(manager.agent, manager.kv_args, manager.decode_kv_args_table, manager.attn_tp_size)
     counters = ReadCounters(KvTransferCounters.get(args))
     reads = DecodeReads(tree, reader, least, counters, lambda: weights_of(manager).current())

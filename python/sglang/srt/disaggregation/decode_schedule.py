@@ -245,7 +245,7 @@ class Schedule:
                 entry.peer_drops = capable > 1
         for i in told.expired:
             # From the next step on; the order of this one is agreed.
-            entries[i].gave_up = True
+            entries[i].give_up()
         same = dict(zip(picked, told.same, strict=True))
         # What the trees hold of one that followed has not been compared: if it does so no more, the next step will.
         going = [i for i in (*order, *late) if i in same and requests[i].phase is READY]

@@ -6,8 +6,11 @@ Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) ab
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.layers import sampler as engine
 
 logger = logging.getLogger(__name__)
@@ -49,13 +52,16 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
 
     logits: (requests * num_tokens_in_batch, vocabulary), changed in place. Requests that share a processor are given to
     it together, and where that raises or leaves one of them no token, each by itself. Who fails by itself keeps the
-    logits it had, and is noted in ``failed_processors`` by its place, to be failed with the batch's result.
+    logits it had, and is noted in ``failed_processors`` by its place, to be failed with the batch's result; so is who
+    fails on another TP rank.
     """
     info = sampling_batch_info
     greedy, params, replaces_nan = info.is_all_greedy, info.custom_params, getattr(info, "replaces_nan", False)
     if getattr(sampling_batch_info, "failed_processors", None) is None:
         # A step of speculation, which does not come from `Sampler.forward`.
         sampling_batch_info.failed_processors = {}
+    # Why those who share a processor were given to it each by itself, by their places.
+    apart: dict[int, str] = {}
     for processor, mask in sampling_batch_info.custom_logit_processor.values():
         places = mask.nonzero(as_tuple=True)[0].tolist()
         groups = [places]
@@ -65,12 +71,43 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
             try:
                 logits[rows] = _processed(processor, logits[rows], [params[i] for i in group], greedy, replaces_nan)
             except Exception as e:
+                reason = f"Custom logit processor {type(processor).__name__} failed: {type(e).__name__}: {e}"
                 if len(group) > 1:
+                    together = f"{reason} (on this TP rank only, for {len(group)} requests together)"
+                    apart |= dict.fromkeys(group, together)
                     groups = [[i] for i in group]
                     continue
                 logger.error("Custom logit processor %s", type(processor).__name__, exc_info=e)
-                reason = f"Custom logit processor {type(processor).__name__} failed: {type(e).__name__}: {e}"
                 sampling_batch_info.failed_processors[group[0]] = reason
+    _agree_on_failures(logits, info, apart, num_tokens_in_batch)
+
+
+def _agree_on_failures(logits: torch.Tensor, info: Any, apart: Mapping[int, str], num_tokens: int) -> None:
+    """Fail on all TP ranks who has failed on one of them: else their batches differ from then on, and the worker hangs.
+
+    apart: who was given to a processor by itself, and why. If other ranks gave it together with others, it fails too:
+    what they made of its logits may differ. Who fails so gets the same token on all ranks: it may enter their trees.
+
+    One collective on the device, as the engine's of tokens, over the ranks that sample for the same requests; only in
+    steps of requests with a processor, and of no rank alone.
+    """
+    group = engine.get_attention_tp_group() if engine.is_dp_attention_enabled() else engine.get_tp_group()
+    if group.world_size == 1:
+        return
+    failed, processors = info.failed_processors, info.custom_logit_processor.values()
+    places = range(len(logits) // num_tokens)
+    came = [2 if place in failed else int(place in apart) for place in places]
+    reduced = torch.tensor([came, [-one for one in came]], dtype=torch.int32, device=logits.device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group.device_group)
+    for place, most, least in zip(places, *reduced.tolist(), strict=True):
+        if most == -least:
+            continue
+        if place not in failed:
+            name = next(type(processor).__name__ for processor, mask in processors if mask[place])
+            elsewhere = f"Custom logit processor {name} failed: on another TP rank, whose log says why"
+            failed[place] = apart[place] if most == 1 and place in apart else elsewhere
+            logger.error(failed[place])
+        logits[place * num_tokens : (place + 1) * num_tokens] = 0.0
 
 
 def _processed(processor, logits: torch.Tensor, params: list, greedy: bool, replaces_nan: bool = False) -> torch.Tensor:

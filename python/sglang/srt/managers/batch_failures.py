@@ -8,10 +8,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from sglang.srt.disaggregation.heard_reasons import told_by_all
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-__all__ = ["failed_processors", "keep_undrafted_out", "pad_token_logprobs", "without_token"]
+__all__ = ["check_processor", "failed_processors", "keep_undrafted_out", "pad_token_logprobs", "without_token"]
 
 NO_TOKEN = "No token can be chosen: the grammar, logit_bias or the model leave none"
+
+
+def check_processor(text: str, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks of ``group`` if one of them cannot make the logit processor that ``text`` says.
+
+    group: on the CPU, of the ranks that have been given its request; all come here with it. To make a processor runs
+    the client's code, which may go by what is another on each rank: files, memory, chance. One collective for each such
+    request, none for a rank alone. Raises what the making has raised here, else ValueError with a rank that knows why.
+    """
+    error = None
+    try:
+        CustomLogitProcessor.from_str(text)
+    except Exception as e:
+        error = e
+    if dist.get_world_size(group) > 1:
+        made = torch.tensor([error is None], dtype=torch.int32)
+        dist.all_reduce(made, op=dist.ReduceOp.MIN, group=group)
+        if not made.item():
+            told = told_by_all(["" if error is None else f"{type(error).__name__}: {error}"], group)
+            rank, reason = next((n, why) for n, (why,) in enumerate(told) if why)
+            error = error or ValueError(f"the custom logit processor could not be made on TP rank {rank}: {reason}")
+    if error is not None:
+        raise error
 
 
 def failed_processors(batch: Any, result: Any) -> dict[int, str]:

@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree_audit import audit_unheld_pages
 
 __all__ = ["Pools"]
 
@@ -57,6 +59,11 @@ class Pools:
             places["state"] = states.size, states.available_size()
         return places
 
+    def mark(self) -> tuple[Any, ...]:
+        """Figures of which one changes with whatever a request does on a decode worker with the flag."""
+        tree = self.tree
+        return tree.locks_taken, tree.locks_released, tree.evictable_size(), *self.places().values()
+
     def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
         """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.
 
@@ -84,7 +91,7 @@ class Pools:
             state["rooms"] = manager.rooms_held()
         if isinstance(tree, DecodeRadixCache):
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
-            if idle:
+            if idle and "audit" not in state:
                 state["audit"] = self.audit()
             if tree.tier is not None:
                 state["host"] = tree.tier.state()
@@ -95,17 +102,35 @@ class Pools:
             state |= {"state_slots": states.size, "free_state_slots": states.available_size()}
         return state
 
+    def unreturned_tokens(self) -> int:
+        """Tokens outside the tree that a PegaFlow server may still write to or read."""
+        tree = self.tree
+        return tree.unreturned_tokens if isinstance(tree, PegaFlowTree) and tree.attached else 0
+
     def audit(self) -> list[str]:
-        """Every contradiction in the tree and the slots of states of an idle decode worker with the flag."""
-        faults = list(self.tree.audit([]))
+        """Every contradiction in the tree and the pools of an idle decode worker with the flag.
+
+        A request in the retracted queue holds nothing of them either.
+        """
+        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, self.unreturned_tokens())]
         if self.tree.tier is not None:
             faults += self.tree.tier.audit()
-        return faults + self.audit_states() if hasattr(self.rows, "mamba_pool") else faults
+        rows = self.rows
+        faults += _not_all_free("rows", rows.free_slots, range(rows.size + getattr(rows, "pre_alloc_size", 0)))
+        if self.buffers is not None:
+            faults += _not_all_free("metadata buffers", self.buffers.free_slots, range(self.buffers.size))
+        return faults + self.audit_states() if hasattr(rows, "mamba_pool") else faults
 
     def audit_states(self) -> list[str]:
-        """How the state slots contradict that no request is here; one in the retracted queue has none either."""
+        """How the state slots contradict that no request is here."""
         states = self.rows.mamba_pool
-        free = states.free_slots.tolist()
-        if sorted(free) == list(range(1, states.size + 1)):
-            return []
-        return [f"{len(set(free))} different state slots are free, {len(free)} in all, and there are {states.size}"]
+        return _not_all_free("state slots", states.free_slots.tolist(), range(1, states.size + 1))
+
+
+def _not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:
+    """How the list of ``free`` ones contradicts that each of ``places`` is in it, and once."""
+    free = sorted(free)
+    if free == list(places):
+        return []
+    different = len(set(places).intersection(free))
+    return [f"{different} different {what} are free, {len(free)} in all, and there are {len(places)}"]

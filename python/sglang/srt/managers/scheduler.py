@@ -96,9 +96,10 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
             **({} if (dp_rank := dp_rank_of(self)) is None else {"dp_rank": dp_rank}),
         }
         record |= told_of(self)
-        state = pools.state(self.rests(), record | self.state_of_requests(), self.kv_manager())
-        self.publish_audit(state.get("audit"))
-        return state
+        rests = self.rests()
+        if rests and isinstance(self.tree_cache, DecodeRadixCache):
+            record["audit"] = self.audit_at_rest()
+        return pools.state(rests, record | self.state_of_requests(), self.kv_manager())
 
     def rests(self) -> bool:
         """Whether the worker has no request, and nothing in quarantine or on its way to or from a PegaFlow server."""

@@ -40,9 +40,9 @@ class SchedulerGaugesMixin(Base):
     # The engine's, of which each scheduler has its own from its start on.
     enable_metrics = False
     _gauges: WorkerGauges | None = None
-    # When the tree was last audited, and what it had done by then.
+    # When tree and pools were last audited, and how they were.
     _audited_at = 0.0
-    _audited: tuple[int, int] | None = None
+    _audited: tuple[Any, ...] | None = None
     # What the last audit has found.
     _faults: list[str] | None = None
 
@@ -87,11 +87,19 @@ class SchedulerGaugesMixin(Base):
             # The engine's own gauges.
             self.stats.hicache_host_total_tokens = host["size"]
             self.stats.hicache_host_used_tokens = host["size"] - host["available"]
-        done, now = (tree.locks_taken, tree.evictable_size()), time.monotonic()
         # It takes a look at every slot of the tree, which nobody should wait for.
-        if done != self._audited and now - self._audited_at > AUDIT_S and self.rests():
-            self._audited, self._audited_at = done, now
-            self.publish_audit(self.pools().audit())
+        if time.monotonic() - self._audited_at > AUDIT_S and self.rests():
+            self.audit_at_rest()
+
+    def audit_at_rest(self) -> list[str]:
+        """What the audit of an idle decode worker with the flag finds; nothing is audited twice in the same state."""
+        pools = self.pools()
+        mark = pools.mark()
+        if self._faults is None or mark != self._audited:
+            self._audited, self._audited_at = mark, time.monotonic()
+            self.publish_audit(pools.audit())
+        assert self._faults is not None
+        return self._faults
 
     def publish_audit(self, faults: list[str] | None) -> None:
         """Write how many faults an audit has found, and log them if they are others; None where there was no audit.

@@ -13,14 +13,15 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.computed_rooms import REMEMBERED, REMEMBERED_S, ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
 from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
+from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
+from sglang.srt.managers.batch_failures import check_processor
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.observability import thread_time
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.utils import TypeBasedDispatcher
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class SchedulerRefusalMixin(Base):
 
     # What decode has refused, on prefill.
     refused_rooms = RefusedRooms()
+    # What this prefill has refused, and decode without the flag may ask for.
+    refused_pairs = RefusedPairs()
     # The rids of requests that have been answered, since decode computes them, and had not come by then; by room.
     answered: RoomNotes[str] = RoomNotes(REMEMBERED, REMEMBERED_S)
 
@@ -47,29 +50,36 @@ class SchedulerRefusalMixin(Base):
                 (RefusedReq, self.handle_refused_request),
                 (ComputedReq, self.handle_computed_request),
                 (LostReqs, self.handle_lost_requests),
+                (AskedReqs, self.handle_asked_requests),
             ]
         )
 
     def recv_requests(self) -> list:
-        """Adds, on prefill, what the rank that receives for all knows of requests that are lost, before all else."""
-        # Elsewhere than on that rank there is no socket. Pipeline stages agree on what they begin.
+        """Adds, on prefill, what the rank that receives for all knows of requests that are here, before all else.
+
+        Which are lost, and which of those that were refused decode has asked for.
+        """
+        # Elsewhere than on that rank there is no socket.
         socket = self.recv_from_tokenizer
-        if self.disaggregation_mode != DisaggregationMode.PREFILL or socket is None or self.pp_size > 1:
+        if self.disaggregation_mode != DisaggregationMode.PREFILL or socket is None:
             return super().recv_requests()
-        lost = self.lost_requests()
-        if not lost:
-            return super().recv_requests()
-        self.recv_from_tokenizer = MessageAhead(LostReqs(lost), socket)
+        manager, ahead = self.kv_manager(), socket
+        if isinstance(manager, CommonKVManager):
+            asked = self.refused_pairs.asked(manager.transfer_infos, manager.rooms.live)
+            ahead = MessageAhead(AskedReqs(asked), ahead) if asked else ahead
+        # Pipeline stages agree on what they begin.
+        lost = self.lost_requests() if self.pp_size == 1 else {}
+        self.recv_from_tokenizer = MessageAhead(LostReqs(lost), ahead) if lost else ahead
         try:
             return super().recv_requests()
         finally:
             self.recv_from_tokenizer = socket
 
     def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
-        """What is lost goes, like work, to the ranks of one DP rank; control goes to all, from the first."""
+        """What is lost or asked for goes, as work, to the ranks of one DP rank; control goes to all, from the first."""
         work, control = super()._split_work_and_control_reqs(recv_reqs)
-        lost = [one for one in control if isinstance(one, LostReqs)]
-        return lost + work, [one for one in control if not isinstance(one, LostReqs)]
+        own = [one for one in control if isinstance(one, (LostReqs, AskedReqs))]
+        return own + work, [one for one in control if not isinstance(one, (LostReqs, AskedReqs))]
 
     def handle_generate_request(self, recv_req) -> None:
         """Keeps ``extra_key``, which the engine receives and then drops; an error ends this request only.
@@ -84,8 +94,8 @@ class SchedulerRefusalMixin(Base):
         recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
         try:
             if recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor:
-                # Made again in each batch; what cannot be made must be known before.
-                CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
+                # Made again in each batch; what cannot be made, on one rank even, must be known before.
+                check_processor(recv_req.custom_logit_processor, self.dp_tp_cpu_group)
             super().handle_generate_request(recv_req)
         except Exception as e:
             # On all ranks, which have been given the same.
@@ -99,7 +109,7 @@ class SchedulerRefusalMixin(Base):
         """Adds three cases that the engine forgets.
 
         A request that is known to be wrong (its grammar, its logprobs) is refused at once. The engine has it shake
-        hands with a prompt of one token, which is not what the peer has.
+        hands with a prompt of one token, which prefill does only if a decode worker without the flag asks for it.
 
         A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
         that has long finished them, and wait for ever.
@@ -110,15 +120,23 @@ class SchedulerRefusalMixin(Base):
         if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
             is_retracted = True
         if self.disaggregation_mode != DisaggregationMode.NULL and not is_retracted:
-            reason = self.refused_rooms.reason(req.bootstrap_room)
+            by_decode = self.refused_rooms.reason(req.bootstrap_room)
+            reason = by_decode
             if reason is None and isinstance(req.to_finish, FINISH_ABORT):
                 reason = req.to_finish.message
             if reason is not None:
                 prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
                 self.stream_output([req], req.return_logprob)
+                if by_decode is None:
+                    self._keep_refused(req)
                 self._tell_peer(req, reason)
                 return
+        self._take_in(req, is_retracted)
+
+    def _take_in(self, req, is_retracted: bool) -> None:
         room = req.bootstrap_room
+        # Of another request of this room.
+        self.refused_pairs.take(room)
         if self.disaggregation_mode == DisaggregationMode.PREFILL and self.answered.of(room) == req.rid:
             self.answered.take(room)
             req.time_stats.trace_ctx.abort()
@@ -140,6 +158,8 @@ class SchedulerRefusalMixin(Base):
                 manager.refuse_room(recv_req.room, recv_req.reason)
             return
         self.refused_rooms.note(recv_req.room, recv_req.reason)
+        # Decode asks for nothing.
+        self.refused_pairs.take(recv_req.room)
         for req in self.grammar_manager.grammar_queue:
             if req.bootstrap_room == recv_req.room:
                 req.set_finish_with_abort(recv_req.reason)
@@ -147,6 +167,15 @@ class SchedulerRefusalMixin(Base):
         if sender is not None:
             sender.fail(recv_req.reason)
             sender.poll()
+
+    def handle_asked_requests(self, recv_req: AskedReqs) -> None:
+        """Go through with requests that were refused here, in the same step on all ranks: decode waits for them."""
+        for room in recv_req.rooms:
+            req = self.refused_pairs.take(room)
+            if req is not None:
+                # Its client has been answered, and the engine answers nobody twice.
+                req.finished_reason = None
+                self._take_in(req, False)
 
     def handle_computed_request(self, recv_req: ComputedReq) -> None:
         """Drop the request of a room that decode computes, whose client has been answered; decode asks for nothing."""
@@ -156,6 +185,12 @@ class SchedulerRefusalMixin(Base):
             # With DP attention words to all ranks and a rank's requests come one way each, and in no order.
             self.answered.note(recv_req.room, recv_req.rid)
         self.drop_computed(recv_req.room)
+
+    def _keep_refused(self, req) -> None:
+        """Keep a refused request of a pair, on prefill; not one whose batch would need embeddings for its one token."""
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and req.bootstrap_room:
+            if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and req.input_embeds is None:
+                self.refused_pairs.keep(req)
 
     def _tell_peer(self, req, reason: str) -> None:
         """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""

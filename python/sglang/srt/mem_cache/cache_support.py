@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.pegaflow.pages import NOT_FROM_FILES
@@ -25,12 +25,15 @@ __all__ = [
     "FLAG",
     "LINEAR",
     "PEGAFLOW",
+    "PEGAFLOW_FLAG",
     "READS",
     "READ_FLAG",
     "WINDOWS",
     "CacheKind",
     "check",
     "check_draft",
+    "check_not_turned_off",
+    "check_tree",
     "markdown",
 ]
 
@@ -119,6 +122,9 @@ def _has_unknown_own_draft(args: ServerArgs) -> bool:
     return not (known and args.get_model_config().hf_config.architectures[0] in OWN_DRAFTS)
 
 
+# Only later does the engine make an ordinary server, neither prefill nor decode, of a worker with it.
+DIFFUSION = Rule("--dllm-algorithm", lambda args: args.dllm_algorithm is not None)
+
 DECODE = CacheKind(
     f"decode with {FLAG}, full attention in all layers",
     "DecodeRadixCache",
@@ -138,6 +144,7 @@ DECODE = CacheKind(
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.
                 _switch("--enable-lora-overlap-loading"),
+                DIFFUSION,
                 _speculation(
                     f"--speculative-algorithm {{args.speculative_algorithm}} ({', '.join(SPECULATION)} is)",
                     lambda args: args.speculative_algorithm not in SPECULATION,
@@ -237,7 +244,7 @@ PEGAFLOW = CacheKind(
                 _switch("--enable-streaming-session"),
                 Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
-                Rule("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),
+                DIFFUSION,
                 _switch("--enable-dp-attention"),
                 _several("--data-parallel-size", "dp_size"),
                 _several("--pipeline-parallel-size", "pp_size"),
@@ -305,6 +312,7 @@ READS = CacheKind(
                 _switch(PEGAFLOW_FLAG),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
+                DIFFUSION,
                 _switch("--enable-dp-attention"),
                 Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
@@ -323,6 +331,32 @@ def check(kind: CacheKind, args: ServerArgs) -> None:
         for name, used in rules:
             if used(args):
                 raise ValueError(error.format(name=name.format(args=args), args=args))
+
+
+def check_not_turned_off(option: str, args: ServerArgs) -> None:
+    """Raise ValueError where the engine has turned the radix cache off by itself, which ``option`` needs.
+
+    It does so while it goes through the options, and for deterministic inference at the end: ask then too.
+    """
+    if not args.disable_radix_cache or args.radix_cache_is_unwanted:
+        return
+    backend = f"--attention-backend {args.attention_backend}"
+    cause, way_out = f"for this model or {backend}, as its log says", "Take another backend if that is why"
+    if args.enable_deterministic_inference and args.attention_backend == "flashinfer":
+        cause, way_out = f"for deterministic inference with {backend}", "Take fa3 or triton"
+    raise ValueError(
+        f"{option} needs the radix cache, which the engine turns off {cause}. {way_out}, or start this worker "
+        "without the option."
+    )
+
+
+def check_tree(option: str, tree: Any) -> None:
+    """Raise ValueError for a tree of the engine that keeps nothing, which it makes for such models by itself."""
+    if tree.disable:
+        raise ValueError(
+            f"{option} needs the radix cache, which the engine turns off for multimodal models with the Transformers "
+            "backend. Start this worker without the option."
+        )
 
 
 def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> None:

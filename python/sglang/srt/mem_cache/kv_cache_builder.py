@@ -68,6 +68,7 @@ def build(
             "and only models with full attention throughout (RadixCache), or in some layers linear attention of "
             "the kind of Qwen3-Next (GDN) or sliding windows, are. Start this decode worker without the flag."
         )
+    cache_support.check_tree(FLAG, engines)
     if kind is DECODE and hasattr(runner.token_to_kv_pool, "get_state_buf_infos"):
         raise ValueError(
             f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls state "

@@ -6,14 +6,17 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-__all__ = ["NOTHING", "PrefixPeek", "PrefixReader", "tokens_above"]
+__all__ = ["NOTHING", "Pairs", "PrefixPeek", "PrefixReader", "tokens_above"]
+
+# Tokens that are compared first: as many cost hardly more than one.
+FIRST_LOOK = 256
 
 
 class PrefixPeek(NamedTuple):
@@ -50,6 +53,35 @@ def tokens_above(nodes: Iterable[TreeNode | None], seen: set[TreeNode] | None = 
     return tokens
 
 
+class Pairs(Sequence[tuple[Any, Any]]):
+    """Each token of a prompt but the last with the one after it, made where it is asked for.
+
+    A tuple for each is several times the prompt, and takes longer to make than to compare.
+    """
+
+    __slots__ = ("tokens",)
+
+    def __init__(self, tokens: Sequence[Any]) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Any, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[Any, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            found = self.tokens[start : stop + 1] if start < stop else ()
+            return list(zip(found, found[1:], strict=False))[::step]
+        i = range(len(self))[index]
+        return self.tokens[i], self.tokens[i + 1]
+
+
 class PrefixReader:
     """Reads one tree, whatever its root is at the time."""
 
@@ -63,13 +95,12 @@ class PrefixReader:
         """
         if not self._tree.is_eagle or (token_ids and isinstance(token_ids[0], tuple)):
             return token_ids
-        return list(zip(token_ids, token_ids[1:], strict=False))
+        return Pairs(token_ids)
 
     def peek(self, token_ids: Sequence[Any], extra_key: str | None) -> PrefixPeek:
         """Longest page-aligned prefix of ``token_ids`` in the tree, without a split, an access time or a lock.
 
-        token_ids: list of ints, as long as the request may match, or their `keys_of`. Cost: one comparison per token,
-        at C speed.
+        token_ids: list of ints, as long as the request may match, or their `keys_of`. Cost: see `descend`.
         """
         token_ids = self.keys_of(token_ids)
         path: list[TreeNode] = []
@@ -88,7 +119,8 @@ class PrefixReader:
 
         token_ids: as `keys_of` returns them.
 
-        ``node`` ends where these tokens end. Nothing is touched; cost: one comparison per token, at C speed.
+        ``node`` ends where these tokens end. Nothing is touched; cost: a few comparisons per token that is held, at C
+        speed.
         """
         page, child_key = self._tree.page_size, self._tree.get_child_key_fn
         end = len(token_ids) // page * page
@@ -99,26 +131,34 @@ class PrefixReader:
             if child is None:
                 return
             held = child.key.token_ids
-            stop = length + len(held)
-            wanted = token_ids[length : stop if stop < end else end]
-            if held != wanted:
+            # It goes by its first page.
+            span = self.common_length(held, token_ids, page, length)
+            yield child, span
+            if span < len(held):
                 # It ends within the node.
-                yield child, self.common_length(held, wanted)
                 return
-            yield child, stop - length
-            length, node = stop, child
+            length, node = length + span, child
 
-    def common_length(self, a: Sequence[Any], b: Sequence[Any], known: int = 0) -> int:
-        """Tokens, whole pages, that ``a`` and ``b`` share from their start; the first ``known`` are known to be equal.
+    def common_length(self, a: Sequence[Any], b: Sequence[Any], known: int = 0, start: int = 0) -> int:
+        """Tokens, whole pages, that ``a`` and what follows the first ``start`` of ``b`` have in common.
 
-        A prefix is equal up to some page and never after, so the end is found by halving.
+        The first ``known`` are known to be equal. Both as `keys_of` returns them. A prefix is equal up to some page and
+        never after: it is looked for in steps that double, so that what is compared goes by what they share, not by how
+        long they are, and in the step in which it ends by halving.
         """
         page = self._tree.page_size
-        low, high = known // page, min(len(a), len(b)) // page
+        low, high = known // page, min(len(a), len(b) - start) // page
+        more = 0
+        if isinstance(a, Pairs) and isinstance(b, Pairs):
+            # Pairs are equal where their tokens are, and the one after the last.
+            a, b, more = a.tokens, b.tokens, 1
+        step, ended = max(1, FIRST_LOOK // page), False
         while low < high:
-            mid = (low + high + 1) // 2
-            if a[low * page : mid * page] == b[low * page : mid * page]:
+            mid = (low + high + 1) // 2 if ended else min(low + step, high)
+            first, last = low * page, mid * page + more
+            if a[first:last] == b[start + first : start + last]:
                 low = mid
+                step *= 2
             else:
-                high = mid - 1
+                high, ended = mid - 1, True
         return low * page

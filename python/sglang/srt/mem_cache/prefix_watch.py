@@ -28,9 +28,15 @@ class Watch:
     node, in_last: where the match ends, and how many tokens of that node belong to it. leading: its request has been
     admitted and its KV is on the way; it no longer waits for what the tree holds. least: see `PrefixWatches.lead`.
     owner: whoever watches.
+
+    text: names the prompt, also to those that outlive it. like, alike: a text, and how many tokens from the start,
+    whole pages, are known to be the same in the prompt; maybe more are.
     """
 
-    __slots__ = ("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "least", "place", "common")
+    __slots__ = (
+        *("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "least", "place", "common"),
+        *("text", "like", "alike", "_locked", "_free", "_unlocked"),
+    )
 
     def __init__(self, token_ids: Sequence[Any], extra_key: str | None, owner: Any, root: TreeNode):
         self.token_ids = token_ids
@@ -43,6 +49,31 @@ class Watch:
         self.place: tuple[int, Any] = (0, None)
         # Tokens from the start, whole pages, that it shares with each leader it was compared with.
         self.common: dict[Watch, int] = {}
+        self.text = object()
+        self.like: object = None
+        self.alike = 0
+        # The last node on its path that is locked and the first that is not, when the tokens from there were counted.
+        self._locked: TreeNode | None = None
+        self._free: TreeNode | None = None
+        self._unlocked = 0
+
+    def move(self, node: TreeNode, in_last: int, place: tuple[int, Any]) -> None:
+        """Its match ends elsewhere; `length` is told apart."""
+        self.node, self.in_last, self.place = node, in_last, place
+        self._locked = self._free = None
+
+    def known_with(self, other: Watch) -> int:
+        """Tokens from the start, whole pages, that are known to be the same in both prompts; maybe more are."""
+        if self.like is other.text:
+            return self.alike
+        if other.like is self.text:
+            return other.alike
+        return min(self.alike, other.alike) if self.like is other.like else 0
+
+    def learn(self, other: Watch, shared: int) -> None:
+        """It shares ``shared`` tokens with ``other``, and so with what that is like."""
+        if shared > self.alike:
+            self.like, self.alike = other.like if shared <= other.alike else other.text, shared
 
     def peek(self) -> PrefixPeek:
         """What `PrefixReader.peek` would find of the prompt. Cost: the depth of its node."""
@@ -58,13 +89,23 @@ class Watch:
         return PrefixPeek(self.length, evictable, path, self.in_last)
 
     def unlocked_tokens(self) -> int:
-        """Tokens of the prompt that the tree holds and nobody has locked. Cost: as many nodes as that are."""
+        """Tokens of the prompt that the tree holds and nobody has locked.
+
+        Cost: as many nodes as that are, if the end of what is locked has moved; what lies above a locked node is locked
+        and what lies below one that is not is not, so otherwise all is as it was.
+        """
+        locked, free = self._locked, self._free
+        if locked is not None and locked.lock_ref > 0:
+            if free is None or (free.lock_ref == 0 and free.parent is locked):
+                return self._unlocked
         node, span, tokens = self.node, self.in_last, 0
+        free = None
         # The root is always locked.
         while node.lock_ref == 0:
             tokens += span
-            node = node.parent
+            free, node = node, node.parent
             span = len(node.key.token_ids)
+        self._locked, self._free, self._unlocked = node, free, tokens
         return tokens
 
 
@@ -103,10 +144,17 @@ class PrefixWatches:
                 yield from group
 
     def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
-        """Begin to watch a prompt. Cost: one `peek`."""
+        """Begin to watch a prompt. Cost: one `peek`, and one comparison with another prompt of its place.
+
+        Many that wait for one prefix are so compared as they arrive, one by one, and not all in the step in which that
+        is on its way, or comes.
+        """
         keys = self._tree.reader.keys_of(self._tree.shareable(token_ids))
         watch = Watch(keys, extra_key, owner, self._tree.root_node)
         self._descend(watch, self._tree.root_node)
+        mate = next(iter(self._at[watch.node][watch.place]))
+        if mate is not watch and watch.place[1] is not None:
+            self._compare(watch, mate)
         return watch
 
     def remove(self, watch: Watch) -> None:
@@ -132,11 +180,11 @@ class PrefixWatches:
         self.on_the_way += 1
         self._on_leave(watch.node)
 
-    def leader(self, watch: Watch) -> tuple[Watch, int] | None:
+    def leader(self, watch: Watch, may: Callable[[Watch], bool] | None = None) -> tuple[Watch, int] | None:
         """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
 
-        Those that bring too little for what they bring in all are passed over, see `lead`. Cost: each pair of prompts
-        is compared once, at C speed; and a few steps.
+        Those that bring too little for what they bring in all are passed over, see `lead`, and those that ``may`` says
+        no to. Cost: each pair of prompts is compared once, as far as they share more than is known; and a few steps.
         """
         best: Watch | None = None
         most = 0
@@ -146,10 +194,9 @@ class PrefixWatches:
         for other in self._at[watch.node][watch.place].leading:
             shared = watch.common.get(other)
             if shared is None:
-                shared = self._tree.reader.common_length(watch.token_ids, other.token_ids, watch.length)
-                watch.common[other] = shared
+                shared = watch.common[other] = self._compare(watch, other)
             coming = shared - watch.length
-            if coming > most and coming >= other.least:
+            if coming > most and coming >= other.least and (may is None or may(other)):
                 best, most = other, coming
         return None if best is None else (best, most)
 
@@ -193,25 +240,51 @@ class PrefixWatches:
         places = self._at.pop(node, None)
         if not places:
             return
-        parent = node.parent
+        parent, text = node.parent, object()
         for group in places.values():
             for watch in group:
+                if watch.length > watch.alike:
+                    # All are like what ended here, should it come again.
+                    watch.like, watch.alike = text, watch.length
                 watch.length -= watch.in_last
                 self._put(watch, parent, 0 if parent is self._tree.root_node else len(parent.key))
 
     def on_new_leaf(self, node: TreeNode) -> None:
-        """A leaf has been added."""
+        """A leaf has been added. Cost: those who wait for it are compared with it as far as is not known of another."""
         parent = node.parent
         places = self._at.get(parent)
         if not places:
             return
         full = 0 if parent is self._tree.root_node else len(parent.key)
         group = places.get((full, self._tree.get_child_key_fn(node.key)))
+        # Of texts, how many tokens from the start the tree now has.
+        held: dict[object, int] = {}
         for watch in list(group or ()):
             self._take(watch)
-            self._descend(watch, parent)
+            known = max(held.get(watch.text, 0), min(held.get(watch.like, 0), watch.alike))
+            self._enter(watch, node, known - watch.length)
+            held[watch.text] = watch.length
+            if watch.like is not None:
+                held[watch.like] = max(held.get(watch.like, 0), min(watch.length, watch.alike))
 
     # ---- books ----
+
+    def _compare(self, watch: Watch, other: Watch) -> int:
+        """Tokens, whole pages, that two prompts of one place share; what is known is not compared again."""
+        known = max(watch.length, watch.known_with(other))
+        shared = self._tree.reader.common_length(watch.token_ids, other.token_ids, known)
+        watch.learn(other, shared)
+        return shared
+
+    def _enter(self, watch: Watch, leaf: TreeNode, known: int) -> None:
+        """Match on into ``leaf``, a child of the node at whose end ``watch`` stands.
+
+        known: tokens of the leaf that are known to match; its first page does.
+        """
+        start, known = watch.length, max(known, self._tree.page_size)
+        span = self._tree.reader.common_length(leaf.key.token_ids, watch.token_ids, known, start)
+        watch.length += span
+        self._put(watch, leaf, span)
 
     def _descend(self, watch: Watch, node: TreeNode) -> None:
         """Match on from the end of ``node``, at which ``watch`` stands."""
@@ -225,7 +298,7 @@ class PrefixWatches:
         page = self._tree.page_size
         following = watch.token_ids[watch.length : watch.length + page]
         key = self._tree.get_child_key_fn(RadixKey(following, watch.extra_key)) if len(following) == page else None
-        watch.node, watch.in_last, watch.place = node, in_last, (in_last, key)
+        watch.move(node, in_last, (in_last, key))
         places = self._at.setdefault(node, {})
         group = places.get(watch.place)
         if group is None:

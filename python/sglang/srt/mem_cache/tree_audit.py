@@ -1,22 +1,25 @@
-"""The books of a decode tree, checked against themselves and the requests that are live.
+"""The books of a decode tree, checked against themselves, the free list of its pool and the requests that are live.
 
 Upstream: none is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["audit_tree"]
+__all__ = ["audit_tree", "audit_unheld_pages"]
 
 
 def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]:
-    """Every way in which the tree contradicts itself or the nodes that live requests hold; empty when sound.
+    """Every way in which the tree contradicts itself, its pool or the nodes that live requests hold; empty when sound.
 
     holders: one node per lock that a live request holds (the same node twice for two requests).
     """
@@ -30,13 +33,10 @@ def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]
                 wrong.append("a live request holds a node of an earlier tree")
                 break
     evictable = protected = 0
-    slots: list[int] = []
+    values: list[torch.Tensor] = []
     leaves: set[TreeNode] = set()
-    stack = list(tree.root_node.children.values())
-    while stack:
-        node = stack.pop()
-        stack.extend(node.children.values())
-        slots.extend(node.value.tolist())
+    for node in _nodes(tree):
+        values.append(node.value)
         expected = held.get(id(node), 0)
         if node.lock_ref != expected:
             wrong.append(f"node {node.id}: lock_ref {node.lock_ref}, {expected} live requests hold it")
@@ -58,6 +58,66 @@ def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]
         wrong.append(f"{unlisted} evictable leaves are not listed for eviction")
     if leaves != tree.evictable_leaves:
         wrong.append(f"{len(leaves)} evictable leaves, the tree lists {len(tree.evictable_leaves)}")
-    if len(set(slots)) != len(slots):
-        wrong.append("one KV slot stands in the tree twice")
-    return wrong
+    if values:
+        # On the CPU: the device may have little memory left beside the pool.
+        slots = torch.cat(values).cpu()
+        if len(torch.unique(slots)) != len(slots):
+            wrong.append("one KV slot stands in the tree twice")
+    return wrong + _audit_free_pages(tree.pool, values)
+
+
+def audit_unheld_pages(tree: DecodeRadixCache, unreturned: int) -> list[str]:
+    """How pages contradict that no request holds any: each is then free or in the tree, but for ``unreturned`` tokens.
+
+    Nothing of an allocator that is not known.
+    """
+    counted = _counted(tree.pool, [node.value for node in _nodes(tree)])
+    if counted is None:
+        return []
+    free, held = counted
+    lost = int(((free + held)[1:] == 0).sum()) - unreturned // tree.page_size
+    if lost > 0:
+        return [f"{lost} pages of KV are neither free nor in the tree"]
+    return [f"{-lost} pages of KV are free or in the tree that a PegaFlow server has not returned"] if lost else []
+
+
+def _audit_free_pages(pool: Any, values: Sequence[torch.Tensor]) -> list[str]:
+    """How the free list of ``pool`` contradicts itself, and that the tree holds the slots of ``values``."""
+    counted = _counted(pool, values)
+    if counted is None:
+        return []
+    free, held = counted
+    found = (
+        (int(free[0]), "free pages of KV are none of the pool's"),
+        (int(held[0]), "slots of the tree are none of the pool's"),
+        (int((free[1:] > 1).sum()), "pages of KV are free more than once"),
+        (int(((free > 0) & (held > 0))[1:].sum()), "pages of KV are free and in the tree"),
+    )
+    return [f"{count} {what}" for count, what in found if count]
+
+
+def _counted(pool: Any, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """How often each page of ``pool`` is in its free list, and how many of its slots are in ``values``; on the CPU.
+
+    By page; at 0, which is never given away, what is no page. None of an allocator that is not known.
+    """
+    if not isinstance(pool, (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator)):
+        return None
+    last = pool.size // pool.page_size
+
+    def times(numbers: torch.Tensor) -> torch.Tensor:
+        # Without a sort: a pool has millions of pages, and the scheduler waits.
+        return torch.bincount(numbers.where((numbers > 0) & (numbers <= last), 0), minlength=last + 1)
+
+    free = torch.cat([pool.free_pages, pool.release_pages])
+    slots = torch.cat([free[:0], *values]).cpu()
+    return times(free.cpu()), times(slots // pool.page_size)
+
+
+def _nodes(tree: DecodeRadixCache) -> Iterator[TreeNode]:
+    """All but the root."""
+    stack = list(tree.root_node.children.values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        yield node

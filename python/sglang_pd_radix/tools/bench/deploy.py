@@ -35,6 +35,7 @@ from sglang_pd_radix.tools.cluster import (
 from sglang_pd_radix.tools.netns import TwoHosts
 from sglang_pd_radix.tools.up import RADIX_ALIAS
 from sglang_pd_radix.tools.workers import (
+    KV_FIGURES,
     empty_caches,
     idle_pools,
     problems_of,
@@ -132,6 +133,8 @@ class Deployment:
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
+    #: By worker, whether it told its pages when `problems` looked last, and not only its rows and buffers.
+    counts_pages: dict[str, bool] = field(init=False, default_factory=dict)
     _used: Variant | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -238,7 +241,9 @@ class Deployment:
         names = {process.url: process.name for process in self.cluster.processes}
         for url in self.worker_urls(variant):
             keeps_tree = variant.radix and names[url].startswith("decode")
-            wrong += problems_of(names[url], idle_pools(url), keeps_tree)
+            pools = idle_pools(url)
+            self.counts_pages[names[url]] = bool(pools) and all(key in pool for pool in pools for key in KV_FIGURES)
+            wrong += problems_of(names[url], pools, keeps_tree)
         return wrong
 
 

@@ -12,12 +12,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pd_radix.errors import PdRadixError
 
+from . import parted
 from .chart import Chart, Line
 from .deploy import Deployment, Side
 from .measure import LoadGenerator, Run, run_once
@@ -53,6 +54,7 @@ TARGET_PART = 0.9
 BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
 #: Points of the exchange curve are measured at so many times the greatest rate that was tried, where a bound is full.
 BEYOND = 2.0
+NOT_COMPARED = "answers are not compared: in this type rounding parts them (in float32 they are)"
 COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
 MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
 
@@ -288,6 +290,65 @@ def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], T
                 searches[name].told(trial)
 
 
+@dataclass
+class Measurements:
+    """All measurements of one workload. A side of which a request fails is measured no further.
+
+    seconds: of one measurement. every_s: between two looks at the workers. runs: those of which the rate was one to
+    find, of each side numbered from 1. learned: what its decode workers say of their steps.
+    """
+
+    deployment: Deployment
+    load: LoadGenerator
+    workload: Workload
+    slo: Slo
+    seconds: float
+    tokens: Tokens
+    page_size: int
+    show: Show
+    every_s: float
+    runs: list[Run] = field(default_factory=list)
+    problems: set[str] = field(default_factory=set)
+    learned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.sides = {variant.name: variant for variant in self.deployment.variants}
+
+    def warm_up(self) -> None:
+        """Ask each side once: what is set up only then is not measured, and the target learns what a step takes."""
+        requests = open_loop(self.workload, 4.0, 5.0, self.tokens)
+        for name in self.sides:
+            self._asked(name, "warming up", requests, 0)
+
+    def trial(self, name: str, rate: float) -> Trial | None:
+        """Of side ``name`` at ``rate`` per second; None where a request fails, or has before."""
+        at = f"{rate:.3g} requests/s"
+        self.show.step(f"({self.workload.key}) {name}, {at}", 0, "")
+        number = 1 + sum(run.variant == name for run in self.runs)
+        requests = open_loop(self.workload, rate, self.seconds, self.tokens)
+        run = None if name in self.failed else self._asked(name, at, requests, number)
+        if run is None:
+            return None
+        self.runs.append(run)
+        self.problems.update(f"{name}, {at}: {problem}" for problem in run.problems)
+        trial = Trial.of(rate, run, self.slo)
+        self.show.done(f"{name}, {at}: {told(trial)}")
+        return trial
+
+    def _asked(self, name: str, at: str, requests: Workload, number: int) -> Run | None:
+        side = self.sides[name]
+        try:
+            run = run_once(self.deployment, self.load, requests, side, number, self.page_size, self.every_s)
+            self.learned[name] = self.deployment.step_times(side)
+        except PdRadixError as error:
+            self.failed.add(name)
+            self.problems.add(f"{name}, {at}: {error}; it was measured no further")
+            self.show.done(f"{name}, {at}: {error}")
+            return None
+        return run
+
+
 def measure(
     deployment: Deployment,
     load: LoadGenerator,
@@ -297,69 +358,81 @@ def measure(
     tokens: Tokens,
     page_size: int,
     show: Show,
+    exact: bool,
     every_s: float = 0.5,
 ) -> dict[str, Any]:
     """What the report has of one workload. seconds: of one measurement, which is longer where `lasting_s` is.
 
-    A side of which a request fails is measured no further. That is a problem of the report, which has what was found.
+    exact: as of `turns.measure_all`; answers are compared only there. That a request fails is a problem of the report,
+    which has what was found.
     """
     seconds = max(seconds, lasting_s(slo))
-    sides = {variant.name: variant for variant in deployment.variants}
-    problems: set[str] = set()
-    learned: dict[str, list[dict[str, Any]]] = {}
     show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
-    failed: set[str] = set()
-
-    def asked(name: str, at: str, requests: Workload, number: int) -> Run | None:
-        """None where it fails, or has before."""
-        try:
-            run = run_once(deployment, load, requests, sides[name], number, page_size, every_s)
-            learned[name] = deployment.step_times(sides[name])
-        except PdRadixError as error:
-            failed.add(name)
-            problems.add(f"{name}, {at}: {error}; it was measured no further")
-            show.done(f"{name}, {at}: {error}")
-            return None
-        return run
-
-    warm_up = open_loop(workload, 4.0, 5.0, tokens)
-    for name in sides:
-        # What is set up once is not measured; and the target learns what a step takes, as a worker that has run has.
-        asked(name, "warming up", warm_up, 0)
-
-    def one(name: str, rate: float) -> Trial | None:
-        at = f"{rate:.3g} requests/s"
-        show.step(f"({workload.key}) {name}, {at}", 0, "")
-        run = None if name in failed else asked(name, at, open_loop(workload, rate, seconds, tokens), 1)
-        if run is None:
-            return None
-        problems.update(f"{name}, {at}: {problem}" for problem in run.problems)
-        trial = Trial.of(rate, run, slo)
-        show.done(f"{name}, {at}: {told(trial)}")
-        return trial
-
+    measured = Measurements(deployment, load, workload, slo, seconds, tokens, page_size, show, every_s)
+    measured.warm_up()
+    sides, problems = measured.sides, measured.problems
     most_tried = most_rate(workload, slo)
     interrupted = False
     searches = {name: Search(most=most_tried) for name in sides if not name.startswith(BOUND_NAME)}
     bounded: dict[str, Trial] = {}
+    compared = Compared()
     try:
-        search_all(searches, one)
+        search_all(searches, measured.trial)
         most = max((trial.rate for search in searches.values() for trial in search.trials), default=most_tried)
         for name in sides:
-            trial = None if name in searches else one(name, min(MOST_RATE, BEYOND * most))
+            trial = None if name in searches else measured.trial(name, min(MOST_RATE, BEYOND * most))
             if trial:
                 bounded[name] = trial
+        if exact:
+            show.step(f"({workload.key}) comparing the answers", 0, "")
+            compared = compare(deployment, load, workload, measured.runs, show)
     except KeyboardInterrupt:
         interrupted = True
-        problems.add("interrupted before all rates were found")
+        problems.add("interrupted before all rates were found and all answers compared")
     show.end()
-    problems.update(too_few(workload, slo, searches), sent_late(searches, slo))
-    entry = entry_of(workload, slo, searches, sorted(problems)) | {"step_times": learned, "interrupted": interrupted}
+    notes = [*([] if exact else [NOT_COMPARED]), *sent_late(searches, slo)]
+    few = too_few(workload, slo, searches)
+    if any(search.trials for search in searches.values()):
+        notes += few
+    else:
+        problems.update(few)  # There is no result.
+    entry = entry_of(workload, slo, searches, [*sorted(problems), *compared.problems], notes)
+    entry |= {"step_times": measured.learned, "interrupted": interrupted, "differences": compared.looks}
     return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
 
-def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], problems: Sequence[str]) -> dict[str, Any]:
-    """A workload's part of the report."""
+@dataclass(frozen=True)
+class Compared:
+    """What comparing the answers of all measurements has found; ``looks`` as of `parted.look`."""
+
+    looks: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def compare(
+    deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Show
+) -> Compared:
+    """Hold the answers of all ``runs`` against each other: request i of ``workload`` is the same at every rate."""
+    partings = parted.find(runs)
+    if not partings:
+        return Compared()
+    try:
+        looks = parted.look(deployment, load, workload, partings, show.done)
+    except PdRadixError as error:
+        number = len({parting.number for parting in partings})
+        told = f"answers to {number} requests are not identical, and could not be asked for again: {error}"
+        return Compared(problems=[told])
+    return Compared(looks, parted.problems(looks))
+
+
+def entry_of(
+    workload: Workload,
+    slo: Slo,
+    searches: Mapping[str, Search],
+    problems: Sequence[str],
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A workload's part of the report. problems: what makes the command fail; notes: what else a reader has to know."""
     return {
         "key": workload.key,
         "title": workload.title,
@@ -372,6 +445,7 @@ def entry_of(workload: Workload, slo: Slo, searches: Mapping[str, Search], probl
         "most_rate": most_rate(workload, slo),
         "trials": {name: [dataclasses.asdict(t) for t in search.trials] for name, search in searches.items()},
         "problems": list(problems),
+        "notes": list(notes),
     }
 
 
@@ -465,6 +539,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines += [f"- {name}, {t['rate']:.3g}/s: {told(Trial(**t))}" for name, t in entry.get("bounded", {}).items()]
         for name, states in entry.get("step_times", {}).items():
             lines += [f"- {name} has learned: {json.dumps(state)}" for state in states]
+        lines += [f"- Note: {note}" for note in entry.get("notes", ())]
+        lines += [f"- {text}" for text in parted.sentences(entry.get("differences", ()))]
         lines += [f"- FAILED: {problem}" for problem in entry["problems"]]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -5,8 +5,9 @@ latency and inter-token times are handed back as it measured them; and a trace i
 ``use_trace_timestamps``, which its command line has for its own trace format only.
 
 One JSON object per line.
-In: ``{"number", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``.
-Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...], "duration_s": ...}`` or ``{"error": "..."}``. For
+In: ``{"number", "key", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``; ``key`` is that
+of the servers, or null.
+Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...]}`` or ``{"error": "..."}``. For
 ``{"number", "texts": [...]}``, ``{"ids": [...]}``: the token ids of each. Every line out has the ``number`` of its
 job: one that the parent has given up is finished all the same. What bench_serving prints goes to stderr.
 """
@@ -77,20 +78,32 @@ def main(model: str) -> int:
         if "texts" in job:
             tell({"ids": [tokenizer.encode(text, add_special_tokens=False) for text in job["texts"]]})
             continue
+        if job.get("key"):
+            os.environ["OPENAI_API_KEY"] = job["key"]  # bench_serving takes it from nowhere else
         requests = job["requests"]
         outputs[:] = [None] * len(requests)
         places.clear()
         done = 0
         timed = any(request.get("arrival_s") is not None for request in requests)
         engine.get_request = functools.partial(send, use_trace_timestamps=True) if timed else send
-        try:
-            result = engine.run_benchmark(_arguments(job, model))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
-            tell({"error": f"{type(error).__name__}: {error}"})
+        wrong = _run(engine, _arguments(job, model), outputs)
+        if wrong:
+            tell({"error": wrong})
             continue
         encode = tokenizer.encode if job.get("encode") else None
-        tell({"outputs": [_told(output, encode) for output in outputs], "duration_s": result["duration"]})
+        tell({"outputs": [_told(output, encode) for output in outputs]})
     return 0
+
+
+def _run(engine: Any, arguments: argparse.Namespace, outputs: list[Any]) -> str | None:
+    """Send all requests. Returns why there is no answer, where ``outputs`` do not say it."""
+    try:
+        engine.run_benchmark(arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
+        # It makes no figures where all answers failed; these say why, and it does not.
+        if not outputs or any(output is None or output.success for output in outputs):
+            return f"{type(error).__name__}: {error}"
+    return None
 
 
 class _Events:

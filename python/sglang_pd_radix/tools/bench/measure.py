@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.cluster import http, log_tail
+from sglang_pd_radix.tools.cluster.local_http import servers_key
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, parse_counters
 
 from . import link
@@ -80,7 +81,8 @@ class LoadGenerator:
         self.wait_ready()
         assert self._process.stdin
         self._jobs += 1
-        self._process.stdin.write(json.dumps({"number": self._jobs, **job}).encode() + b"\n")
+        told = {"number": self._jobs, "key": servers_key(), **job}
+        self._process.stdin.write(json.dumps(told).encode() + b"\n")
         self._process.stdin.flush()
         while True:
             message = self._next(check)

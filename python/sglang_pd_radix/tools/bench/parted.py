@@ -7,14 +7,13 @@ tokens. KV that was wrong moves the log-probabilities by far more, and picks a t
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.cluster import http
+from sglang_pd_radix.tools import forced
 from sglang_pd_radix.tools.rounding import LEAST_LIMIT
 
 from .deploy import Deployment, Variant
@@ -28,8 +27,8 @@ LIKELIEST = 5
 
 @dataclass(frozen=True)
 class Parting:
-    """Two answers to request ``number`` (from 1, in the order of the workload): that of run 1 of the first side, and
-    that of all runs ``seen`` (variant, number)."""
+    """Two answers to request ``number`` (from 1, in the order of the workload): that of the ``first`` run that asked
+    it, and that of all runs ``seen`` (variant, number)."""
 
     number: int
     prompt: Sequence[int]
@@ -39,21 +38,24 @@ class Parting:
 
 
 def find(runs: Sequence[Run]) -> list[Parting]:
-    """The answers that are not those of the first run, of each request and text once.
+    """The answers that are not those of the first run that asked the same, of each request and text once.
 
-    In a chat what follows on such an answer has another prompt, and is left out.
+    Request i is the same in all runs, of which some may have fewer. In a chat what follows on such an answer has
+    another prompt, and is left out.
     """
-    reference = runs[0]
+    references: dict[int, Run] = {}
     found: dict[tuple[int, str], list[tuple[str, int]]] = {}
-    for run in runs[1:]:
-        for i, (one, other) in enumerate(zip(reference.texts, run.texts, strict=True)):
-            if one != other and list(reference.prompts[i]) == list(run.prompts[i]):
-                found.setdefault((i, other), []).append((run.variant, run.number))
-    first = (reference.variant, reference.number)
-    return [
-        Parting(i + 1, reference.prompts[i], first, tuple(seen), (reference.texts[i], text))
-        for (i, text), seen in sorted(found.items())
-    ]
+    for run in runs:
+        for i, text in enumerate(run.texts):
+            reference = references.setdefault(i, run)
+            if reference.texts[i] != text and list(reference.prompts[i]) == list(run.prompts[i]):
+                found.setdefault((i, text), []).append((run.variant, run.number))
+    partings = []
+    for (i, text), seen in sorted(found.items()):
+        one = references[i]
+        texts = (one.texts[i], text)
+        partings.append(Parting(i + 1, one.prompts[i], (one.variant, one.number), tuple(seen), texts))
+    return partings
 
 
 def look(
@@ -107,25 +109,26 @@ def _ask(
     deployment: Deployment, variant: Variant, prompt: Sequence[int], ids: Sequence[int], note: dict[str, Any]
 ) -> dict[str, Any]:
     """Log-probabilities of both tokens where the answers part, alone on ``variant``; null if not of the likeliest."""
-    count = note["token"]
+    count, url = note["token"], deployment.url(variant)
+    made = max(2, count)
     body = {
         "input_ids": list(prompt),
         # Two at least: prefill makes the first, and one token is no request for decode.
-        "sampling_params": {"temperature": 0, "max_new_tokens": max(2, count), "ignore_eos": True},
+        "sampling_params": {"temperature": 0, "max_new_tokens": made, "ignore_eos": True},
         "return_logprob": True,
         "top_logprobs_num": LIKELIEST,
     }
-    status, content = http(deployment.url(variant) + "/generate", body, timeout=600)
-    if status != 200:
+    try:
+        meta = forced.generate(url, body)
+        tokens = [token for _, token, *_ in forced.places_of(url, meta, "output_token_logprobs", made)]
+        tops = forced.places_of(url, meta, "output_top_logprobs", made)
+    except PdRadixError as error:
         deployment.cluster.check()
-        said = content.decode(errors="replace")[:300]
-        raise PdRadixError(f"request {note['request']}, asked again on {variant.name}, got HTTP {status}: {said}")
-    meta = json.loads(content)["meta_info"]
-    tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+        raise PdRadixError(f"request {note['request']}, asked again on {variant.name}: {error}") from None
     same = len(os.path.commonprefix([tokens[: count - 1], list(ids[: count - 1])]))
     if same < count - 1:
         return {"parts_earlier_at": same + 1}
-    likeliest = {token: logprob for logprob, token, *_ in meta["output_top_logprobs"][count - 1]}
+    likeliest = {token: logprob for logprob, token, *_ in tops[count - 1]}
     return {"token": tokens[count - 1], "logprobs": [likeliest.get(token) for token in note["tokens"]]}
 
 
@@ -178,5 +181,5 @@ def _of_side(answer: dict[str, Any]) -> str:
 
 
 def problems(looks: Sequence[dict[str, Any]]) -> list[str]:
-    """What makes the command fail in float32: answers that rounding does not explain."""
-    return [f"answers are not identical: {told(note)}" for note in looks if not explained(note)]
+    """What makes the command fail in float32: answers that rounding does not explain, as `sentences`."""
+    return [f"answers are not identical: {text}" for text in sentences([n for n in looks if not explained(n)])]

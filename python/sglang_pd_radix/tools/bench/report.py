@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -151,7 +151,7 @@ def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
 _WITH_FIGURES = ("page_bytes", "ratios", "runs", "summary")
 
 
-def as_json(document: Document) -> str:
+def as_json(document: Mapping[str, Any]) -> str:
     """The report for machines."""
     known = _each(document, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
     return json.dumps(known, indent=1, allow_nan=False) + "\n"

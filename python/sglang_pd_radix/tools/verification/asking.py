@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from sglang_pd_radix.errors import PdRadixError
-
 from .. import forced
 from ..rounding import Answer
 from .kv_record import ByTokens, Record, Records
@@ -36,9 +34,7 @@ def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int]:
         "return_logprob": True,
     }
     meta = forced.generate(url, body)
-    told = meta["output_token_logprobs"]
-    if len(told) != ANSWER_TOKENS:
-        raise PdRadixError(f"{url}/generate answered with {len(told)} tokens, and {ANSWER_TOKENS} were asked for")
+    told = forced.places_of(url, meta, "output_token_logprobs", ANSWER_TOKENS)
     answer = Answer(tuple(token for _, token, *_ in told), tuple(logprob for logprob, *_ in told))
     return answer, (meta.get("cached_tokens_details") or {}).get("decode_prefix", 0)
 

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.authentication import SigningSocket, VerifyingSocket, secret
 from sglang.srt.disaggregation.common.bootstrap_routes import add_routes, capabilities
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
-from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
+from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
@@ -274,6 +274,9 @@ class CommonKVManager(engine.CommonKVManager):
             if not self.ends_rooms or self.rooms.holder(room) is not None:
                 # Or it is another request's.
                 return
+            # Without the flag decode understands no answer, and `RefusedPairs` gives it its one token.
+            if (asked := self.transfer_infos.get(room)) and not names_prefix(asked.values()):
+                return
             peers = self.end_failed_room(room, {}, reason)
             self.forget(room)
         self.tell_failure(room, peers, reason)
@@ -351,6 +354,13 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     # 0: the backend does not. The rest as in `capabilities`.
     decode_prefix_version = 0
     asks_for_pieces = sends_digests = hears_of_waiting = False
+
+    def __init_subclass__(cls, **options) -> None:
+        """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas."""
+        super().__init_subclass__(**options)
+        for name in ("decode_prefix_version", "asks_for_pieces", "sends_digests", "hears_of_waiting"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(CommonKVBootstrapServer, name))
 
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""

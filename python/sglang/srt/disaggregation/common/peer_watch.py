@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
 LOOK_S, IDLE_LOOK_S = 0.15, 2.0
+# A look takes at most one in so many seconds of a processor, and of the interpreter that it shares with a scheduler.
+SHARE = 20
+# Rooms that are gone through with the lock that the scheduler needs.
+AT_ONCE = 128
 # Seconds between two looks for sockets to peers that are gone.
 SWEEP_S = 10.0
 
@@ -45,6 +49,19 @@ def ports_of(
         if addr in found:
             found[addr].update((info["rank_ip"], info["rank_port"]) for info in infos)
     return {addr: ports or {host_and_port(addr)} for addr, ports in found.items()}
+
+
+class Pause:
+    """Before a look: `LOOK_S`, and longer where the looks of this thread take long."""
+
+    def __init__(self) -> None:
+        self._since = time.thread_time()
+
+    def seconds(self) -> float:
+        """How long to wait, by the processor time since the last call."""
+        now, since = time.thread_time(), self._since
+        self._since = now
+        return max(LOOK_S, SHARE * (now - since))
 
 
 class SocketSweep:
@@ -96,8 +113,9 @@ class PrefillWatch:
 
     def run(self) -> None:
         """Look again and again."""
+        pause = Pause()
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(pause.seconds())
             try:
                 self._sweep.sweep()
                 self._check()
@@ -125,6 +143,9 @@ class Books(Protocol):
     rooms: Rooms
     transfer_infos: dict[int, Any]
 
+    @property
+    def transfer_timeout(self) -> float: ...
+
     def end_room(self, room: int, reason: str | None = None) -> None: ...
 
     def forget(self, room: int) -> None: ...
@@ -135,6 +156,8 @@ class Unclaimed:
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        # Of what decode workers without the flag have asked for, by room: what that is, and since when it is known.
+        self._seen: dict[int, tuple[list[Any], float]] = {}
 
     def rooms(self) -> list[int]:
         """Called with the rooms' lock."""
@@ -148,6 +171,28 @@ class Unclaimed:
                 books.end_room(room)
                 books.forget(room)
                 books.rooms.refuse(room, reason)
+
+    def expire(self) -> None:
+        """Forget what decode workers without the flag have asked for and must have given up.
+
+        They do not say so, and nobody looks at their ports. Their rooms may be used again.
+        """
+        books = self._books
+        with books.rooms.lock:
+            now, seen, self._seen = time.monotonic(), self._seen, {}
+            for room in self.rooms():
+                infos = list(books.transfer_infos[room].values())
+                if any(getattr(info, "names_prefix", False) for info in infos):
+                    continue
+                asked, since = seen.get(room, ([], now))
+                if [*map(id, asked)] != [*map(id, infos)]:
+                    # It has been asked for anew, or by another rank.
+                    since = now
+                if now - since < books.transfer_timeout:
+                    self._seen[room] = infos, since
+                else:
+                    books.end_room(room)
+                    books.forget(room)
 
 
 class DecodeWatch:
@@ -183,8 +228,9 @@ class DecodeWatch:
 
     def run(self) -> None:
         """Look again and again."""
+        pause = Pause()
         while True:
-            self._rooms.wait_for_newcomers(LOOK_S)
+            self._rooms.wait_for_newcomers(pause.seconds())
             try:
                 self._sweep.sweep()
                 self._check()
@@ -192,6 +238,7 @@ class DecodeWatch:
                 logger.exception("Could not look after decode workers")
 
     def _check(self) -> None:
+        self._unclaimed.expire()
         rooms = self._rooms_by_rank()
         # Who ends now has been there.
         ranks = rooms.keys() | self._rooms.take_newcomers()
@@ -220,13 +267,20 @@ class DecodeWatch:
         And what has been asked for whose request has not come here, and may never.
         """
         found: dict[Endpoint, list[int]] = {}
-        with self._rooms.lock:
-            for room, sender in self._rooms.live.items():
-                # One that has failed stays here while something is still being written for it.
-                if room not in self._rooms.refused and not sender.has_failed():
-                    for rank in {*self._asked(room), *self._rooms.waiting.get(room, ())}:
+        books = self._rooms
+        with books.lock:
+            live, unclaimed = list(books.live), self._unclaimed.rooms()
+        for first in range(0, len(live), AT_ONCE):
+            with books.lock:
+                for room in live[first : first + AT_ONCE]:
+                    sender = books.live.get(room)
+                    # One that has failed stays here while something is still being written for it.
+                    if sender is not None and room not in books.refused and not sender.has_failed():
+                        for rank in {*self._asked(room), *books.waiting.get(room, ())}:
+                            found.setdefault(rank, []).append(room)
+        for first in range(0, len(unclaimed), AT_ONCE):
+            with books.lock:
+                for room in unclaimed[first : first + AT_ONCE]:
+                    for rank in self._asked(room):
                         found.setdefault(rank, []).append(room)
-            for room in self._unclaimed.rooms():
-                for rank in self._asked(room):
-                    found.setdefault(rank, []).append(room)
         return found

@@ -20,9 +20,11 @@ from sglang.srt.mem_cache.pegaflow.pages import (
     KV_OPTIONS,
     NOT_FROM_FILES,
     WEIGHT_OPTIONS,
+    config_file,
     experts_apart,
     first_hash,
     model_files,
+    only_where_set,
     page_hashes,
 )
 
@@ -89,6 +91,7 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
     options |= experts_apart(
         args, lambda path: Path(path).name if weights else weights_id(path, None, "--kt-weight-path")
     )
+    options |= only_where_set(args)
     if drafts:
         options["draft"] = _draft(args, weights)
     text = json.dumps(options, sort_keys=True, default=str)
@@ -98,13 +101,17 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
 
 def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
     """What a draft's KV depends on, which lies behind the model's in each page."""
-    path = args.speculative_draft_model_path
+    path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     found: list[Any] = [args.speculative_draft_model_quantization]
+    config = getattr(args, "decrypted_draft_config_file", None)
+    config = config_file(config, "--decrypted-draft-config-file", path or args.model_path, revision)
+    if config is not None:
+        found.append({"config": config})
     if path in (None, args.model_path):
         return found
     if weights:
         return [*found, Path(path).name]
-    return [*found, weights_id(path, args.speculative_draft_model_revision, "--speculative-draft-model-path")]
+    return [*found, weights_id(path, revision, "--speculative-draft-model-path")]
 
 
 def rank_folder(model: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.environ import envs
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -20,10 +22,12 @@ __all__ = [
     "KV_OPTIONS",
     "NOT_FROM_FILES",
     "WEIGHT_OPTIONS",
+    "config_file",
     "experts_apart",
     "first_hash",
     "model_files",
     "model_namespace",
+    "only_where_set",
     "page_hashes",
     "rank_namespace",
     "weights_fingerprint",
@@ -56,6 +60,26 @@ WEIGHT_OPTIONS = (
 # Of these, what changes only how files are read.
 _LOADER = "model_loader_extra_config"
 _ONLY_HOW = ("enable_multithread_load", "num_threads")
+# What came to names later, of storages too, and is in them only where it is set: what a model computes beside its
+# weights, in which precision, and which experts; and the same in the environment.
+_LATER_OPTIONS = (
+    "enable_precise_embedding_interpolation",
+    "ep_dispatch_algorithm",
+    "flashinfer_mxfp4_moe_precision",
+    "forward_hooks",
+    "rl_on_policy_target",
+)
+# Values of these that change nothing: "fake" experts are chosen by chance.
+_CHANGE_NOTHING = ("default", "static", "dynamic")
+_ENVIRONMENT = (
+    envs.SGLANG_EXTERNAL_MODEL_PACKAGE,
+    envs.SGLANG_FP8_IGNORED_LAYERS,
+    envs.SGLANG_INT4_WEIGHT,
+    envs.SGLANG_MAMBA_SSM_DTYPE,
+    envs.SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN,
+    envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR,
+    envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR,
+)
 # Of experts that KTransformers computes, of files of their own.
 _EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
 # Load formats with which a worker has the weights of another, or of a server.
@@ -104,6 +128,13 @@ def model_files(model_path: str, revision: str | None, option: str, named_by: st
 
     option: that needs them. named_by: the one that gives the path. Raises ValueError if they are not on this machine.
     """
+    path = _found(model_path, revision, option, named_by)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [file for file in files if file.is_file() and not file.name.startswith(".")]
+
+
+def _found(model_path: str, revision: str | None, option: str, named_by: str) -> Path:
+    """The folder, or file, of that model. Raises ValueError as `model_files`."""
     path = Path(model_path)
     if not path.exists():
         try:
@@ -115,8 +146,37 @@ def model_files(model_path: str, revision: str | None, option: str, named_by: st
                 f"{option} cannot tell which weights {model_path!r} has, since they are not on this machine: "
                 f"download them first (`huggingface-cli download`), or give a directory as {named_by}."
             ) from error
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in files if file.is_file() and not file.name.startswith(".")]
+    return path
+
+
+def config_file(given: str | None, named_by: str, model_path: str, revision: str | None) -> str | None:
+    """A digest of the config that the engine reads in the place of a model's; None where no file is ``given``.
+
+    named_by: the option that gives it. One that is not absolute is in the model's folder. Raises ValueError where it
+    cannot be read.
+    """
+    if not given or not given.strip():
+        return None
+    path = Path(given.strip())
+    if not path.is_absolute():
+        path = _found(model_path, revision, named_by, "--model-path") / path
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(
+            f"{named_by} {path} cannot be read, and names of pages that are kept have its content: {error.strerror}. "
+            "Give a file."
+        ) from error
+
+
+def only_where_set(args: ServerArgs) -> dict[str, Any]:
+    """For a name: what else KV depends on, only what is set. Raises ValueError for a config that cannot be read."""
+    found = {name: getattr(args, name, None) for name in _LATER_OPTIONS}
+    found = {name: value for name, value in found.items() if value and value not in _CHANGE_NOTHING}
+    found |= {field.name: field.get() for field in _ENVIRONMENT if field.get() != field.default}
+    config = getattr(args, "decrypted_config_file", None)
+    config = config_file(config, "--decrypted-config-file", args.model_path, args.revision)
+    return found if config is None else {**found, "config": config}
 
 
 def experts_apart(args: ServerArgs, weights_of: Callable[[str], str]) -> dict[str, Any]:
@@ -143,13 +203,14 @@ def model_namespace(args: ServerArgs) -> str:
     """The part of the namespace that can be told from the options: model, weights, number formats, page size.
 
     Of weights that do not come from files, the user's name is what there is. Raises ValueError where the files are not
-    on this machine.
+    on this machine, or a config in the place of theirs is not.
     """
     options = {name: getattr(args, name, None) for name in KV_OPTIONS}
     given = {name: getattr(args, name, None) for name in WEIGHT_OPTIONS}
     given[_LOADER] = _changes_weights(given[_LOADER])
     options |= {name: value for name, value in given.items() if value}
     options |= experts_apart(args, lambda path: weights_fingerprint(path, None, "--kt-weight-path"))
+    options |= only_where_set(args)
     if args.load_format == "dummy":
         options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
     remote = args.load_format in NOT_FROM_FILES
