@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pd import FLAG, Pair, conversations, counter, log_of
+from pd import FLAG, Pair, check_idle, conversations, counter, log_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,3 +52,15 @@ def test_one_decode_serves_both_prefills_by_turns(cluster, truth):
 def test_one_warning_per_peer(cluster):
     log = log_of(cluster, cluster.decode_urls[0])
     assert log.count(WARNING) == 1, "a prefill without the patch set is named once"
+
+
+@pytest.mark.parametrize("decode", [0, 1], ids=["patched decode", "bare decode"])
+def test_what_prefill_refuses_is_over_at_once_on_either_decode(cluster, decode):
+    """Both refuse a grammar that is none; a bare decode worker waits for the one token that it then asks for."""
+    pair = Pair(cluster, 0, decode)
+    body = pair.body([5] * 40, 8)
+    body["sampling_params"] |= {"regex": "([0-9"}
+    answers = pair.ask_prefill(body), pair.ask_decode(body)
+    assert [answer.result(timeout=60).status_code for answer in answers] == [400, 400]
+    for url in (pair.prefill_url, pair.decode_url)[: 2 - decode]:
+        check_idle(url)
