@@ -365,7 +365,8 @@ def test_a_bare_decode_worker_gets_the_one_token_of_what_prefill_refuses(
     for sender in pair.senders:
         # As the engine's scheduler does.
         getattr(sender, "clear", lambda: None)()
-    assert all(not any(rank.manager.rooms_held().values()) for rank in world.prefill)
+    # Mooncake's threads have the last word.
+    until(lambda: not any(any(rank.manager.rooms_held().values()) for rank in world.prefill), "nothing is held")
     close(world)
 
 
