@@ -7,7 +7,8 @@ it lasts. The next thing comes when the worker is back and the gateway has seen 
     python benchmark/gateway_failures.py
     python benchmark/gateway_failures.py --router sglang-router --happens prefill-kill,decode-kill
 
-Whole: right answers, those of one engine alone; nobody gets two. Attempts: requests that came to both prefills, and to
+Whole: right answers, those of one engine alone; nobody gets two. Not judged: answers from where two tokens are as
+likely on, of which that engine was not asked how they go on. Attempts: requests that came to both prefills, and to
 both decodes. Twice: rooms that came to one role more than once. Until: seconds from what happened to the last request
 asked that failed. Latest: the longest that anybody waited for his answer or a word.
 """
@@ -169,11 +170,13 @@ def _attempts(rooms: dict[str, Counter[str]]) -> dict[str, Any]:
 
 def _told(told: list[Told], right: truth.Truth, happened: float) -> dict[str, Any]:
     wrong = truth.problems(told, right)
+    not_judged = sum(one.ended_how == "whole" and right.unknown(one) for one in told)
     failed = [one for one in told if one.ended_how != "whole"]
     how = Counter(_how(one) for one in failed)
     return {
         "requests": len(told),
-        "whole": len(told) - len(failed) - len(wrong),
+        "whole": len(told) - len(failed) - len(wrong) - not_judged,
+        "not_judged": not_judged,
         "wrong": wrong,
         "failed": dict(how),
         "until_s": max((one.began_s - happened for one in failed), default=None),
@@ -203,6 +206,7 @@ def line(found: dict[str, Any]) -> str:
     until = "" if found["until_s"] is None else f"{found['until_s']:.1f}"
     attempts, twice = ([str(found[what][role]) for role in ("prefill", "decode")] for what in ("attempts", "twice"))
     wrong = f", {len(found['wrong'])} WRONG" if found["wrong"] else ""
+    wrong += f", {found['not_judged']} not judged" if found["not_judged"] else ""
     return (
         f"| {found['gateway']} | {found['happens']} | {found['requests']} | {found['whole']}{wrong} | {failed} "
         f"| {until} | {found['latest_s']:.1f} | {', '.join(attempts)} | {', '.join(twice)} |"

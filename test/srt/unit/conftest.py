@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +13,8 @@ from typing import TYPE_CHECKING
 # Not set at all, it leaves out of `SchedulerReqTimeStats` what is tested here.
 os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
 
+
+import end_of_a_run
 import mooncake_master
 import pytest
 import storage_kinds
@@ -27,28 +27,8 @@ if TYPE_CHECKING:
     from ranks import Pair
 
 
-class _End:
-    """Ends the process with the status of its tests, once all else that is to be done at the end has been done.
-
-    The engine's bootstrap servers have threads with an event loop of uvloop that never end. One that wakes up when the
-    interpreter has been taken down, while libraries still are, asks it for a thread state: a segmentation fault.
-    """
-
-    session: pytest.Session | None = None
-
-    def __call__(self) -> None:
-        if self.session is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(int(self.session.exitstatus))
-
-
-_end = _End()
-atexit.register(_end)  # the first to be registered is the last to be called
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    _end.session = session
+    end_of_a_run.end.session = session
 
 
 # How long an example takes says how busy the machine is.

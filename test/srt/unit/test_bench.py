@@ -586,6 +586,27 @@ def test_a_report_names_no_place_on_this_machine():
     assert shown == ["bench", "--trace", "t.jsonl", "--out=r", "--set", "a.pool=9"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--on=--admin-api-key hunter2 --lora-paths a=/home/me/a"],
+        ["--on", "HF_TOKEN=hunter2 --api-key=hunter2"],
+        ["--compare", "b:--admin-api-key hunter2"],
+        ["--compare=b:MY_SECRET_KEY=hunter2 PGPASSWORD=hunter2 --page-size 8"],
+    ],
+)
+def test_a_report_shows_no_secret_of_a_side(words):
+    shown = " ".join(command.hidden(["bench", *words]))
+    assert "hunter2" not in shown and "/home" not in shown and "..." in shown
+
+
+def test_a_report_shows_of_a_side_what_is_no_secret():
+    line = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION=64 --page-size 8"
+    assert command.hidden(["--compare", f"b:{line}"]) == ["--compare", f"b:{line}"]
+    side = deploy.Side.parse("on", "HF_TOKEN=hunter2 A=1 --admin-api-key hunter2")
+    assert command._shown(side) == {"options": ["--admin-api-key", "..."], "env": {"HF_TOKEN": "...", "A": "1"}}
+
+
 def test_both_sides_share_the_prefill_worker_and_only_one_has_the_flag(tmp_path):
     options = deploy.engine_options(["--page-size", "8"], 8, made_model=True)
     assert "--enable-metrics" in options and options.count("--page-size") == 1

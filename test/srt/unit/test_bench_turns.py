@@ -243,12 +243,37 @@ def test_only_some_are_looked_at_and_the_others_are_told(monkeypatch):
     notes = parted.look(again, again, many, parted.find([one, other]), said.append)
     assert len(notes) == parted.MOST_LOOKED_AT + 2 and len(again.asked) == 2 * parted.MOST_LOOKED_AT
     assert [parted.explained(note) for note in notes] == [True] * parted.MOST_LOOKED_AT + [False] * 2
-    assert "only the first 20 are asked for again" in parted.told(notes[-1]) and len(parted.problems(notes)) == 2
+    assert "only the first 20 are asked for again" in parted.told(notes[-1])
+    assert len(parted.left_out(notes)) == 2 and not parted.problems(notes), "all that was looked at is explained"
+    notes[3]["asked_again"]["on"]["logprobs"] = [-1.0, -2.0]
+    assert len(parted.problems(notes)) == 3, "then the others may be wrong as well"
     # In bfloat16 thousands part: those that are not looked at have one line together.
     assert len(said) == parted.MOST_LOOKED_AT + 1
     assert said[-1].endswith(
         "2 more answers, to 2 requests, are others than those of off run 1; only the first 20 are asked for again"
     )
+
+
+def test_where_answers_are_judged_more_are_looked_at_and_not_told_one_by_one(monkeypatch):
+    again = Again(monkeypatch, dict.fromkeys(("off", "on"), {ord("b"): -1.0, ord("x"): -1.0}))
+    count, most = parted.MOST_LOOKED_AT + 5, parted.MOST_LOOKED_AT + 3
+    runs, said = [a_run("off", 1, ["ab"] * count), a_run("on", 1, ["ax"] * count)], []
+    notes = parted.look(again, again, a_workload(count, 2), parted.find(runs), said.append, most)
+    assert sum(map(parted.explained, notes)) == most and len(parted.left_out(notes)) == 2
+    assert len(said) == parted.MOST_LOOKED_AT + 1 and said[-1].endswith("; 3 of them were asked for again")
+
+
+def test_the_run_is_named_only_where_all_others_are_held_against_it():
+    """Request i is held against the first run that asked it: the later ones were asked by the second run on."""
+    least = parted.MOST_LOOKED_AT
+    runs = [
+        a_run("off", 1, ["a"] * (least + 1)),
+        a_run("on", 1, ["b"] * (least + 5)),
+        a_run("off", 2, ["c"] * (least + 5)),
+    ]
+    looks = [parted._noted(parting, least) for parting in parted.find(runs)]
+    assert {tuple(note["first"]) for note in looks[least:]} == {("off", 1), ("on", 1)}
+    assert " are others than those first given; " in parted.sentences(looks)[-1]
 
 
 @pytest.mark.parametrize("exact, apart, problems", [(True, 1e-6, 0), (True, 0.1, 1), (False, 0.1, 0)])

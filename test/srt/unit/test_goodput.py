@@ -341,6 +341,24 @@ def answering(run_once, word):
     return run
 
 
+def test_answers_that_were_not_asked_for_again_are_a_note(monkeypatch):
+    """More part than are asked for again, and all that were are explained."""
+
+    def look(deployment, load, workload, partings, tell, most):
+        assert most == parted.MOST_JUDGED
+        looks = [parted._noted(parting, most) for parting in partings]
+        for note in looks[:-3]:
+            del note["why"]
+            note |= {"token": 1, "tokens": [1, 2], "asked_again": {"on": {"token": 1, "logprobs": [-1.0, -1.0]}}}
+        return looks
+
+    served = Served(monkeypatch)
+    monkeypatch.setattr(goodput, "run_once", answering(served.run_once, lambda name, number: name == "on"))
+    monkeypatch.setattr(parted, "look", look)
+    found = served.measure()
+    assert not found["problems"] and "3 more answers part and were not asked for again" in found["notes"]
+
+
 def noted(partings):
     """What `parted.look` makes of them where asking again shows that it is no rounding."""
     asked_again = {"on": {"token": 5, "logprobs": [-1.0, -3.0]}}

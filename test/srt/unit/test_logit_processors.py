@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
+import dill
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -221,7 +224,35 @@ def test_a_logit_processor_that_fails_on_one_rank_fails_on_all(pair, broken, why
     assert here[2] == elsewhere[2] and "boom" in here[2]
 
 
-def made_on_ranks(rank: int, failing: int | None) -> list:
+def test_a_logit_processor_that_cannot_be_made_again_costs_only_its_own_request(monkeypatch):
+    """Each batch makes it anew; what failed then, by chance or for lack of memory, ended the scheduler."""
+
+    def raises():
+        raise MemoryError("by chance")
+
+    args = SimpleNamespace(enable_custom_logit_processor=True, enable_deterministic_inference=False)
+    monkeypatch.setattr(sampling_batch_info, "get_global_server_args", lambda: args)
+    params = SamplingParams()
+    params.normalize(None)
+    texts = [json.dumps({"callable": dill.dumps(one, recurse=True).hex()}) for one in (Doubles, raises)]
+    reqs = [SimpleNamespace(sampling_params=params, custom_logit_processor=text) for text in (*texts, None)]
+
+    class Batch:  # which is referred to weakly
+        pass
+
+    batch = Batch()
+    batch.reqs, batch.device = reqs, "cpu"
+    info = sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, 4)
+    logits = torch.ones(3, 4)
+    apply_custom_logit_processor(logits, info)
+    assert logits[:, 0].tolist() == [2, 1, 1] and list(info.failed_processors) == [1]
+    assert "could not be made: MemoryError: by chance" in info.failed_processors[1]
+    # Who takes a request in hears of it at once.
+    with pytest.raises(MemoryError):
+        CustomLogitProcessor.from_str(texts[1])
+
+
+def made_on_ranks(rank: int, failing: int | None, stages: int = 1) -> list:
     """Messages with a logit processor, the first of which cannot be made on one rank, and one without any."""
     taken, told, refused = [], [], []
 
@@ -233,6 +264,7 @@ def made_on_ranks(rank: int, failing: int | None) -> list:
         def __init__(self):
             self.tree_cache, self.dp_tp_cpu_group = None, dist.group.WORLD
             self.server_args = SimpleNamespace(enable_custom_logit_processor=True)
+            self.pp_size = stages
             self.send_to_tokenizer = SimpleNamespace(send_output=lambda out, req: told.append(out.finished_reason))
 
         def note_optional_parts(self, asked):
@@ -262,3 +294,9 @@ def test_a_logit_processor_that_one_rank_cannot_make_is_refused_by_all(pair, fai
     assert refused == wrong and taken == [rid for rid in "abc" if rid not in wrong]
     for *_, told in ranks:
         assert len(told) == len(wrong) and all("OSError: no such file" in reason for reason in told)
+
+
+def test_pipeline_stages_refuse_no_logit_processor(pair):
+    """They met in no collective for that: one refused what another had queued. The last stage samples, and fails it."""
+    taken, refused, told = assert_same(pair.run(made_on_ranks, 0, 2))
+    assert taken == ["a", "b", "c"] and not refused and not told

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import tracemalloc
+import weakref
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -85,6 +87,93 @@ def test_a_herd_is_compared_as_it_arrives_and_not_again(page: int, eagle: bool):
 
 
 @KINDS
+def test_strangers_in_the_place_of_a_herd_hide_none_of_it(page: int, eagle: bool):
+    """Who arrived was compared with the first of the place alone, and with a stranger there learned nothing of its
+    like: all of them were compared in full in the step in which one led, and in that in which the tree got it."""
+    world, herd = long_world(page, eagle), 12
+    watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(LONG)]
+    others = []
+    for n in range(1, herd + 1):
+        # They share a page, and another two of them a few more.
+        watches.add(Counted(shared[: page * (1 + n % 3) + eagle] + tokens(-n, 600)), None)
+        others.append(watches.add(Counted(shared + tokens(n, 32)), None))
+    parts = 2 if eagle else 1
+    leader = others.pop(0)
+    watches.lead(leader)
+    with tokens_read(parts * herd * LOOKS):
+        found = [watches.leader(other) for other in others]
+    assert found == [(leader, (LONG - eagle) // page * page)] * len(others)
+    with tokens_read(parts * (2 * LONG + 2 * herd * LOOKS)):
+        enter(world, shared)
+    assert all(watch.peek() == world.tree.peek(watch.token_ids, None) for watch in watches)
+
+
+def test_an_arrival_is_compared_with_few_however_many_wait():
+    world = long_world(1, False)
+    start = tokens(1, 5)
+    for n in range(101, 201):
+        world.tree.watches.add(start + [n] * 50, None)
+    late = Counted(start + [99] * 50)
+    with patch.object(type(world.tree.watches), "_compare", autospec=True, return_value=5) as compared:
+        world.tree.watches.add(late, None)
+    assert 1 < compared.call_count <= 8
+
+
+def test_of_another_herd_one_is_asked_and_the_rest_are_known():
+    """So that who arrives finds its own behind it."""
+    world, start = long_world(1, False), tokens(1, 5)
+    watches = world.tree.watches
+    watches.add(start + [97] * LONG, None)
+    first, other = (start + [n] * LONG for n in (98, 99))
+    mine = watches.add(first + [1], None)
+    for n in range(20):
+        watches.add(other + [n], None)
+    late = watches.add(first + [2], None)
+    assert late.known_with(mine) == len(first)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_of_a_leaf_of_pairs_no_prompt_makes_its_own(page: int):
+    """With EAGLE a leaf's keys are tuples: each prompt made its own of all that it shares with it to compare them."""
+    world, made = long_world(page, True), []
+    watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(LONG)]
+    # Not known of each other, as if their place had been another one.
+    with patch.object(type(watches), "_compare", autospec=True, return_value=0):
+        herd = [watches.add(shared + tokens(n, 32), None) for n in range(1, 6)]
+    whole = prefix_reader.Pairs.__getitem__
+
+    def counted(self, index):
+        found = whole(self, index)
+        made.append(len(found) if isinstance(index, slice) else 1)
+        return found
+
+    with patch.object(prefix_reader.Pairs, "__getitem__", counted):
+        enter(world, shared)
+    assert sum(made) <= len(herd) * 4 * page
+    assert all(watch.peek() == world.tree.peek(watch.token_ids, None) for watch in herd)
+
+
+class Prompt(list):
+    """One that can be referred to weakly."""
+
+
+def test_a_prompt_that_is_gone_is_not_kept_by_those_that_wait():
+    """What is known of a leader outlived it in whoever waited elsewhere by then, with its tokens and its node."""
+    world, start = World(size=256, page_size=PAGE), tokens(1, 4 * PAGE)
+    watches, prompts = world.tree.watches, [Prompt(start + tokens(n, 40)) for n in (50, 150)]
+    leader, other = (watches.add(prompt, None) for prompt in prompts)
+    watches.lead(leader)
+    assert watches.leader(other) == (leader, 4 * PAGE)
+    enter(world, [*prompts[0]])
+    assert other.place != leader.place
+    watches.remove(leader)
+    gone = weakref.ref(prompts.pop(0))
+    del leader
+    gc.collect()
+    assert gone() is None
+
+
+@KINDS
 def test_what_the_tree_loses_of_prompts_that_differ_next_is_not_compared_again_by_each(page: int, eagle: bool):
     world, herd = long_world(page, eagle), 12
     watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(LONG)]
@@ -104,7 +193,7 @@ def test_prompts_that_share_a_page_cost_that_page(page: int, eagle: bool):
     world = long_world(page, eagle)
     watches, start = world.tree.watches, tokens(1, page + eagle)
     prompts = [Counted(start + [n] * LONG) for n in range(101, 117)]
-    with tokens_read(2 * len(prompts) * LOOKS):
+    with tokens_read(8 * len(prompts) * LOOKS):  # Each with eight at most.
         leaders, others = ([watches.add(prompt, None) for prompt in half] for half in (prompts[:8], prompts[8:]))
     for leader in leaders:
         watches.lead(leader)

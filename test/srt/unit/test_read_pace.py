@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation import read_pace
+from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.read_pace import Pace, ReadPaces
 
 LATE_S = 2.0
@@ -83,6 +88,24 @@ def test_decode_ranks_that_are_gone_are_forgotten(clock: Clock, monkeypatch: pyt
         made.read(f"decode-{i}", 0, clock.now, clock.now + LATE_S)
         clock.now += 1
     assert [i for i in range(9) if made.is_slow(f"decode-{i}", 1, 0)] == [6, 7, 8]
+
+
+def test_a_step_that_is_not_overlapped_is_waited_for() -> None:
+    """What has been launched has not been computed: the engine reads the tokens only after that."""
+    took = 0.2
+
+    class Launched(torch.Tensor):
+        def cpu(self) -> torch.Tensor:
+            time.sleep(took)
+            return torch.ones(1)
+
+    made = ReadPaces(LATE_S)
+    scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=SimpleNamespace(reads=SimpleNamespace(paces=made)))
+    stats = SimpleNamespace(prefill_run_batch_start_time=time.perf_counter())
+    batch = SimpleNamespace(reqs=[SimpleNamespace(is_chunked=0, time_stats=stats)], out_cache_loc=range(1000))
+    result = SimpleNamespace(copy_done=None, next_token_ids=torch.ones(1).as_subclass(Launched))
+    SchedulerDisaggregationPrefillMixin._note_step(scheduler, batch, result)  # type: ignore[arg-type]
+    assert took <= made._computed.seconds(1000) < LATE_S
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 3)), min_size=1, max_size=8), st.floats(100, 1e6))

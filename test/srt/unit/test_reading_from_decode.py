@@ -145,21 +145,49 @@ def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.Mon
     assert_served(loop, ROOM)
 
 
-@pytest.mark.parametrize("at_least", [1, 80], ids=["however many", "of so many"])
-def test_what_is_computed_sooner_is_not_read(loop: PrefillLoop, at_least: int, monkeypatch: pytest.MonkeyPatch):
-    """On one rank: then on none."""
+def test_what_is_computed_sooner_is_not_read(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """On one rank: then on none, and none waits for it."""
     ended: list[str] = []
-    for scheduler in loop.schedulers[-1:]:
-        held = scheduler.disagg_prefill_bootstrap_queue.reads
-        monkeypatch.setattr(held.paces, "is_slow", lambda name, tokens, under_way: tokens >= at_least)
-        monkeypatch.setattr(held._counters, "ended", lambda outcome, *_: ended.append(outcome))
+    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
+    monkeypatch.setattr(held.paces, "is_slow", lambda name, tokens, under_way: tokens == 80)
+    monkeypatch.setattr(held._counters, "ended", lambda outcome, *_: ended.append(outcome))
+    hold_reads(loop)
     loop.arrive(100, ROOM, held=80)
-    loop.run(14)
-    finish(loop)
-    loop.run(2)
+    loop.run(9)
     assert [computed(scheduler, ROOM) for scheduler in loop.schedulers] == [100] * loop.ranks.size
-    assert len(reads(loop)) == (0 if at_least == 1 else loop.ranks.size - 1) and ended == ["slow"]
+    assert not reads(loop) and ended == ["slow"]
+    finish(loop)
+    loop.run(4)
     assert_served(loop, ROOM)
+
+
+def test_those_that_come_together_are_read_one_after_the_other(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """What each lacks, beside what will be read for those before it."""
+    asked: list[tuple[int, int]] = []
+    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
+    monkeypatch.setattr(
+        held.paces, "is_slow", lambda name, tokens, under_way: asked.append((tokens, under_way)) or under_way > 100
+    )
+    loop.arrive(48, THIRD, token=9)
+    loop.run(8)
+    hold_reads(loop)
+    for room, token, first in ((ROOM, 9, 64), (OTHER, 8, 96), (THIRD + 1, 7, 0)):
+        loop.arrive(100, room, held=80, first_page=first, token=token)
+    steps = len(loop.schedulers[0].steps)
+
+    def before(scheduler: PrefillScheduler) -> None:
+        if scheduler.tp_rank == 0 and len(scheduler.steps) == steps + 2:
+            finish(loop)
+            loop.wire.wire.held = False
+
+    loop.before = before
+    loop.run(30)
+    assert asked[-3:] == [(32, 0), (80, 32), (80, 112)]
+    assert len(reads(loop)) == 2 * loop.ranks.size
+    assert [computed(scheduler, THIRD + 1) for scheduler in loop.schedulers] == [100] * loop.ranks.size
+    finish(loop)
+    loop.run(4)
+    assert_served(loop, THIRD, ROOM, OTHER, THIRD + 1)
 
 
 def test_how_long_reads_and_steps_take_is_learned(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):

@@ -18,9 +18,11 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
 from prefill_front import bootstrap_server
-from sglang.srt.disaggregation import peer_calls, refusal
+from sglang.srt.disaggregation import peer_calls, refusal, refused_pairs
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import peer_watch
 from sglang.srt.disaggregation.common.conn import nothing_listens
+from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
@@ -307,10 +309,10 @@ class RefusingPrefill:
             except zmq.Again:
                 return found
 
-    def refuse(self, room: int = ROOM) -> None:
-        """A request comes whose grammar is none."""
+    def refuse(self, room: int = ROOM, **fields: Any) -> None:
+        """A request comes whose grammar is none. fields: what else it asks for."""
         for scheduler in self.schedulers:
-            req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=room, bootstrap_host="10.0.0.9")
+            req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=room, bootstrap_host="10.0.0.9", **fields)
             # As the engine has it.
             req.origin_input_ids, req.to_finish = [0], FINISH_ABORT("its grammar is none", HTTPStatus.BAD_REQUEST)
             scheduler._add_request_to_queue(req)
@@ -447,3 +449,112 @@ def test_what_a_bare_decode_worker_asks_for_in_vain_is_forgotten_when_it_has_giv
     assert not prefill.manager.rooms.refused
     monkeypatch.undo()
     close(world)
+
+
+def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
+    """The adapter may have been unloaded, since its client had been answered: that ended the scheduler."""
+    asked = {
+        "lora_id": "an adapter",
+        "extra_key": "salt",
+        "custom_logit_processor": "a processor",
+        "token_type_ids": [0] * 26,
+        "return_hidden_states": True,
+        "return_routed_experts": True,
+        "top_logprobs_num": 5,
+        "token_ids_logprob": [10**9],
+    }
+    plain, req = (
+        Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=ROOM, **fields)  # type: ignore[arg-type]
+        for fields in ({}, asked)
+    )
+    refused_pairs.RefusedPairs().keep(req)
+    assert {name: getattr(req, name) for name in asked} == {name: getattr(plain, name) for name in asked}
+
+
+def test_a_turn_of_prefill_does_not_go_through_all_that_it_has_refused():
+    class Asked(dict):
+        looked = 0
+
+        def get(self, *args: Any) -> Any:
+            self.looked += 1
+            return super().get(*args)
+
+    pairs = refused_pairs.RefusedPairs()
+    for room in range(refused_pairs.REMEMBERED):
+        pairs.keep(Req("r", "", [0], SamplingParams(), bootstrap_room=room))
+    without, flag = SimpleNamespace(), SimpleNamespace(names_prefix=True)
+    asked = Asked({5: {"d": without}, 6: {"d": flag}, 7: {"d": without}, 8: {}, 10**6: {"d": without}})
+    assert pairs.asked(asked, {7}) == [5]
+    assert asked.looked <= 2 * len(asked)
+
+
+@pytest.mark.parametrize("fields", [{"input_embeds": [[0.0]]}, None], ids=["embeddings", "no request"])
+def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will_come(monkeypatch, wire, fields):
+    """It stayed for as long as decode waits."""
+    world = wire.World(monkeypatch)
+    manager, prefill = world.prefill[0].manager, RefusingPrefill(monkeypatch, world.prefill)
+    world.request(ROOM, prompt_len=1, prefix_len=None).start_decode().ask()
+    until(lambda: ROOM in manager.transfer_infos, "asked")
+    if fields is None:
+        # Of one that the tokenizer manager has refused.
+        prefill.schedulers[0].handle_refused_request(refusal.RefusedReq(ROOM, "too long", by_decode=False))
+    else:
+        prefill.refuse(**fields)
+    assert ROOM not in manager.transfer_infos and not prefill.step()
+    close(world)
+
+
+def unclaimed_books(count: int) -> Any:
+    """Of a prefill that bare decode workers have asked for so many rooms, and that forgets one only if it knows it."""
+    books: Any = SimpleNamespace(rooms=Rooms(), transfer_timeout=300.0, forget=lambda room: None)
+    books.transfer_infos = {room: {"d": SimpleNamespace()} for room in range(count)}
+    books.end_room = lambda room: books.transfer_infos.pop(room)
+    return books
+
+
+def test_an_error_in_one_room_begins_no_other_ones_time_anew(monkeypatch):
+    books, clock = unclaimed_books(10), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    unclaimed = peer_watch.Unclaimed(books)
+    unclaimed.expire()
+    clock[0] += 299
+    asked = books.transfer_infos
+
+    class Popped(dict):
+        """Another thread takes one out, without the lock, after the rooms have been listed."""
+
+        def __iter__(self) -> Any:
+            listed = [*super().__iter__()]
+            self.pop(3, None)
+            return iter(listed)
+
+    books.transfer_infos = Popped(asked)
+    unclaimed.expire()
+    books.end_room, failing = lambda room: 1 / 0, books.end_room
+    clock[0] += 2
+    with pytest.raises(ZeroDivisionError):
+        unclaimed.expire()
+    books.end_room = failing
+    unclaimed.expire()
+    assert not books.transfer_infos
+
+
+def test_what_is_unclaimed_is_looked_at_a_few_at_a_time():
+    """The scheduler and the thread that hears decode wait for the lock."""
+    books, holds = unclaimed_books(5 * peer_watch.AT_ONCE), [0]
+
+    class Counted:
+        def __enter__(self) -> None:
+            holds.append(0)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class Live(dict):
+        def __contains__(self, room: object) -> bool:
+            holds[-1] += 1
+            return super().__contains__(room)
+
+    books.rooms.lock, books.rooms.live = Counted(), Live()
+    peer_watch.Unclaimed(books).expire()
+    assert 0 < max(holds) <= peer_watch.AT_ONCE

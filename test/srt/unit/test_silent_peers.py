@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -122,10 +123,13 @@ def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int]
 
 
 class Dns:
-    """What names stand for, until told otherwise: None while DNS does not answer, "" for what it does not know."""
+    """What names stand for, until told otherwise: None while DNS does not answer, "" for what it does not know.
+
+    takes: seconds for each answer.
+    """
 
     def __init__(self, **names: str | None) -> None:
-        self.names, self.changed, self.questions = names, threading.Condition(), 0
+        self.names, self.changed, self.questions, self.takes = names, threading.Condition(), 0, 0.0
         self._really = socket.getaddrinfo
 
     def getaddrinfo(self, host: str, port: None, type: int = 0, flags: int = 0) -> list[Any]:
@@ -134,6 +138,8 @@ class Dns:
         with self.changed:
             self.questions += 1
             assert self.changed.wait_for(lambda: self.names[host] is not None, LONG_S)
+        time.sleep(self.takes)
+        with self.changed:
             if not self.names[host]:
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             return self._really(self.names[host], port, type=type)
@@ -162,8 +168,9 @@ def test_a_name_that_dns_does_not_answer_for_holds_up_no_look_at_others(dns: Dns
     until(lambda: gone([("slow", port)]) == {("slow", port)}, "the look with its address")
 
 
-def test_a_worker_whose_name_went_with_it_is_gone(dns: Dns) -> None:
+def test_a_worker_whose_name_went_with_it_is_gone(dns: Dns, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes takes the name of a pod that is not ready out of a headless service."""
+    monkeypatch.setattr(peer_names, "FRESH_S", 0.0)
     dns.say(pod="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as alive:
         pod = ("pod", alive.getsockname()[1])
@@ -178,6 +185,19 @@ def test_a_worker_whose_name_went_with_it_is_gone(dns: Dns) -> None:
     dns.say(pod=None)
     assert gone([pod]) == set()
     dns.say(pod="")
+
+
+@pytest.mark.parametrize("then", ["127.0.0.1", ""], ids=["known", "gone from DNS too"])
+def test_dns_that_answers_too_late_each_time_hides_no_worker_that_is_gone(dns: Dns, then: str) -> None:
+    dns.takes = 1.5 * peer_liveness.ANSWER_S
+    dns.say(worker="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        worker = ("worker", alive.getsockname()[1])
+        until(lambda: peer_liveness._names.look_up(["worker"], 1)["worker"], "its address")
+    dns.say(worker=then)
+    until(lambda: gone([worker]) == {worker}, "it refuses twice", timeout=5)
+    until(lambda: gone([worker]) == set(), "DNS is asked again", timeout=5)
+    until(lambda: gone([worker]) == {worker}, "and it is gone", timeout=5)
 
 
 def test_names_that_requests_bring_are_not_remembered_for_good(dns: Dns, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from decode_world import World
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
 from sglang.srt.managers.kv_pool_state import Pools
+from sglang.srt.mem_cache import tree_audit
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import MRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -150,6 +151,28 @@ def test_each_page_is_free_or_in_the_tree_and_once(fault, always: list[str], at_
     assert pools.audit() == [] == world.tree.audit([])
     fault(world)
     assert world.tree.audit([]) == always and pools.audit() == always + at_rest
+
+
+def test_the_audit_puts_few_tokens_together_on_the_device(monkeypatch):
+    """All slots of the tree were joined there first, 8 bytes a token beside a pool that leaves little."""
+    world, joined, whole = World(size=2048, page_size=PAGE), [], torch.cat
+    for n in (1, 200, 400):
+        serve_to_end(world, tokens(n, 160))
+    monkeypatch.setattr(tree_audit, "AT_ONCE", 64)
+    # What is on the device, which here is the CPU too, is not what has been brought from it.
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: brought.append(self.clone()) or brought[-1])
+    brought: list[torch.Tensor] = []
+
+    def counted(parts, *args):
+        on_device = [part for part in parts if not any(part is copy for copy in brought)]
+        joined.append(sum(map(len, on_device)))
+        return whole(parts, *args)
+
+    monkeypatch.setattr(torch, "cat", counted)
+    assert Pools(world.tree, world.allocator, world.pool, 2048).audit() == []
+    assert joined and max(joined) <= 64 < sum(map(len, brought))
+    # Looked at once by each of the two, not once more for the free list.
+    assert sum(map(len, brought)) <= 2 * (3 * 160 + 2048 // PAGE)
 
 
 def test_pages_of_running_requests_are_in_neither():

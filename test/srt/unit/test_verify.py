@@ -348,6 +348,18 @@ def test_what_the_run_does_not_use_is_not_judged(monkeypatch, capsys, backend, o
         assert ("libcudart" in capsys.readouterr().out) is bool(code)
 
 
+@pytest.mark.parametrize("late, needed", [("loader", True), ("nixl", True), ("router", False), ("mooncake", None)])
+def test_what_doctor_could_not_check_is_named(monkeypatch, capsys, late, needed) -> None:
+    """needed: whether the run needs it; None of a backend that it does not use."""
+    monkeypatch.setattr(verify, "_verify", lambda *a: None)
+    late_one = verify.doctor._of(late, lambda answer: pytest.fail("no answer"), {"late": "no answer within 20 s"})
+    monkeypatch.setattr(verify.doctor, "diagnose", lambda: [verify.doctor.Check("python", "ok", "3.11"), late_one])
+    assert cli.main(["verify"]) == (1 if needed else 0)
+    said = capsys.readouterr().out
+    assert ("doctor: nothing is wrong; not checked: " + late in said) is (needed is not None)
+    assert (f"NOT JUDGED: doctor: {late}: not checked: no answer within 20 s" in said) is bool(needed)
+
+
 def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) -> None:
     class Closed:
         def write(self, text: str) -> int:
@@ -414,10 +426,10 @@ def a_run(side: str, figures: dict[str, float], texts: list[str]) -> SimpleNames
     return SimpleNamespace(variant=side, number=1, figures=figures, problems=[], texts=texts, prompts=prompts)
 
 
-def measured(monkeypatch, run_once, dtype: str) -> Verdict:
+def measured(monkeypatch, run_once, dtype: str, requests: int = 3) -> Verdict:
     monkeypatch.setattr(measure, "run_once", run_once)
     deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
-    workload = SimpleNamespace(requests=3, beginning=lambda count: count)
+    workload = SimpleNamespace(requests=requests, beginning=lambda count: count)
     verdict = Verdict({})
     verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": dtype})
     return verdict
@@ -434,7 +446,8 @@ def test_the_benchmark_s_answers_part_in_float32_where_two_tokens_are_as_likely_
         texts = ["a", "b", "c" if variant.name == "off" else "garbage"]
         return a_run(variant.name, shared | {"sent_bytes": pages[variant.name]}, texts)
 
-    def look(deployment, load, workload, partings, tell):
+    def look(deployment, load, workload, partings, tell, most):
+        assert most == workload.requests
         asked.append([parting.number for parting in partings])
         if apart == math.inf:
             raise PdRadixError("request 3, asked again on on, got HTTP 503")
@@ -455,6 +468,33 @@ def test_the_benchmark_s_answers_part_in_float32_where_two_tokens_are_as_likely_
         assert failure.startswith("(a): answers are not identical: request 3 ") and "5.0e-01 nats apart" in failure
     # Where the type rounds nothing is asked.
     assert measured(monkeypatch, run_once, "torch.bfloat16").word == "PASSED" and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "requests, wrong, word", [(40, 0, "CANNOT BE JUDGED HERE"), (3, 0, "FAILED"), (40, 1, "FAILED")]
+)
+def test_a_few_answers_whose_tokens_cannot_be_read_are_not_judged(monkeypatch, requests, wrong, word) -> None:
+    """A tokenizer that writes a text in several ways; once as much as 3 of 100 of them."""
+    figures = {"least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0, "ttft_p50_s": 1.0, "itl_mean_s": 1.0}
+
+    def run_once(deployment, load, workload, variant, number, page_size):
+        off = variant.name == "off"
+        texts = ["a" if off else "x"] * (1 + wrong) + ["same"] * (requests - 1 - wrong)
+        return a_run(variant.name, figures | {"sent_bytes": 1000.0 if off else 200.0}, texts)
+
+    def look(deployment, load, workload, partings, tell, most):
+        told = [parted._noted(parting, most) for parting in partings]
+        told[0]["why"] = parted.UNREADABLE
+        for note in told[1:]:
+            del note["why"]
+            note |= {"token": 1, "tokens": [1, 2], "asked_again": {"on": {"token": 5, "logprobs": [-1.0, -3.0]}}}
+        return told
+
+    monkeypatch.setattr(parted, "look", look)
+    verdict = measured(monkeypatch, run_once, "torch.float32", requests)
+    assert verdict.word == word and len(verdict.unknown) == (requests == 40)
+    if verdict.unknown:
+        assert verdict.unknown[0].startswith("(a): request 1 ") and parted.UNREADABLE in verdict.unknown[0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability import worker_gauges
 from sglang.srt.observability.failure_causes import CAUSES, ELSEWHERE, OTHER, cause_of
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
@@ -170,6 +172,21 @@ def test_an_idle_worker_audits_itself_once_for_what_it_has_done(scheduler, regis
     assert len(audits) == 2
 
 
+def test_a_worker_that_was_flushed_is_audited_though_all_is_as_it_was(scheduler, monkeypatch):
+    """A flush begins the counts of locks anew: what was told before it was told of what came in between."""
+    world = scheduler.world
+    found = iter([[], ["a fault"], ["another"]])
+    monkeypatch.setattr(type(world.tree), "audit", lambda self, holders: next(found))
+    assert scheduler.audit_at_rest() == []
+    world.tree.dec_lock_ref(world.tree.lock_prefix(world.tree.peek([1], None))[1])
+    assert world.flush() and scheduler.audit_at_rest() == ["a fault"]
+    # And without a lock, what came and was evicted.
+    slots = world.allocator.alloc(4)
+    world.tree.insert(InsertParams(key=RadixKey([1, 2, 3, 4], None), value=slots))
+    world.tree.drop_unlocked()
+    assert scheduler.audit_at_rest() == ["another"] == scheduler.audit_at_rest()
+
+
 def test_faults_are_logged_where_they_are_found_and_once(scheduler, caplog):
     """Of several TP ranks only the first answers /get_server_info; what another has found is in its log."""
     many = [f"fault {n}" for n in range(30)]
@@ -246,12 +263,10 @@ def test_what_an_earlier_start_has_left_is_not_shown(monkeypatch, tmp_path):
             os.utime(file, (seconds, seconds))
     (tmp_path / "gauge_livemax_other.db").write_bytes((tmp_path / "gauge_livemax_20.db").read_bytes())
     written_by(monkeypatch, tmp_path, 24, 0)
-    for shown in ("livemax", "livemin"):
+    for shown in ("livemax", "livemin", "mostrecent"):
         kept = {file.stem.rpartition("_")[2] for file in tmp_path.glob(f"gauge_{shown}_*.db")}
         assert kept - {"other"} == {"20", "23", "24"}
     assert (tmp_path / "gauge_livemax_other.db").exists()
-    # Those of others are shown by when they were written, and are none of ours.
-    assert len([*tmp_path.glob("gauge_mostrecent_*.db")]) == 6
 
 
 def test_processes_are_told_apart_by_when_they_began(monkeypatch, tmp_path):

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_support import READ_FLAG, check_tree
+from sglang.srt.mem_cache.prefix_reader import PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.observability.read_metrics import ReadCounters
 
@@ -101,8 +102,10 @@ class DecodeRead:
         self.source: Source | None = None
         self.target: Target | None = None
         self.posted: Posted | None = None
-        # Not to be had on this rank; and that since computing is quicker here.
-        self.failed = self.slow = False
+        self.failed = False
+        # Tokens of what is offered that the tree lacked when that came, and whether this rank computes them sooner.
+        self.lacks: int | None = None
+        self.slow = False
         # The decode rank that offers KV of other weights, by its agent's name.
         self.unlike: str | None = None
         self.began_at, self.posted_at, self.began_in = 0.0, 0.0, 0
@@ -213,6 +216,8 @@ class DecodeReads:
         self.ending: list[DecodeRead] = []
         self.held: list[Held] = []
         self._turn = 0
+        # Tokens that this rank would read, of requests that it has been asked for in this turn, by decode rank.
+        self._wanted: dict[str, int] = {}
         # Decode ranks of whose weights it has been told that they are others than those here.
         self._told_unlike: set[str] = set()
         # Whether those that wait for their turn wait for memory, which no read may take before them.
@@ -241,9 +246,24 @@ class DecodeReads:
             return None
         name = wanted[0].agent_name
         read.unlike = name if offer.weights != self._weights() else None
-        # However many it lacks.
-        read.slow = read.unlike is None and self.paces.is_slow(name, 1, 0)
-        return None if read.unlike or read.slow else Source(name, offer.pages)
+        source = Source(name, offer.pages)
+        read.slow = read.unlike is None and self._is_slow(read, source)
+        return None if read.unlike or read.slow else source
+
+    def _is_slow(self, read: DecodeRead, source: Source) -> bool:
+        """Whether this rank computes what it lacks sooner, beside what is being read from there and will be."""
+        if read.lacks is None:
+            req, end = read.req, len(source.pages) * self._tree.page_size
+            # Nothing is touched: ranks ask in different steps.
+            read.lacks = end - PrefixReader(self._tree).peek(req.origin_input_ids[:end], req.extra_key).length
+        if read.lacks < self.least:
+            return False
+        name = source.agent_name
+        wanted = self._wanted.get(name, 0)
+        if self.paces.is_slow(name, read.lacks, self._under_way(source) + wanted):
+            return True
+        self._wanted[name] = wanted + read.lacks
+        return False
 
     def post(self, read: DecodeRead) -> None:
         """Post a read that has its pages, once no step can write to them.
@@ -253,9 +273,6 @@ class DecodeReads:
         if read.posted is not None or read.failed or (read.began_in == self._turn and self.step_in_flight()):
             return
         assert read.source is not None and read.target is not None
-        if self.paces.is_slow(read.source.agent_name, len(read.target.slots), self._under_way(read.source)):
-            read.failed = read.slow = True
-            return
         first = len(read.target.own) // self._tree.page_size
         ours = kv_to_page_indices(read.target.slots.cpu().numpy(), self._tree.page_size).astype(np.int32)
         try:
@@ -358,7 +375,7 @@ class DecodeReads:
         """The request goes on without it, or has ended. Its pages are given back when nothing is written to them."""
         self.reading.remove(read)
         self.ending.append(read)
-        self._counters.ended("slow" if read.slow else "failed")
+        self._counters.ended("failed")
 
     def turn(
         self,
@@ -373,6 +390,7 @@ class DecodeReads:
         none of those that wait could begin, and nothing runs that would end. poll_all: polls on all ranks.
         """
         self._turn, self.is_stuck = self._turn + 1, is_stuck
+        self._wanted.clear()
         self._reader.begin_turn()
         if not len(self):
             return

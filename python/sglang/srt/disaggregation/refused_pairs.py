@@ -44,7 +44,18 @@ class RefusedPairs:
         """Remember a request that has been answered; its prompt is one token. The oldest is forgotten first."""
         # Nobody looks at the prompt that it had.
         req.origin_input_ids_unpadded, req.origin_input_text = req.origin_input_ids, ""
+        # Its client has been answered, so its adapter may be unloaded; what else it asked for would fail others too.
+        # Nor may the token's KV, which is the model's own then, be found under the adapter's name in a tree.
+        req.lora_id = req.extra_key = None
+        req.custom_logit_processor = req.token_type_ids = None
+        req.return_hidden_states = req.return_routed_experts = False
+        # The engine has cleared ``return_logprob`` only, and asks these of all in a batch with one who wants logprobs.
+        req.top_logprobs_num, req.token_ids_logprob = 0, None
         remember(self._reqs, req.bootstrap_room, req, REMEMBERED)
+
+    def __contains__(self, room: int) -> bool:
+        """Whether the request of ``room`` is remembered."""
+        return room in self._reqs
 
     def take(self, room: int) -> Req | None:
         """Remove and return the request of ``room``; None if there is none."""
@@ -55,7 +66,8 @@ class RefusedPairs:
 
         asked: what decode ranks have asked for, by room and name. live: rooms that are another request's.
         """
-        rooms = [room for room in self._reqs if asked.get(room) and room not in live]
+        # In each step of a prefill, so by the shorter of the two. In one go: a thread adds to what is asked for.
+        rooms = [room for room in self._reqs.keys() & asked.keys() if asked.get(room) and room not in live]
         return [room for room in rooms if not _has_flag(asked.get(room, {}))]
 
 

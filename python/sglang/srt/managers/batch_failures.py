@@ -21,8 +21,9 @@ def check_processor(text: str, group: dist.ProcessGroup) -> None:
     """Raise on all ranks of ``group`` if one of them cannot make the logit processor that ``text`` says.
 
     group: on the CPU, of the ranks that have been given its request; all come here with it. To make a processor runs
-    the client's code, which may go by what is another on each rank: files, memory, chance. One collective for each such
-    request, none for a rank alone. Raises what the making has raised here, else ValueError with a rank that knows why.
+    the client's code, which may go by what is another on each rank: files, memory, chance. Each batch makes it anew,
+    with `Unmade` in place of what it cannot make. One collective for each such request, none for a rank alone. Raises
+    what the making has raised here, else ValueError with a rank that knows why.
     """
     error = None
     try:

@@ -60,9 +60,13 @@ class Pools:
         return places
 
     def mark(self) -> tuple[Any, ...]:
-        """Figures of which one changes with whatever a request does on a decode worker with the flag."""
+        """Figures of which one changes with whatever a request does on a decode worker with the flag.
+
+        Or a flush: it begins the counts of locks anew, and only the tree's generation and growth never go back.
+        """
         tree = self.tree
-        return tree.locks_taken, tree.locks_released, tree.evictable_size(), *self.places().values()
+        counts = tree.generation, tree.growth, tree.locks_taken, tree.locks_released
+        return *counts, tree.evictable_size(), *self.places().values()
 
     def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
         """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.

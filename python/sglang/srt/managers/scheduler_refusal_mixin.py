@@ -93,8 +93,9 @@ class SchedulerRefusalMixin(Base):
         # An empty one is none to the engine, until there is another in its batch, which then ends the worker.
         recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
         try:
-            if recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor:
-                # Made again in each batch; what cannot be made, on one rank even, must be known before.
+            with_processor = recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor
+            # Pipeline stages do not meet here: `Unmade` fails it, as where a later batch cannot make it again.
+            if with_processor and self.pp_size == 1:
                 check_processor(recv_req.custom_logit_processor, self.dp_tp_cpu_group)
             super().handle_generate_request(recv_req)
         except Exception as e:
@@ -155,7 +156,7 @@ class SchedulerRefusalMixin(Base):
         manager = self.kv_manager()
         if not recv_req.by_decode:
             if isinstance(manager, CommonKVManager):
-                manager.refuse_room(recv_req.room, recv_req.reason)
+                manager.refuse_room(recv_req.room, recv_req.reason, recv_req.room in self.refused_pairs)
             return
         self.refused_rooms.note(recv_req.room, recv_req.reason)
         # Decode asks for nothing.

@@ -64,6 +64,11 @@ class Pairs(Sequence[tuple[Any, Any]]):
     def __init__(self, tokens: Sequence[Any]) -> None:
         self.tokens = tokens
 
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Any, Any]]) -> Pairs:
+        """These pairs, one or more, of which each begins with what the one before it ends with: as of a node's key."""
+        return cls([*(first for first, _ in pairs), pairs[-1][1]])
+
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1)
 

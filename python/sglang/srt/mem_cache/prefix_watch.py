@@ -10,15 +10,19 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+from sglang.srt.mem_cache.prefix_reader import Pairs, PrefixPeek
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["PrefixWatches", "Watch"]
+
+# Of those in one place, how many a prompt that arrives is compared with, and among how many they are looked for.
+COMPARED, LOOKED_AT = 8, 64
 
 
 class Watch:
@@ -47,8 +51,9 @@ class Watch:
         self.leading, self.least = False, 0
         # The next page of the prompt, as the tree tells children apart: requests of one place share at least that.
         self.place: tuple[int, Any] = (0, None)
-        # Tokens from the start, whole pages, that it shares with each leader it was compared with.
-        self.common: dict[Watch, int] = {}
+        # Tokens from the start, whole pages, that it shares with each leader it was compared with, by their text: where
+        # a leader is gone, its prompt is not kept.
+        self.common: dict[object, int] = {}
         self.text = object()
         self.like: object = None
         self.alike = 0
@@ -122,6 +127,10 @@ class _Group:
         yield from self.waiting
         yield from self.leading
 
+    def latest(self) -> Iterator[Watch]:
+        """Those that wait, the last to come first, and then those that lead."""
+        return chain(reversed(self.waiting), reversed(self.leading))
+
     def of(self, watch: Watch) -> dict[Watch, None]:
         return self.leading if watch.leading else self.waiting
 
@@ -144,7 +153,7 @@ class PrefixWatches:
                 yield from group
 
     def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
-        """Begin to watch a prompt. Cost: one `peek`, and one comparison with another prompt of its place.
+        """Begin to watch a prompt. Cost: one `peek`, and comparisons with a few other prompts of its place.
 
         Many that wait for one prefix are so compared as they arrive, one by one, and not all in the step in which that
         is on its way, or comes.
@@ -152,9 +161,8 @@ class PrefixWatches:
         keys = self._tree.reader.keys_of(self._tree.shareable(token_ids))
         watch = Watch(keys, extra_key, owner, self._tree.root_node)
         self._descend(watch, self._tree.root_node)
-        mate = next(iter(self._at[watch.node][watch.place]))
-        if mate is not watch and watch.place[1] is not None:
-            self._compare(watch, mate)
+        if watch.place[1] is not None:
+            self._find_like(watch)
         return watch
 
     def remove(self, watch: Watch) -> None:
@@ -164,7 +172,7 @@ class PrefixWatches:
             self.leader_version += 1
             self.on_the_way -= 1
             for other in group.waiting:
-                other.common.pop(watch, None)
+                other.common.pop(watch.text, None)
 
     def lead(self, watch: Watch, least: int = 0) -> None:
         """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way.
@@ -192,9 +200,9 @@ class PrefixWatches:
             # The tree holds all of it that can be shared.
             return None
         for other in self._at[watch.node][watch.place].leading:
-            shared = watch.common.get(other)
+            shared = watch.common.get(other.text)
             if shared is None:
-                shared = watch.common[other] = self._compare(watch, other)
+                shared = watch.common[other.text] = self._compare(watch, other)
             coming = shared - watch.length
             if coming > most and coming >= other.least and (may is None or may(other)):
                 best, most = other, coming
@@ -257,17 +265,40 @@ class PrefixWatches:
             return
         full = 0 if parent is self._tree.root_node else len(parent.key)
         group = places.get((full, self._tree.get_child_key_fn(node.key)))
+        if group is None:
+            return
+        # Its tokens once: with EAGLE each prompt would make tuples of its own to be compared with the leaf's.
+        keys = node.key.token_ids
+        keys = Pairs.of(keys) if self._tree.is_eagle else keys
         # Of texts, how many tokens from the start the tree now has.
         held: dict[object, int] = {}
-        for watch in list(group or ()):
+        for watch in list(group):
             self._take(watch)
             known = max(held.get(watch.text, 0), min(held.get(watch.like, 0), watch.alike))
-            self._enter(watch, node, known - watch.length)
+            self._enter(watch, node, keys, known - watch.length)
             held[watch.text] = watch.length
             if watch.like is not None:
                 held[watch.like] = max(held.get(watch.like, 0), min(watch.length, watch.alike))
 
     # ---- books ----
+
+    def _find_like(self, watch: Watch) -> None:
+        """Compare ``watch`` with a few of its place, the last to come first: who shares most with it is mostly there.
+
+        Whoever is like a prompt that it was compared with, but not as far or farther, shares nothing new with it.
+        """
+        # Of texts, how many tokens it shares with them.
+        told: dict[object, int] = {}
+        compared = 0
+        for other in islice(self._at[watch.node][watch.place].latest(), LOOKED_AT):
+            if other is watch or other.text in told or told.get(other.like, other.alike) != other.alike:
+                continue
+            told[other.text] = shared = self._compare(watch, other)
+            if shared != other.alike:
+                told[other.like] = min(shared, other.alike)
+            compared += 1
+            if compared == COMPARED:
+                break
 
     def _compare(self, watch: Watch, other: Watch) -> int:
         """Tokens, whole pages, that two prompts of one place share; what is known is not compared again."""
@@ -276,13 +307,14 @@ class PrefixWatches:
         watch.learn(other, shared)
         return shared
 
-    def _enter(self, watch: Watch, leaf: TreeNode, known: int) -> None:
+    def _enter(self, watch: Watch, leaf: TreeNode, keys: Sequence[Any], known: int) -> None:
         """Match on into ``leaf``, a child of the node at whose end ``watch`` stands.
 
-        known: tokens of the leaf that are known to match; its first page does.
+        keys: the leaf's tokens, as `PrefixReader.keys_of` returns them. known: tokens of the leaf that are known to
+        match; its first page does.
         """
         start, known = watch.length, max(known, self._tree.page_size)
-        span = self._tree.reader.common_length(leaf.key.token_ids, watch.token_ids, known, start)
+        span = self._tree.reader.common_length(keys, watch.token_ids, known, start)
         watch.length += span
         self._put(watch, leaf, span)
 

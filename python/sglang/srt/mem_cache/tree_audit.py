@@ -5,7 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["audit_tree", "audit_unheld_pages"]
+
+# Tokens whose slots are joined on the device, 8 bytes each, before they are brought to the CPU.
+AT_ONCE = 65_536
 
 
 def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]:
@@ -58,12 +61,10 @@ def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]
         wrong.append(f"{unlisted} evictable leaves are not listed for eviction")
     if leaves != tree.evictable_leaves:
         wrong.append(f"{len(leaves)} evictable leaves, the tree lists {len(tree.evictable_leaves)}")
-    if values:
-        # On the CPU: the device may have little memory left beside the pool.
-        slots = torch.cat(values).cpu()
-        if len(torch.unique(slots)) != len(slots):
-            wrong.append("one KV slot stands in the tree twice")
-    return wrong + _audit_free_pages(tree.pool, values)
+    slots = _on_cpu(values)
+    if len(torch.unique(slots)) != len(slots):
+        wrong.append("one KV slot stands in the tree twice")
+    return wrong + _audit_free_pages(tree.pool, slots)
 
 
 def audit_unheld_pages(tree: DecodeRadixCache, unreturned: int) -> list[str]:
@@ -71,7 +72,7 @@ def audit_unheld_pages(tree: DecodeRadixCache, unreturned: int) -> list[str]:
 
     Nothing of an allocator that is not known.
     """
-    counted = _counted(tree.pool, [node.value for node in _nodes(tree)])
+    counted = _counted(tree.pool, _on_cpu([node.value for node in _nodes(tree)]))
     if counted is None:
         return []
     free, held = counted
@@ -81,9 +82,9 @@ def audit_unheld_pages(tree: DecodeRadixCache, unreturned: int) -> list[str]:
     return [f"{-lost} pages of KV are free or in the tree that a PegaFlow server has not returned"] if lost else []
 
 
-def _audit_free_pages(pool: Any, values: Sequence[torch.Tensor]) -> list[str]:
-    """How the free list of ``pool`` contradicts itself, and that the tree holds the slots of ``values``."""
-    counted = _counted(pool, values)
+def _audit_free_pages(pool: Any, slots: torch.Tensor) -> list[str]:
+    """How the free list of ``pool`` contradicts itself, and that the tree holds ``slots``."""
+    counted = _counted(pool, slots)
     if counted is None:
         return []
     free, held = counted
@@ -96,8 +97,20 @@ def _audit_free_pages(pool: Any, values: Sequence[torch.Tensor]) -> list[str]:
     return [f"{count} {what}" for count, what in found if count]
 
 
-def _counted(pool: Any, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """How often each page of ``pool`` is in its free list, and how many of its slots are in ``values``; on the CPU.
+def _on_cpu(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The numbers of ``values``, in one on the CPU: the device may have little memory left beside the pool."""
+    brought, batch, size = [torch.empty(0, dtype=torch.int64)], list[torch.Tensor](), 0
+    for part in (part for value in values for part in value.split(AT_ONCE)):
+        if size + len(part) > AT_ONCE:
+            brought.append(torch.cat(batch).cpu())
+            batch, size = [], 0
+        batch.append(part)
+        size += len(part)
+    return torch.cat([*brought, torch.cat(batch).cpu()] if batch else brought)
+
+
+def _counted(pool: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """How often each page of ``pool`` is in its free list, and how many of its slots are in ``slots``; on the CPU.
 
     By page; at 0, which is never given away, what is no page. None of an allocator that is not known.
     """
@@ -109,9 +122,7 @@ def _counted(pool: Any, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, t
         # Without a sort: a pool has millions of pages, and the scheduler waits.
         return torch.bincount(numbers.where((numbers > 0) & (numbers <= last), 0), minlength=last + 1)
 
-    free = torch.cat([pool.free_pages, pool.release_pages])
-    slots = torch.cat([free[:0], *values]).cpu()
-    return times(free.cpu()), times(slots // pool.page_size)
+    return times(_on_cpu([pool.free_pages, pool.release_pages])), times(slots // pool.page_size)
 
 
 def _nodes(tree: DecodeRadixCache) -> Iterator[TreeNode]:

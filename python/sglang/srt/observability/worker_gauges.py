@@ -128,7 +128,7 @@ def _began(pid: int) -> float | None:
 
 
 def _forget_earlier_starts(folder: Path) -> None:
-    """Remove what processes of earlier starts have left in ``folder`` of gauges of those that live.
+    """Remove what processes of earlier starts have left in ``folder`` of gauges.
 
     Such a file was written before the process began that has its PID now or, where none has, before this one began. So
     what a worker that lives writes is left, also another one's. Containers with PIDs of their own cannot share a
@@ -139,7 +139,9 @@ def _forget_earlier_starts(folder: Path) -> None:
     try:
         # Else another rank could find an old file of this PID, and remove the new one.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for file in (*folder.glob("gauge_livemax_*.db"), *folder.glob("gauge_livemin_*.db")):
+        for file in (
+            file for mode in ("livemax", "livemin", "mostrecent") for file in folder.glob(f"gauge_{mode}_*.db")
+        ):
             pid = file.stem.rpartition("_")[2]
             if pid.isdecimal() and file.stat().st_mtime < (_began(int(pid)) or began):
                 file.unlink()

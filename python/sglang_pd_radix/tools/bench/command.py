@@ -390,7 +390,8 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
 
 def _shown(side: Side) -> dict[str, Any]:
     """What a report says of ``side``."""
-    return {"options": hidden(side.options), "env": dict(side.env)}
+    env = hidden([f"{name}={value}" for name, value in side.env])
+    return {"options": hidden(side.options), "env": dict(assignment.split("=", 1) for assignment in env)}
 
 
 def _name_of(model: str | None) -> str:

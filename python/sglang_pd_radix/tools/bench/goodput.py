@@ -390,7 +390,7 @@ def measure(
         interrupted = True
         problems.add("interrupted before all rates were found and all answers compared")
     show.end()
-    notes = [*([] if exact else [NOT_COMPARED]), *sent_late(searches, slo)]
+    notes = [*([] if exact else [NOT_COMPARED]), *compared.notes, *sent_late(searches, slo)]
     few = too_few(workload, slo, searches)
     if any(search.trials for search in searches.values()):
         notes += few
@@ -408,6 +408,12 @@ class Compared:
     looks: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def notes(self) -> list[str]:
+        """What was not looked at, and is no problem."""
+        count = 0 if self.problems else len(parted.left_out(self.looks))
+        return [f"{count} more answers part and were not asked for again"] * bool(count)
+
 
 def compare(
     deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Show
@@ -417,7 +423,7 @@ def compare(
     if not partings:
         return Compared()
     try:
-        looks = parted.look(deployment, load, workload, partings, show.done)
+        looks = parted.look(deployment, load, workload, partings, show.done, parted.MOST_JUDGED)
     except PdRadixError as error:
         number = len({parting.number for parting in partings})
         told = f"answers to {number} requests are not identical, and could not be asked for again: {error}"

@@ -37,7 +37,9 @@ def compact(document: report.Document) -> Record:
             for run in entry["runs"]
         ]
         # One more than were looked at says that there are others.
-        workloads.append({**kept, "differences": entry["differences"][: parted.MOST_LOOKED_AT + 1], "runs": runs})
+        looks = entry["differences"]
+        looks = looks[: len(looks) - len(parted.left_out(looks)[1:])]
+        workloads.append({**kept, "differences": looks, "runs": runs})
     setting = dict(document["setting"])
     return {"setting": setting | {"command": _without_out(setting["command"])}, "workloads": workloads}
 

@@ -63,7 +63,8 @@ def measure_all(
             show.done(f"{label}: {_told(result)}")
     show.end()
     partings = parted.find([run for _, run in found])
-    looks = parted.look(deployment, load, workload, partings, show.done) if partings else []
+    most = parted.MOST_JUDGED if exact else parted.MOST_LOOKED_AT
+    looks = parted.look(deployment, load, workload, partings, show.done, most) if partings else []
     entry = _entry(workload, variants, page_size, found) | {"differences": looks} | place
     if exact:
         entry["problems"][:0] = parted.problems(looks)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import fcntl
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -26,8 +27,9 @@ OUTCOME, SETTING, LOG, LOCK = "outcome.json", "setting.json", "log", "lock"
 _TAIL = 30
 # What an option of an engine may hold that is nobody's business.
 _SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
-# Whose value is a command line again.
-_LINES = ("--options", "--decode-options", "--prefill-options")
+_SECRET_VARIABLE = re.compile(r"(?i)\w*(key|token|secret|password)(_\w*)?")
+# Whose value is a command line again; --compare's has a name and a colon before it.
+_LINES = ("--options", "--decode-options", "--prefill-options", "--on", "--compare")
 
 
 @dataclass(frozen=True)
@@ -275,11 +277,13 @@ def hidden(words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         if shown and shown[-1] in _SECRET:
             shown.append("...")
+        elif equals and _SECRET_VARIABLE.fullmatch(name):
+            shown.append(f"{name}=...")
         elif name in _SECRET:
             shown.append(f"{name}=..." if equals else name)
-        elif shown and shown[-1] in _LINES:
+        elif shown and _is_line(shown[-1]):
             shown.append(_hidden_line(word))
-        elif name in _LINES and equals:
+        elif _is_line(name) and equals:
             shown.append(f"{name}={_hidden_line(value)}")
         elif word.startswith("/"):
             shown.append(Path(word).name)
@@ -288,10 +292,17 @@ def hidden(words: Sequence[str]) -> list[str]:
     return shown
 
 
+def _is_line(option: str) -> bool:
+    """Whether its value is a command line, also where the option is cut short, as argparse takes it."""
+    return len(option) > len("--") and any(name.startswith(option) for name in _LINES)
+
+
 def _hidden_line(line: str) -> str:
-    """Options of engines that are one word of a command."""
+    """Options of engines that are one word of a command, after the name of a side if there is one."""
+    side = re.match(r"[a-z][a-z0-9-]*:|", line)
+    named = side[0] if side else ""
     try:
-        return shlex.join(hidden(shlex.split(line)))
+        return named + shlex.join(hidden(shlex.split(line.removeprefix(named))))
     except ValueError:
         return "..."
 

@@ -268,14 +268,13 @@ class CommonKVManager(engine.CommonKVManager):
             self.end_room(room, reason)
         return peers
 
-    def refuse_room(self, room: int, reason: str) -> None:
-        """Answer decode's request for a room that is refused on this prefill, which may have come or not."""
+    def refuse_room(self, room: int, reason: str, kept: bool = False) -> None:
+        """Answer decode's request for a room that is refused here, come or not. kept: `RefusedPairs` has it."""
         with self.rooms.lock:
             if not self.ends_rooms or self.rooms.holder(room) is not None:
-                # Or it is another request's.
-                return
+                return  # or it is another request's
             # Without the flag decode understands no answer, and `RefusedPairs` gives it its one token.
-            if (asked := self.transfer_infos.get(room)) and not names_prefix(asked.values()):
+            if kept and (asked := self.transfer_infos.get(room)) and not names_prefix(asked.values()):
                 return
             peers = self.end_failed_room(room, {}, reason)
             self.forget(room)

@@ -6,8 +6,10 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 # An address family, and an address as text.
 Address = tuple[int, str]
 
+# Seconds for which an answer of DNS holds: it may take longer than a look waits for it, and who is gone refuses twice.
+FRESH_S = 2.0
 # Requests name peers: names that are remembered.
 MOST_NAMES = 4096
 
@@ -29,6 +33,7 @@ class _Name:
     # Whether it may stand for something else by now.
     doubted: bool = True
     being_asked: bool = False
+    learned_at: float = -math.inf
 
 
 def _resolve(host: str, flags: int = 0) -> list[Address]:
@@ -62,14 +67,15 @@ class PeerNames:
             return found | {host: [] if name.being_asked else name.addresses for host, name in names.items()}
 
     def doubt(self, hosts: Iterable[str]) -> None:
-        """The addresses of ``hosts`` refuse: they may stand for others by now, and are asked for at the next look."""
+        """The addresses of ``hosts`` refuse: they may stand for others by now, and are asked for at one of the next
+        looks."""
         with self._answered:
             for host in hosts:
                 if host in self._names:
                     self._names[host].doubted = True
 
     def _ask(self, host: str, name: _Name) -> None:
-        if name.doubted and not name.being_asked:
+        if name.doubted and not name.being_asked and time.monotonic() - name.learned_at >= FRESH_S:
             name.being_asked = in_background(partial(self._learn, host, name), "resolve-peer") is None
 
     def _learn(self, host: str, name: _Name) -> None:
@@ -79,7 +85,8 @@ class PeerNames:
         except (OSError, ValueError) as e:
             logger.debug("%s is not known: %s", host, e)
         with self._answered:
-            if addresses:
-                name.addresses, name.doubted = addresses, False
+            # What DNS knows no more may come back: it is asked for again.
+            name.addresses, name.doubted = addresses or name.addresses, not addresses
+            name.learned_at = time.monotonic()
             name.being_asked = False
             self._answered.notify_all()

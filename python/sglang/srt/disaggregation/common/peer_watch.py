@@ -160,39 +160,56 @@ class Unclaimed:
         self._seen: dict[int, tuple[list[Any], float]] = {}
 
     def rooms(self) -> list[int]:
-        """Called with the rooms' lock."""
-        return [room for room in list(self._books.transfer_infos) if room not in self._books.rooms.live]
+        """Which they are. Takes the rooms' lock, for `AT_ONCE` of what has been asked for at a time."""
+        books, found = self._books, []
+        # A copy in one go: not all who change it take the lock.
+        asked = list(books.transfer_infos)
+        for first in range(0, len(asked), AT_ONCE):
+            with books.rooms.lock:
+                found += [room for room in asked[first : first + AT_ONCE] if room not in books.rooms.live]
+        return found
 
     def drop(self, rooms: Iterable[int], reason: str) -> None:
         """Who asked for ``rooms`` is gone. Of one whose request is not here, only why it fails is kept."""
         books = self._books
         with books.rooms.lock:
-            for room in set(rooms).intersection(self.rooms()):
-                books.end_room(room)
-                books.forget(room)
-                books.rooms.refuse(room, reason)
+            for room in set(rooms):
+                if room in books.transfer_infos and room not in books.rooms.live:
+                    books.end_room(room)
+                    books.forget(room)
+                    books.rooms.refuse(room, reason)
 
     def expire(self) -> None:
         """Forget what decode workers without the flag have asked for and must have given up.
 
         They do not say so, and nobody looks at their ports. Their rooms may be used again.
         """
+        now, rooms = time.monotonic(), self.rooms()
+        for room in self._seen.keys() - set(rooms):
+            del self._seen[room]
+        for first in range(0, len(rooms), AT_ONCE):
+            with self._books.rooms.lock:
+                for room in rooms[first : first + AT_ONCE]:
+                    self._expire(room, now)
+
+    def _expire(self, room: int, now: float) -> None:
         books = self._books
-        with books.rooms.lock:
-            now, seen, self._seen = time.monotonic(), self._seen, {}
-            for room in self.rooms():
-                infos = list(books.transfer_infos[room].values())
-                if any(getattr(info, "names_prefix", False) for info in infos):
-                    continue
-                asked, since = seen.get(room, ([], now))
-                if [*map(id, asked)] != [*map(id, infos)]:
-                    # It has been asked for anew, or by another rank.
-                    since = now
-                if now - since < books.transfer_timeout:
-                    self._seen[room] = infos, since
-                else:
-                    books.end_room(room)
-                    books.forget(room)
+        asked = books.transfer_infos.get(room)
+        infos = [] if asked is None else list(asked.values())
+        with_flag = any(getattr(info, "names_prefix", False) for info in infos)
+        if asked is None or room in books.rooms.live or with_flag:
+            # Gone or begun meanwhile, or one that says itself when it gives up.
+            self._seen.pop(room, None)
+            return
+        before, since = self._seen.get(room, ([], now))
+        if [*map(id, before)] != [*map(id, infos)]:
+            # It has been asked for anew, or by another rank.
+            since = now
+        self._seen[room] = infos, since
+        if now - since >= books.transfer_timeout:
+            books.end_room(room)
+            books.forget(room)
+            del self._seen[room]
 
 
 class DecodeWatch:
@@ -267,9 +284,11 @@ class DecodeWatch:
         And what has been asked for whose request has not come here, and may never.
         """
         found: dict[Endpoint, list[int]] = {}
-        books = self._rooms
+        books, asked = self._rooms, self._unclaimed.rooms()
         with books.lock:
-            live, unclaimed = list(books.live), self._unclaimed.rooms()
+            live = list(books.live)
+        # Some may have come since.
+        unclaimed = list({*asked}.difference(live))
         for first in range(0, len(live), AT_ONCE):
             with books.lock:
                 for room in live[first : first + AT_ONCE]:

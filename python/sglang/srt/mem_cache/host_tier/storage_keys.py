@@ -91,7 +91,7 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
     options |= experts_apart(
         args, lambda path: Path(path).name if weights else weights_id(path, None, "--kt-weight-path")
     )
-    options |= only_where_set(args)
+    options |= only_where_set(args, bool(weights))
     if drafts:
         options["draft"] = _draft(args, weights)
     text = json.dumps(options, sort_keys=True, default=str)
@@ -102,16 +102,24 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
 def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
     """What a draft's KV depends on, which lies behind the model's in each page."""
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    path_option = "--speculative-draft-model-path"
     found: list[Any] = [args.speculative_draft_model_quantization]
     config = getattr(args, "decrypted_draft_config_file", None)
-    config = config_file(config, "--decrypted-draft-config-file", path or args.model_path, revision)
+    config = config_file(
+        config,
+        "--decrypted-draft-config-file",
+        path or args.model_path,
+        revision,
+        path_option if path else "--model-path",
+        bool(weights),
+    )
     if config is not None:
         found.append({"config": config})
     if path in (None, args.model_path):
         return found
     if weights:
         return [*found, Path(path).name]
-    return [*found, weights_id(path, revision, "--speculative-draft-model-path")]
+    return [*found, weights_id(path, revision, path_option)]
 
 
 def rank_folder(model: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:

@@ -149,17 +149,30 @@ def _found(model_path: str, revision: str | None, option: str, named_by: str) ->
     return path
 
 
-def config_file(given: str | None, named_by: str, model_path: str, revision: str | None) -> str | None:
+def config_file(
+    given: str | None, named_by: str, model_path: str, revision: str | None, path_option: str, weights_named: bool
+) -> str | None:
     """A digest of the config that the engine reads in the place of a model's; None where no file is ``given``.
 
-    named_by: the option that gives it. One that is not absolute is in the model's folder. Raises ValueError where it
-    cannot be read.
+    named_by: the option that gives it. One that is not absolute is in the model's folder, or beside a model that is one
+    file. path_option: the option that gives ``model_path``. weights_named: the user has given the weights a name; where
+    the model is not on this machine its config has then what is ``given`` for one. Raises ValueError where it cannot
+    be read, or looked for.
     """
     if not given or not given.strip():
         return None
     path = Path(given.strip())
     if not path.is_absolute():
-        path = _found(model_path, revision, named_by, "--model-path") / path
+        try:
+            model = _found(model_path, revision, named_by, path_option)
+        except ValueError as error:
+            if weights_named:
+                return given.strip()
+            raise ValueError(
+                f"{named_by} {path} is looked for in the folder of {model_path!r}, which is not on this machine: "
+                f"give an absolute path, or a directory as {path_option}."
+            ) from error
+        path = (model.parent if model.is_file() else model) / path
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -169,13 +182,18 @@ def config_file(given: str | None, named_by: str, model_path: str, revision: str
         ) from error
 
 
-def only_where_set(args: ServerArgs) -> dict[str, Any]:
-    """For a name: what else KV depends on, only what is set. Raises ValueError for a config that cannot be read."""
+def only_where_set(args: ServerArgs, weights_named: bool) -> dict[str, Any]:
+    """For a name: what else KV depends on, only what is set. Raises ValueError for a config that cannot be read.
+
+    weights_named: see `config_file`.
+    """
     found = {name: getattr(args, name, None) for name in _LATER_OPTIONS}
     found = {name: value for name, value in found.items() if value and value not in _CHANGE_NOTHING}
     found |= {field.name: field.get() for field in _ENVIRONMENT if field.get() != field.default}
     config = getattr(args, "decrypted_config_file", None)
-    config = config_file(config, "--decrypted-config-file", args.model_path, args.revision)
+    config = config_file(
+        config, "--decrypted-config-file", args.model_path, args.revision, "--model-path", weights_named
+    )
     return found if config is None else {**found, "config": config}
 
 
@@ -210,10 +228,10 @@ def model_namespace(args: ServerArgs) -> str:
     given[_LOADER] = _changes_weights(given[_LOADER])
     options |= {name: value for name, value in given.items() if value}
     options |= experts_apart(args, lambda path: weights_fingerprint(path, None, "--kt-weight-path"))
-    options |= only_where_set(args)
+    remote = args.load_format in NOT_FROM_FILES
+    options |= only_where_set(args, remote)
     if args.load_format == "dummy":
         options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
-    remote = args.load_format in NOT_FROM_FILES
     options |= {
         "weights": None if remote else weights_fingerprint(args.model_path, args.revision),
         "page_size": args.page_size,
