@@ -67,7 +67,8 @@ ELSEWHERE = {
         --disaggregation-transfer-backend --enable-hierarchical-cache --hicache-write-policy --hicache-storage-backend
         --disable-radix-cache --enable-dp-attention --enable-multimodal --kv-cache-dtype --enable-pegaflow
         --pegaflow-allow-non-loopback --enable-memory-saver --enable-trace
-        --disaggregation-decode-enable-radix-cache --disaggregation-decode-verify-pages --speculative-algorithm
+        --disaggregation-decode-enable-radix-cache --disaggregation-enable-decode-radix-cache
+        --disaggregation-decode-verify-pages --speculative-algorithm
         --disaggregation-decode-admission --load-balance-method --skip-server-warmup --enable-streaming-session
         --enable-lmcache --enable-hisparse --disaggregation-decode-enable-offload-kvcache --dtype --attention-backend
         --mamba-scheduler-strategy --lora-target-modules --lora-backend --enable-multi-layer-eagle
