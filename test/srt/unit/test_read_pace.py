@@ -42,13 +42,13 @@ def paces(clock: Clock, read: float, computed: float = 5000.0, tokens: int = 100
 
 
 def test_a_link_is_used_where_it_spares_time(clock: Clock) -> None:
-    fast, fair, slow = (paces(clock, rate) for rate in (50000.0, 2600.0, 2400.0))
+    fast, fair, slow = (paces(clock, rate) for rate in (50000.0, 5200.0, 4800.0))
     assert not fast.is_slow("decode", 1000, 0) and not fair.is_slow("decode", 1000, 0)
     assert slow.is_slow("decode", 1000, 0) and not slow.is_slow("another", 1000, 0)
     # What is under way comes first.
-    assert not fast.is_slow("decode", 1000, 15000) and fast.is_slow("decode", 1000, 20000)
+    assert not fast.is_slow("decode", 1000, 8500) and fast.is_slow("decode", 1000, 9500)
     # Nobody waits for so long.
-    assert not fair.is_slow("decode", 5000, 0) and fair.is_slow("decode", 5300, 0)
+    assert not fair.is_slow("decode", 10300, 0) and fair.is_slow("decode", 10500, 0)
 
 
 def test_where_nothing_is_known_all_are_read(clock: Clock) -> None:

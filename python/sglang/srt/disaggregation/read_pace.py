@@ -14,8 +14,6 @@ from collections import OrderedDict
 
 __all__ = ["Pace", "ReadPaces"]
 
-# A read may take so many times as long as computing the same would: others are computed meanwhile.
-WORTH = 2.0
 # Seconds after which what was seen counts half, and without a read, after which one is tried where they were slow.
 HALF_LIFE_S, FORGOTTEN_S = 10.0, 60.0
 # Tokens of the least step that tells what one of them takes, which is not what a step takes that has few.
@@ -77,5 +75,5 @@ class ReadPaces:
         if pace is None:
             return False
         takes = pace.seconds(tokens + under_way)
-        slow = takes > self._late_s or 0 < WORTH * self._computed.seconds(tokens) < takes
+        slow = takes > self._late_s or 0 < self._computed.seconds(tokens) < takes
         return slow and (under_way > 0 or pace.is_known(time.monotonic()))
