@@ -32,7 +32,7 @@ class Pace:
     def note(self, tokens: int, began_at: float, ended_at: float) -> None:
         """So many ended at ``ended_at``; what began before others had ended shared their time."""
         busy = max(0.0, ended_at - max(began_at, self._until))
-        half = 0.5 ** (max(0.0, ended_at - self._until) / HALF_LIFE_S)
+        half = 0.5 ** (max(0.0, ended_at - self._until) / HALF_LIFE_S) if self.is_known(ended_at) else 0.0
         self._tokens, self._seconds = self._tokens * half + tokens, self._seconds * half + busy
         self._until = max(self._until, ended_at)
 
