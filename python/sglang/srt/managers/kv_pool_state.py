@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree_audit import audit_unheld_pages
 
-__all__ = ["Pools"]
+__all__ = ["Pools", "unreturned_tokens"]
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,12 @@ class Pools:
             state |= {"state_slots": states.size, "free_state_slots": states.available_size()}
         return state
 
-    def unreturned_tokens(self) -> int:
-        """Tokens outside the tree that a PegaFlow server may still write to or read."""
-        tree = self.tree
-        return tree.unreturned_tokens if isinstance(tree, PegaFlowTree) and tree.attached else 0
-
     def audit(self) -> list[str]:
         """Every contradiction in the tree and the pools of an idle decode worker with the flag.
 
         A request in the retracted queue holds nothing of them either.
         """
-        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, self.unreturned_tokens())]
+        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, unreturned_tokens(self.tree))]
         if self.tree.tier is not None:
             faults += self.tree.tier.audit()
         rows = self.rows
@@ -129,6 +124,11 @@ class Pools:
         """How the state slots contradict that no request is here."""
         states = self.rows.mamba_pool
         return _not_all_free("state slots", states.free_slots.tolist(), range(1, states.size + 1))
+
+
+def unreturned_tokens(tree: Any) -> int:
+    """Tokens outside ``tree`` that a PegaFlow server may still write to or read."""
+    return tree.unreturned_tokens if isinstance(tree, PegaFlowTree) and tree.attached else 0
 
 
 def _not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:

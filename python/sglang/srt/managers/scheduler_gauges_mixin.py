@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.kv_pool_state import unreturned_tokens
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 from sglang.srt.observability.worker_gauges import InHand, WorkerGauges, counts, in_hand, oldest
@@ -30,8 +30,7 @@ Base: Any = object
 
 def kept_for_copies(tree: DecodeRadixCache) -> int:
     """Tokens of the pool that copies to and from host memory and a PegaFlow server keep, with what lies above them."""
-    outside = tree.unreturned_tokens if isinstance(tree, PegaFlowTree) and tree.attached else 0
-    return tokens_above(tree.nodes_in_use()) + outside
+    return tokens_above(tree.nodes_in_use()) + unreturned_tokens(tree)
 
 
 class SchedulerGaugesMixin(Base):

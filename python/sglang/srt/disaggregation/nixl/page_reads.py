@@ -21,7 +21,7 @@ MOST_REGIONS = 65536
 
 
 class PostedRead:
-    """A read that has been posted. It may write to its pages until `is_over`."""
+    """A read that has been posted. It may write to its pages as long as its state is ``PROC``."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle, self._state = agent, handle, "PROC"
@@ -36,11 +36,6 @@ class PostedRead:
             if self._state != "PROC":
                 self.release()
         return self._state
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it writes no more."""
-        return self.state() != "PROC"
 
     def release(self) -> None:
         """Give its handle back; of one that could not be posted in full, NIXL ends the rest."""
