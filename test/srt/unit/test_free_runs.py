@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -196,3 +198,18 @@ def test_the_watermark_is_not_kept_a_page_at_a_time(monkeypatch: pytest.MonkeyPa
         assert world.allocator.alloc(4) is not None
         world.tree.evict_to_watermark()
     assert evictions == [52, 52, 52]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_cannot_be_numbered_is_not_taken(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots of large pages take memory of the device, of which there may be none: the pages stay free."""
+    allocator = make(page_size, 20)
+
+    def no_memory(*args: object, **kwargs: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "add", no_memory)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            allocator.free(allocator.alloc_long_runs(5 * page_size))
+    assert allocator.available_size() == 20 * page_size

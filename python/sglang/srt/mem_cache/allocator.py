@@ -75,10 +75,12 @@ class _Runs:
         rest = self.free_pages.numel() - num_pages
         if rest < 0:
             return None
-        pages, self.free_pages = self.free_pages[rest:], self.free_pages[:rest]
-        if self.page_size == 1:
-            return pages
-        return torch.add(self._offsets, pages[:, None], alpha=self.page_size).reshape(-1)
+        slots = pages = self.free_pages[rest:]
+        if self.page_size > 1:
+            # Before they are taken: what raises for want of memory loses no page.
+            slots = torch.add(self._offsets, pages[:, None], alpha=self.page_size).reshape(-1)
+        self.free_pages = self.free_pages[:rest]
+        return slots
 
     def reserve(self, slots: torch.Tensor) -> None:
         """Take the pages of ``slots`` (int64, of each page at least one) out of the free list of a cleared pool."""
