@@ -22,7 +22,7 @@ class SimulatedSteps:
         # Figures of the policy are tokens, and here slots.
         *tokens, paced = local.policy
         local.policy = type(local.policy)(*(max(1, figure // worker.scale) for figure in tokens), paced)
-        # What a worker measures of its steps it would find to be this.
+        # What a worker measures of its steps it would find to be this, and so takes each for what it is charged.
         local.pace.own = self._measured
         self._after_one = False
         self.steps = self.tokens = 0
@@ -31,7 +31,7 @@ class SimulatedSteps:
         worker, times = self.worker, self.worker.times
         step = times.decode_step(len(worker.running), tokens_read(worker))
         short = worker.queue.policy.transfers.short() or 0.0
-        figures = (step, times.computed or times.step, worker.scale * times.token, 0.0, short)
+        figures = (step, times.computed or times.step, worker.scale * times.token, 0.0, short, 0.0, 0.0)
         return [round(PS * seconds) for seconds in figures]
 
     def decoded(self, steps: int) -> None:

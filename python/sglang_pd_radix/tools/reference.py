@@ -208,7 +208,12 @@ ENGINE_VARIABLES = (
     Variable(
         "SGLANG_SCHEDULER_SKIP_ALL_GATHER", "False", "decode", "refused with --disaggregation-decode-local-prefill"
     ),
-    Variable("SGLANG_USE_CPU_ENGINE", "0", "all", "1: run as on a CPU host, also where there is a CUDA driver"),
+    Variable(
+        "SGLANG_USE_CPU_ENGINE",
+        "by whether there is a CUDA driver",
+        "all",
+        "1: run as on a CPU host, also where there is a CUDA driver; 0: never, also where there is none",
+    ),
     Variable("SGLANG_CPU_OMP_THREADS_BIND", "all", "all, on CPU hosts", "cores of each TP rank, such as `0\\|1`"),
     Variable("MC_FORCE_TCP", "", "prefill, decode", "1: Mooncake uses TCP, whatever RDMA devices there are"),
 )

@@ -467,6 +467,15 @@ def test_answers_that_differ_are_counted():
     assert report.identity(entry) == "10 of 12"
 
 
+def test_no_reader_finds_half_a_report(tmp_path):
+    """The file of an earlier run is replaced, not written into."""
+    before = tmp_path / "before"
+    before.write_text("all of it")
+    (tmp_path / "report.json").hardlink_to(before)
+    report.write(a_document(), tmp_path)
+    assert before.read_text() == "all of it" and json.loads((tmp_path / "report.json").read_text())
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
     document = a_document(chat)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host
 from sglang_pd_radix.supplied.cpu_host import kernels
 from sglang_pd_radix.supplied.cpu_host.allocator import extend_slots
@@ -46,6 +47,14 @@ def test_the_switch_wins_over_the_driver(monkeypatch, switch, driver, expected):
     monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: False)
     monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: driver)
     assert cpu_host.active() is expected
+
+
+@pytest.mark.parametrize("switch", ["true", "yes", "2", "off"])
+def test_a_switch_that_says_nothing_is_refused(monkeypatch, switch):
+    """It was taken for 0."""
+    monkeypatch.setenv(cpu_host.SWITCH, switch)
+    with pytest.raises(PdRadixError, match=f"SGLANG_USE_CPU_ENGINE is '{switch}': give 1 to run as on a CPU host, 0 "):
+        cpu_host.active()
 
 
 @pytest.mark.parametrize("platform, other", [("darwin", False), ("linux", True)])

@@ -114,7 +114,7 @@ def test_ranks_that_step_together_share_what_the_others_lose():
     steps = []
     for ranks in (1, 4):
         pace = Pace()
-        pace.take([20 * MS, 15 * MS, MS // 10, 0, 0])
+        pace.take([20 * MS, 15 * MS, MS // 10, 0, 0, 0, 0])
         pace.note_step(step(16, [16] * ranks))
         pace.computed(64, 16)
         steps.append(0)
@@ -150,7 +150,7 @@ def test_a_step_without_prompts_comes_between_two_where_others_may_decode(monkey
 def test_a_burst_is_not_all_taken_because_nobody_decodes_yet():
     """The first of it decode when the rest has its turn, which then waits for their steps."""
     rank = Rank(0, target=False)
-    rank.local.pace.take([20 * MS, 15 * MS, MS // 10, 0, 300 * MS])
+    rank.local.pace.take([20 * MS, 15 * MS, MS // 10, 0, 300 * MS, 0, 0])
     req = SimpleNamespace(
         origin_input_ids=[0] * 128, return_logprob=False, return_hidden_states=False, return_routed_experts=False,
         is_prefill_only=False, input_embeds=None, multimodal_inputs=None, session=None, token_type_ids=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sglang.srt.disaggregation.mooncake import failed_sessions
 from sglang.srt.disaggregation.mooncake.failed_sessions import MOST_S, FailedSessions
 
 
@@ -64,3 +65,24 @@ def test_others_stay_out_until_they_register_anew(world):
     world.sessions.remove("b")
     assert "b" not in world.sessions
     world.sessions.remove("b")
+
+
+def test_sessions_of_decode_workers_that_are_no_more_are_forgotten(world, monkeypatch):
+    """Each that is started anew has others."""
+    monkeypatch.setattr(failed_sessions, "REMEMBERED", 8)
+    for n in range(100):
+        world.sessions.try_again(f"s{n}")
+        world.sessions.add(f"s{n}")
+        world.sessions.try_again("a")
+        world.now += MOST_S
+    assert len(world.sessions._tried_again) == 8 and len(world.sessions._pauses) <= 2
+    # One to which is still written goes by its own failures.
+    world.sessions.add("a")
+    assert world.tries(1.5)[:1] == [1.0]
+    # The engine's rule for others has no end.
+    world.sessions.add("b")
+    for _ in range(100):
+        world.now += 2 * MOST_S
+        world.sessions.try_again("a")
+        world.sessions.add("a")
+    assert "b" in world.sessions

@@ -273,6 +273,52 @@ def test_a_herd_whose_leader_takes_long_asks_for_one_more_copy_at_a_time(known: 
     world.check()
 
 
+@pytest.mark.parametrize(("clients", "patience", "limits"), [(3, 4.0, 1), (8, 5.0, 1), (8, 12.0, 2), (25, 1e9, 6)])
+def test_nobody_waits_for_ever_behind_those_that_come_later(clients: int, patience: float, limits: int, monkeypatch):
+    """They find more of themselves in the tree, and so lead next. Those that hang up ask again; limits: of the wait."""
+    clock = 100.0
+    for module in (decode_admission, decode_schedule, admission_step):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
+    bound = {"disaggregation_decode_max_overtaken": 4}
+    world = World(size=4096, page_size=4, max_reqs=32, watermark=0, options=bound)
+    serve_to_end(world, tokens(1, 64), max_new=1)
+    world.queue.policy.transfers = Transfers()
+    prompt = tokens(1, 64) + tokens(2, 40)
+    flying = [(queue(world, prompt + tokens(3, 4))[0], clock)]
+    world.step()
+    (follower,) = queue(world, prompt + tokens(4, 200))
+    while not follower.wire.asked:
+        clock += 0.25
+        assert clock <= 101 + WaitLimit().unknown_same * limits
+        asks = min(8, clients - len(flying))
+        flying += [(decode_req, clock) for decode_req in queue(world, *[prompt + tokens(3, 4)] * asks)]
+        for decode_req, came in [one for one in flying if clock - one[1] > patience][:1]:
+            decode_req.wire.abort()
+            flying.remove((decode_req, came))
+        world.step()
+        world.check()
+    assert follower.entry.overtaken <= 4
+
+
+def test_who_has_got_something_waits_for_the_rest_from_the_beginning(monkeypatch):
+    now, limit, prompt = [100.0], WaitLimit().unknown_same, tokens(1, 64)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    world = World(size=1024)
+    first, second = queue(world, prompt[:32], prompt)
+    world.step()
+    (follower,) = queue(world, prompt + tokens(2, 8))
+    world.step()
+    for leader, waits in ((first, second), (second, follower)):
+        now[0] += limit - 0.5
+        world.step()
+        assert not waits.wire.asked
+        world.complete(leader)
+        world.step()
+        world.queue.policy.transfers = Transfers()
+        assert waits.wire.asked
+    assert follower.req.decode_prefix_len == 64
+
+
 def test_a_herd_of_three_prefills_asks_each_for_one_copy(monkeypatch):
     """Who has given up the transfer of another prefill waits for none of a third: its own copy is due."""
     now = [100.0]
@@ -310,6 +356,22 @@ def test_a_prefill_that_nothing_is_known_of():
     assert transfers.pace("a") == (1.0, 1000.0), "the slowest of the last, 1000 s for 1000 tokens"
     transfers.done("b", 0, 0.512)
     assert transfers.pace("b") == (0.002, 0.512), "one without tokens says little of what a token takes"
+
+
+def test_one_slow_transfer_counts_for_minutes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    transfers = Transfers()
+    transfers.done("a", 64, 200.0)
+    now[0] += Transfers.OLD_S - 1
+    transfers.done("a", 64, 0.1)
+    assert transfers.pace("a") == (200 / 256, 200.0)
+    now[0] += 2
+    assert transfers.pace("a") == (0.1 / 256, 0.1)
+    now[0] += Transfers.OLD_S
+    assert transfers.pace("a") is None and transfers.pace("a") is None
+    transfers.done("a", 64, 0.1)
+    assert transfers.pace("a") == (0.1 / 256, 0.1)
 
 
 @pytest.mark.parametrize("seconds, allowed", [(0.1, 1.0), (1.0, 4.0), (4.0, 16.0)])

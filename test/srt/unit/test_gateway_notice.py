@@ -107,9 +107,72 @@ def test_a_loopback_address_is_of_the_host_of_the_gateway(gateway, caplog, monke
     gateway.answers["/workers"]["workers"][0]["url"] = f"http://127.0.1.1:{PORT}"
     monkeypatch.setattr(gateway_notice, "own_addresses", lambda host: {"127.0.1.1", "0.0.0.0", "192.0.2.9"})
     monkeypatch.setattr(gateway_notice, "_is_here", lambda url: here)
-    gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
+    gateway_notice.leave_all([gateway.url], "decode", "192.0.2.9", PORT)
     assert gateway.let_go == (["/workers/here"] if here else [])
     assert (f"it knows no decode worker at port {PORT} of 192.0.2.9" in caplog.text) == (not here)
+
+
+@pytest.fixture
+def interfaces(monkeypatch):
+    """Of this host. Neither its name nor its default route leads to them."""
+    found = {
+        "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],
+        "eth1": ["10.0.0.6", "fd00::6", "fe80::6%eth1", "02:fc:00:00:00:01"],
+        "docker0": ["172.17.0.1"],
+    }
+    listed = {name: [SimpleNamespace(address=one) for one in addresses] for name, addresses in found.items()}
+    monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: listed)
+    monkeypatch.setattr(gateway_notice, "get_local_ip_auto", lambda: "192.0.2.9")
+    monkeypatch.setattr(gateway_notice.socket, "gethostname", lambda: "no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    "host, known, found",
+    [
+        *[("0.0.0.0", known, True) for known in ("127.0.0.1", "localhost", "10.0.0.6", "192.0.2.9", "0.0.0.0")],
+        *[("::", known, True) for known in ("[::1]", "[fd00::6]", "[fe80::6]")],
+        # Where this worker does not listen another may: a server at :: takes IPv6 only.
+        *[("0.0.0.0", "[fd00::6]", False), ("::", "10.0.0.6", False), ("192.0.2.9", "10.0.0.6", False)],
+    ],
+)
+def test_who_listens_at_all_addresses_is_known_by_any(gateway, interfaces, host, known, found):
+    gateway.answers["/workers"]["workers"][0]["url"] = f"http://{known}:{PORT}"
+    gateway_notice.leave_all([gateway.url], "decode", host, PORT)
+    assert gateway.let_go == (["/workers/here"] if found else [])
+
+
+@pytest.mark.parametrize("own", ["192.0.2.9", "10.0.0.6"])
+def test_a_gateway_of_another_host_loses_no_neighbour_at_a_loopback_address(gateway, interfaces, monkeypatch, own):
+    monkeypatch.setattr(gateway_notice, "_is_here", lambda url: False)
+    listed = gateway.answers["/workers"]["workers"]
+    listed[0]["url"], listed[3]["url"] = f"http://{own}:{PORT}", f"http://127.0.0.1:{PORT}"
+    gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
+    assert gateway.let_go == ["/workers/here"]
+
+
+def test_a_bridge_that_many_hosts_have_leads_to_no_neighbour(gateway, interfaces, monkeypatch):
+    """A container of another host's, by that host's gateway: docker0 has the same address everywhere."""
+    monkeypatch.setattr(gateway_notice, "_is_here", lambda url: False)
+    listed = gateway.answers["/workers"]["workers"]
+    listed[0]["url"], listed[3]["url"] = f"http://192.0.2.9:{PORT}", f"http://172.17.0.1:{PORT}"
+    gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
+    assert gateway.let_go == ["/workers/here"]
+
+
+def test_a_link_local_address_has_the_scope_of_its_interface(interfaces, monkeypatch):
+    """Another link may have the same address."""
+    really, of_link = gateway_notice.socket.getaddrinfo, {"fe80::6%eth1": 6, "fe80::6%eth2": 7}
+
+    def getaddrinfo(host, port):
+        return [(0, 0, 0, "", ("fe80::6", 0, 0, of_link[host]))] if host in of_link else really(host, port)
+
+    name = {6: "fe80::6%eth1", 7: "fe80::6%eth2"}
+    monkeypatch.setattr(gateway_notice.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(gateway_notice.socket, "getnameinfo", lambda at, flags: (name.get(at[-1], at[0]), ""))
+    assert gateway_notice._is_here("http://[fe80::6%eth1]:1") and not gateway_notice._is_here("http://[fe80::6%eth2]:1")
+    # What the interface is called on the gateway's host says nothing here.
+    assert gateway_notice.own_addresses("fe80::6%eth1") == {"fe80::6", "192.0.2.9"}
+    assert gateway_notice._is_at(f"http://[fe80::6%eno7]:{PORT}", PORT, {"fe80::6"})
 
 
 def test_which_gateways_are_on_this_host(monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_admission import Transfers
-from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, PROBE, Pace
+from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, PROBE, Pace, note_charge
 from sglang.srt.disaggregation.local_prefill import LocalReq
 from sglang.srt.disaggregation.no_prefill import NoPrefill
 from sglang.srt.disaggregation.step_time import PS, Parts
@@ -20,7 +22,7 @@ SLICE = 64
 
 def pace_of(step_ms: int, fixed_ms: int, transfer_ms: int = 0, per_token_us: int = 100) -> Pace:
     pace = Pace()
-    pace.take([step_ms * MS, fixed_ms * MS, per_token_us * MS // 1000, 0, transfer_ms * MS])
+    pace.take([step_ms * MS, fixed_ms * MS, per_token_us * MS // 1000, 0, transfer_ms * MS, 0, 0])
     return pace
 
 
@@ -34,7 +36,7 @@ def pace_of(step_ms: int, fixed_ms: int, transfer_ms: int = 0, per_token_us: int
 def test_many_that_decode_lose_no_more_than_the_stated_part(step_ms, fixed_ms, tokens, requests):
     """However many prompts come: one waits for every step."""
     pace = pace_of(step_ms, fixed_ms)
-    cost = pace._cost(tokens)
+    cost = pace._charged(tokens, requests)
     computed = steps = 0
     while computed < 20:
         # A decode step between two, as the loop has it.
@@ -83,16 +85,16 @@ def test_a_remainder_that_would_wait_longer_than_prefill_takes_is_prefills():
     # 54 ms, of which each step of 20 earns 1: more than 1000 ms.
     assert not pace.is_sooner(40, 0, SLICE, 8)
     assert pace_of(20, 50, transfer_ms=5000).is_sooner(40, 0, SLICE, 8)
-    pace.take([20 * MS, 50 * MS, MS // 10, 0, 2000 * MS])
+    pace.take([20 * MS, 50 * MS, MS // 10, 0, 2000 * MS, 0, 0])
     assert pace.is_sooner(40, 0, SLICE, 8)
     # With others before it that fill steps.
     assert not pace.is_sooner(40, 3 * SLICE, SLICE, 8)
     while not pace.has_time:
         pace.decoded(8, SLICE)
     # Prefill is sooner than the step itself, or nothing is known of it.
-    pace.take([20 * MS, 50 * MS, MS // 10, 0, 50 * MS])
+    pace.take([20 * MS, 50 * MS, MS // 10, 0, 50 * MS, 0, 0])
     assert not pace.is_sooner(40, 0, SLICE, 8)
-    pace.take([20 * MS, 50 * MS, MS // 10, 0, 0])
+    pace.take([20 * MS, 50 * MS, MS // 10, 0, 0, 0, 0])
     assert pace.is_sooner(40, 0, SLICE, 8), "without a wait, where nothing is known of prefill"
     pace.computed(40, 8)
     assert not pace.is_sooner(40, 0, SLICE, 8)
@@ -137,7 +139,7 @@ def test_what_is_measured_is_what_ranks_agree_on():
     # What passes while there is nothing to do is no step's.
     pace.idle()
     pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8, global_num_tokens=None), now=now + 50)
-    step, fixed, per_token, _, transfer = pace.own()
+    step, fixed, per_token, _, transfer, *_ = pace.own()
     assert len(pace.own()) == pace.width and all(isinstance(figure, int) for figure in pace.own())
     assert step == pytest.approx(0.02 * PS, rel=0.01) and transfer == PS // 4
     assert Parts(fixed, per_token, 0).of(50, 0) == pytest.approx(0.055 * PS, rel=0.05)
@@ -181,6 +183,24 @@ def test_the_loop_keeps_to_it():
     assert asked == 4 - len(turns) > 0
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_result_of_a_step_comes_with_what_it_was_charged(overlap, monkeypatch):
+    """Where others decode; of the first prompt both steps are taken while nobody does."""
+    charges: list[object] = []
+    note_step = Pace.note_step
+
+    def noted(pace: Pace, batch: object, result: object = None) -> None:
+        if batch.forward_mode.is_extend() and batch.prefill_stats is not None:
+            charges.append(batch.prefill_stats.charge)
+        note_step(pace, batch, result)
+
+    monkeypatch.setattr(Pace, "note_step", noted)
+    script = {1: arrive([1] * 9, max_new=120), 12: arrive([1] * 8 + [3] * 4, max_new=1)}
+    played(script, measured=SLOW_PREFILL, size=256, overlap=overlap)
+    # 300 ps, 5 for a token; of one request each decode step earns 8 twentieths.
+    assert charges == [None, None, (320, PROBE * 40)]
+
+
 def test_what_has_no_prefill_waits_for_no_time():
     local = local_loop(4, SLOW_PREFILL).transfer.local
     local.pace.take(list(SLOW_PREFILL))
@@ -203,3 +223,139 @@ def test_a_time_that_is_believed_too_long_is_measured_again():
             taken.append(step)
     assert 1 <= len(taken) <= 3 and taken[0] == PROBE - 1
     assert not pace.is_sooner(SLICE, 0, SLICE, 16)
+
+
+# ---- what steps have taken ----
+
+DECODE = SimpleNamespace(is_decode=lambda: True, is_extend=lambda: False, is_idle=lambda: False)
+EXTEND = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True, is_idle=lambda: False)
+
+
+class Worker:
+    """One rank that decodes, and always has a remainder that waits. Times are seconds."""
+
+    def __init__(self, step: float, requests: int = 16, transfer: float = 4.0) -> None:
+        self.pace, self.step, self.requests = Pace(lambda: transfer), step, requests
+        self.now, self.decoded = 100.0, 0
+        # In which decode step each step over prompts was, and what it took.
+        self.taken: list[tuple[int, float]] = []
+        self.decode()
+
+    def decode(self) -> None:
+        self.now += self.step
+        self.decoded += 1
+        batch = SimpleNamespace(forward_mode=DECODE, reqs=[0] * self.requests, global_num_tokens=None)
+        self.pace.note_step(batch, now=self.now)
+
+    def compute(self, seconds: float) -> None:
+        self.taken.append((self.decoded, seconds))
+        stats = SimpleNamespace(log_input_tokens=SLICE)
+        batch = SimpleNamespace(forward_mode=EXTEND, prefill_stats=stats, reqs=[0], global_num_tokens=None)
+        note_charge(batch, self.pace.computed(SLICE, self.requests))
+        self.now += seconds
+        self.pace.note_step(batch, now=self.now)
+
+    def run(self, steps: int, seconds: Callable[[], float], agree: bool = True) -> None:
+        for _ in range(steps):
+            if agree:
+                self.pace.take(self.pace.own())
+            self.pace.decoded(self.requests, SLICE)
+            self.decode()
+            if self.pace.has_time and self.pace.is_sooner(SLICE, 0, SLICE, self.requests):
+                self.compute(seconds())
+
+
+@pytest.mark.parametrize("short, long, part", [(0.03, 0.03, 0.0), (0.02, 0.2, 0.4), (0.02, 0.2, 0.1), (0.02, 0.4, 0.2)])
+@pytest.mark.parametrize("requests", [2, 16])
+def test_the_mean_is_kept_where_steps_differ(requests, short, long, part):
+    """Behind long prefixes they take longer. The median of the last ones is what is believed of all."""
+    draws, worker = random.Random(1), Worker(0.02, requests)
+    worker.run(20000, lambda: long if draws.random() < part else short)
+    lost = sum(seconds for _, seconds in worker.taken)
+    earned = worker.decoded * worker.step / ONE_IN * max(1, MANY / requests)
+    # Without what may be taken in advance.
+    assert 0.98 * earned <= lost <= earned + (AHEAD + 1) * long
+
+
+@pytest.mark.parametrize("slow, number", [(3.0, 2), (3.0, 5), (30.0, 3), (60.0, 1)])
+def test_slow_first_steps_are_not_believed_for_long(slow, number):
+    worker = Worker(0.02, transfer=0.4)
+    times = iter([slow] * number)
+    worker.run(20 * PROBE, lambda: next(times, 0.02))
+    steps = [step for step, _ in worker.taken]
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= PROBE
+    # As many good ones as there were slow ones, and no more.
+    assert len(steps) > 19 * PROBE // ONE_IN - 2 * number * PROBE // ONE_IN
+
+
+def test_after_so_many_steps_one_is_taken_however_many_decode_by_then():
+    """What one request earns in as many steps, many do not."""
+    pace = pace_of(20, 800, transfer_ms=300)
+    pace.computed(SLICE, 1)
+    for _ in range(PROBE):
+        assert not pace.has_time and not pace.is_sooner(SLICE, 0, SLICE, 64)
+        pace.decoded(64, SLICE)
+    assert pace.has_time and pace.is_sooner(SLICE, 0, SLICE, 64)
+    assert not pace.is_sooner(SLICE, SLICE, SLICE, 64), "one, and not all that come by then"
+
+
+def test_what_is_known_late_is_paid_with_what_was_earned_meanwhile():
+    """Ranks agree when a request comes, which may be long after."""
+    worker = Worker(0.02)
+    worker.run(PROBE, lambda: 0.02)
+    pace, most = worker.pace, AHEAD * worker.pace._cost(SLICE)
+    worker.compute(0.22)
+    # 20 ms of 220 are charged; each step earns 1 ms.
+    before = pace.spare
+    for _ in range(100):
+        pace.decoded(worker.requests, SLICE)
+    assert pace.spare == most
+    pace.take(pace.own())
+    assert pace.spare == before + (100 - 200) * MS
+    for _ in range(400):
+        pace.decoded(worker.requests, SLICE)
+    worker.compute(0.22)
+    for _ in range(400):
+        pace.decoded(worker.requests, SLICE)
+    pace.take(pace.own())
+    assert pace.spare == most
+
+
+def test_what_is_charged_for_nothing_is_not_charged_later():
+    """While nobody decodes, behind an idle moment, and for prompts without a prefill."""
+    worker = Worker(0.02)
+    worker.run(PROBE, lambda: 0.02)
+    pace = worker.pace
+    pace.take(pace.own())
+    before = pace.spare
+    worker.requests = 0
+    worker.compute(5.0)
+    assert pace.own()[5:] == [0, 0]
+    worker.requests = 16
+    pace.idle()
+    worker.compute(5.0)
+    assert pace.own()[5:] == [0, 0] and pace.spare == before - pace._cost(SLICE)
+    worker.decode()
+    worker.compute(5.0)
+    assert pace.own()[5] > 0
+    pace.decoded(0, SLICE)
+    assert pace.own()[5:] == [0, 0], "an idle moment forgives"
+
+
+def test_all_ranks_count_what_the_first_has_measured():
+    first, other = Worker(0.02), Worker(0.02)
+    draws = random.Random(2)
+    for _ in range(3000):
+        if draws.random() < 0.3:
+            figures = first.pace.own()
+            for worker in (first, other):
+                worker.pace.take(list(figures))
+        for worker in (first, other):
+            worker.pace.decoded(16, SLICE)
+            worker.decode()
+        if first.pace.has_time:
+            first.compute(draws.choice((0.01, 0.1)))
+            # By its own clock it takes something else.
+            other.compute(0.05)
+        assert first.pace.spare == other.pace.spare
+    assert len(first.taken) > 50

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import itertools
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn, failed_sessions, wire
 from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
+from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
     MooncakeKVManager,
@@ -409,7 +411,7 @@ def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
         enable_staging=False,
         staging=None,
         page_digests=None,
-        awaited_rooms=set(),
+        awaited_rooms=AwaitedRooms(),
     )
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
@@ -742,7 +744,7 @@ def test_a_wrong_prefix_fails_its_request_on_both_sides(world: World, changes: d
 def test_a_message_that_cannot_be_read_fails_its_room_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
     bad = world.request(1, 10, 4).start_prefill().start_decode()
     # As if decode had asked.
-    world.decode[0].manager.awaited_rooms.add(1)
+    world.decode[0].manager.awaited_rooms.add(1, 0)
     prefill = push(world.prefill[0])
     address = [b"127.0.0.1", b"%d" % world.decode[0].manager.rank_port]
     for frames in (
@@ -1183,6 +1185,65 @@ def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: 
     world.assert_books_closed()
 
 
+def metadata_frames(buffer: int, index: int, data: bytes, num_bytes: int | None = None) -> list[bytes]:
+    size = struct.pack(">I", len(data) if num_bytes is None else num_bytes)
+    return [b"AUX_DATA", b"1", b"%d" % buffer, b"%d" % index, size, data]
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        (metadata_frames(0, 1, b"x" * 64), "is for metadata buffer 1, which this request does not have"),
+        (metadata_frames(0, NUM_AUX, b"x" * 64), "which this request does not have"),
+        (metadata_frames(0, 10**12, b"x" * 64), "which this request does not have"),
+        (metadata_frames(0, -1, b"x" * 64), "which this request does not have"),
+        (metadata_frames(1, 0, b"x" * 64), "this worker has parts 0 to 0"),
+        (metadata_frames(-1, 0, b"x" * 64), "this worker has parts 0 to 0"),
+        (metadata_frames(0, 0, b"x" * 65), "of at most 64 bytes"),
+        (metadata_frames(0, 0, b"x" * 64, 63), "says that it has another length"),
+        (metadata_frames(0, 0, b"x" * 64)[:5], "has 6 frames, this one of room 1 has 5"),
+        ([*metadata_frames(0, 0, b"x" * 64)[:3], b"x", b"", b""], "metadata buffer is not a number"),
+    ],
+)
+def test_metadata_that_cannot_be_right_fails_its_room_only(world: World, frames: list[bytes], why: str) -> None:
+    """The engine writes it to where it says, which ends the process or overwrites what is another request's."""
+    bad, good = world.request(1, 10, 4).bootstrap(fenced=True), world.request(2, 10, 4, aux=1)
+    good.base = 48
+    good.bootstrap()
+    push(world.decode[0]).send_multipart(frames)
+    bad.wait_receivers(KVPoll.Failed)
+    assert not world.decode[0].aux.any()
+    reason = reasons(bad.receivers)[0]
+    assert "prefill's metadata cannot be used: " in reason and why in reason
+    bad.receivers[0].cancel()
+    bad.wait_senders(KVPoll.Failed)
+    reasons(bad.senders)
+    wait_quiet(bad)
+    good.send().finish()
+    good.assert_landed()
+    world.assert_books_closed()
+
+
+def test_metadata_comes_in_messages_where_it_is_not_written(world: World, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_SEND_AUX_TCP", "1")
+    request = world.request(1, 10, 4, aux=3).bootstrap().send()
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
+def test_metadata_goes_to_the_engine_as_it_is_without_the_flag(world: World, monkeypatch) -> None:
+    """Prefill with a draft model and decode without it: an item is longer than that of decode."""
+    manager, taken = world.decode[0].manager, []
+    world.request(1, 10, 4).bootstrap()
+    monkeypatch.setattr(manager.server_args, "disaggregation_decode_enable_radix_cache", False)
+    monkeypatch.setattr(manager, "_handle_aux_data", taken.append)
+    frames = metadata_frames(0, 0, b"x" * 65)
+    push(world.decode[0]).send_multipart(frames)
+    until(lambda: taken == [frames], "the message is handed on")
+    assert manager.request_status[1] != KVPoll.Failed
+
+
 @pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])
 def test_what_comes_late_is_not_of_a_request_that_has_not_asked_yet(world: World, caplog, status: KVPoll) -> None:
     """Its room has been used before, and decode has been told twice of that."""
@@ -1549,11 +1610,11 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     (receiver,), manager = request.receivers, world.decode[0].manager
     read, ended = threading.Event(), threading.Event()
 
-    class Awaited(set):
+    class Awaited(dict):
         """The scheduler ends the request just when the thread that reads messages has found its room."""
 
         def __contains__(self, room: object) -> bool:
-            found = set.__contains__(self, room)
+            found = dict.__contains__(self, room)
             if threading.current_thread() is not threading.main_thread() and not read.is_set():
                 read.set()
                 assert ended.wait(30)
@@ -1562,7 +1623,7 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     give_up(request)
     request.wait_senders(KVPoll.Failed)
     wait_quiet(request)
-    manager.awaited_rooms.asked, manager.request_status[1] = Awaited({1}), KVPoll.Failed
+    manager.awaited_rooms.asked, manager.request_status[1] = Awaited({1: {0}}), KVPoll.Failed
     push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
     assert read.wait(30)
     receiver.end()
@@ -1804,6 +1865,20 @@ def test_pieces_are_small_beside_decodes_staging_buffer(monkeypatch, pages: int,
     world.close()
 
 
+def test_piece_sizes_of_sessions_that_are_no_more_are_forgotten(monkeypatch) -> None:
+    """A decode worker that is started anew has other sessions."""
+    monkeypatch.setattr(mooncake_staging, "REMEMBERED", 3)
+    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+    request = world.request(1, 30, 8).bootstrap()
+    manager, (info, *_) = world.prefill[0].manager, request.senders[0].state.asked.values()
+    most = manager._piece_pages(info)
+    for n in range(20):
+        manager.decode_kv_args_table[f"s{n}:1"] = manager.decode_kv_args_table[info.mooncake_session_id]
+        assert manager._piece_pages(dataclasses.replace(info, mooncake_session_id=f"s{n}:1")) == most > 0
+    assert len(manager.piece_sizes) == 3
+    world.close()
+
+
 def test_ranks_that_share_heads_send_slices(monkeypatch) -> None:
     world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
     world.prefill[0].manager.kv_args.total_kv_head_num = HEADS // 2
@@ -1877,6 +1952,14 @@ def test_a_piece_that_cannot_be_right_fails_its_room_only(monkeypatch, frames: l
     good.assert_landed()
     world.assert_books_closed()
     world.close()
+
+
+@pytest.mark.parametrize(("start", "offset"), [(0, -1), (-1, 0)])
+def test_a_grant_below_the_staging_buffer_is_refused(start: int, offset: int) -> None:
+    """Prefill would write in front of what decode has registered for it."""
+    frames = [b"1", b"127.0.0.1", b"9", b"127.0.0.1:15000", b"grant", b"%d" % start, b"%d" % offset]
+    with pytest.raises(ValueError, match="a grant of staging memory of room 1 begins below 0"):
+        wire.Grant.read(frames)
 
 
 def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:

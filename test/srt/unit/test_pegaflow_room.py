@@ -504,3 +504,15 @@ def test_a_weight_update_does_not_wait_for_a_server_that_hangs(of):
     one.session.end_saves()
     one.session.end_loads()
     assert one.tree.advance() and one.allocator.available_size() == 128 and one.tree.protected_size() == 0
+
+
+def test_what_would_give_pages_to_two_raises_without_assertions_too(monkeypatch):
+    """Python leaves them out with -O."""
+    world = PegaFlowWorld()
+    tree = world.tree
+    monkeypatch.setattr(world.allocator, "alloc", lambda size: None)
+    with pytest.raises(RuntimeError, match="a load was begun beyond what the pool has"):
+        tree.prefetches._start_load(SimpleNamespace(), 0, tree.root_node, PAGE)
+    monkeypatch.setattr(type(tree), "busy", True)
+    with pytest.raises(RuntimeError, match="the tree is reset while the server"):
+        tree.reset()

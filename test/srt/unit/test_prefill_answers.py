@@ -134,3 +134,107 @@ def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
     asked.pop()()
     peers.query("127.0.0.1:1")
     assert not asked
+
+
+class Strangers:
+    """Prefills whose addresses requests bring, asked by a decode worker on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = SimpleNamespace(monotonic=lambda: self.clock.now, now=1000.0)
+        self.answers: set[str] = set()
+        self.shakes: set[str] = set()
+        self.asked: list[str] = []
+        # Questions that are under way.
+        self.held: dict[str, Any] = {}
+        self.holds: set[str] = set()
+        monkeypatch.setattr(prefill_peers, "time", self.clock)
+        monkeypatch.setattr(prefill_peers, "MOST_ASKED", 8)
+        monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: self._ask(work))
+        monkeypatch.setattr(prefill_peers, "nothing_listens", lambda host, port: port % 2 == 0)
+        monkeypatch.setattr(PrefillPeers, "ask_for_prefix", self._answer)
+        self.peers = PrefillPeers(lambda: None, lambda: False, lambda: False, self._shake)
+
+    def _ask(self, work: Any) -> None:
+        if self.asking in self.holds:
+            self.held[self.asking] = work
+        else:
+            work()
+
+    def _answer(self, addr: str) -> int | None:
+        self.asked.append(addr)
+        if addr in self.answers:
+            self.peers.capabilities[addr] = Capabilities(version=DECODE_PREFIX_VERSION)
+            return DECODE_PREFIX_VERSION
+        if addr.endswith("5"):
+            raise ValueError("unusable")
+        return None
+
+    def _shake(self, addr: str) -> bool:
+        return addr in self.shakes
+
+    def query(self, addr: str) -> None:
+        self.asking = addr
+        self.peers.query(addr)
+
+    @property
+    def books(self) -> dict[str, int]:
+        return {name: len(book) for name, book in vars(self.peers).items() if isinstance(book, (dict, set))}
+
+
+def test_addresses_that_requests_bring_are_not_remembered_for_good(monkeypatch):
+    world = Strangers(monkeypatch)
+    for port in range(1, 200):
+        world.answers.add(f"127.0.0.1:{port}") if port % 3 == 0 else None
+        # One that is asked again and again keeps none of the others.
+        world.query("127.0.0.2:1")
+        world.query(f"127.0.0.1:{port}")
+        world.clock.now += prefill_peers.FORGOTTEN_S
+    assert max(world.books.values()) <= prefill_peers.MOST_ASKED, world.books
+    assert not world.peers.capabilities
+
+
+def test_an_address_that_a_request_waits_for_is_not_forgotten(monkeypatch):
+    """It would be asked in each step, and why it is of no use would be unknown."""
+    world = Strangers(monkeypatch)
+    since = world.clock.now - 1
+    waited_for = [f"127.0.0.1:{port}" for port in range(100, 200)]
+    for _ in range(4):
+        for addr in waited_for * 2:
+            world.query(addr)
+        world.clock.now += 2 * prefill_peers.ASK_AGAIN_S
+    assert all(world.asked.count(addr) == 4 for addr in waited_for)
+    why = {addr: world.peers.why_unreached(addr, since, False, 300) for addr in waited_for}
+    assert all("cannot be used" in why[addr] for addr in waited_for if addr.endswith("5"))
+    assert all("is gone" in why[addr] for addr in waited_for if int(addr[-1]) % 2 == 0)
+
+
+def test_an_address_that_is_being_asked_is_not_forgotten(monkeypatch):
+    """What comes of it would stay for good."""
+    world = Strangers(monkeypatch)
+    world.holds.add("127.0.0.2:6")
+    world.query("127.0.0.2:6")
+    for port in range(1, 40):
+        world.clock.now += prefill_peers.FORGOTTEN_S
+        world.query(f"127.0.0.3:{port}")
+        if port == 20:
+            world.held["127.0.0.2:6"]()
+            assert "127.0.0.2:6" in world.peers._refusing
+    assert "127.0.0.2:6" not in world.peers._refusing
+    assert max(world.books.values()) <= prefill_peers.MOST_ASKED, world.books
+
+
+def test_what_a_prefill_can_do_is_known_for_as_long_as_it_is(monkeypatch):
+    """The engine asks it no more, so that it would be sent no prefix; and its requests would not hear from it."""
+    world = Strangers(monkeypatch)
+    world.answers, world.shakes = {"127.0.0.1:1", "127.0.0.1:3"}, {"127.0.0.1:1"}
+    for addr in ("127.0.0.1:1", "127.0.0.1:3"):
+        world.query(addr)
+    assert [*world.peers.capabilities] == ["127.0.0.1:1"]
+    for port in range(100, 200):
+        world.query(f"127.0.0.1:{port}")
+        world.clock.now += prefill_peers.FORGOTTEN_S
+    assert world.peers.of("127.0.0.1:1").takes_prefix
+    # It is lost, and comes back while requests of before are still being given up.
+    world.shakes.clear()
+    world.query("127.0.0.1:1")
+    assert world.peers.of("127.0.0.1:1").takes_prefix

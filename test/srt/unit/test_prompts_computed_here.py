@@ -30,9 +30,9 @@ LOCAL = {"disaggregation_decode_local_prefill": "40"}
 
 
 # What is measured of a decode step, of a step over prompts and of prefill, as `Pace.own` has it; nothing.
-UNPACED = (0, 0, 0, 0, 0)
+UNPACED = (0, 0, 0, 0, 0, 0, 0)
 # A step over prompts takes as long as decode steps of one request earn in 8, and what prefill does much longer, or not.
-SLOW_PREFILL, FAST_PREFILL = (100, 300, 5, 0, 10**6), (100, 300, 5, 0, 1)
+SLOW_PREFILL, FAST_PREFILL = (100, 300, 5, 0, 10**6, 0, 0), (100, 300, 5, 0, 1, 0, 0)
 
 
 def local_loop(slice_tokens: int, measured: tuple[int, ...] = UNPACED, **sizes: Any) -> Loop:

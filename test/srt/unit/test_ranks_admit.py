@@ -466,9 +466,12 @@ def test_ranks_resume_the_same_when_one_has_more_memory(pair, failing):
 
 def lacks_memory(world: World, part: str) -> None:
     """Have this rank lack the memory for a part of the next admission: once, or in one piece."""
-    memory, real = world.queue.memory, world.queue.memory._allocate
+    memory, real = world.queue.memory, world.queue.memory.give
     owner, name, times = {
+        "lock": (torch.Tensor, "clone", 1),
         "pages": (world.tree.pool, "alloc_long_runs", 1),
+        "slots": (torch, "add", 1),
+        "evicted": (torch, "cat", 1),
         "row": (world.pool, "alloc", 1),
         "table": (torch, "cat", 9),
         "host memory": (world.queue.admission, "_loads", 1),
@@ -484,12 +487,12 @@ def lacks_memory(world: World, part: str) -> None:
             raise torch.OutOfMemoryError("out of memory on this rank")
         return usual(*args, **more)
 
-    def allocate(*args: Any) -> Any:
+    def give(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, once)
             return real(*args)
 
-    memory._allocate = allocate  # type: ignore[method-assign]
+    memory.give = give  # type: ignore[method-assign]
 
 
 class NoHostMemory:
@@ -532,12 +535,51 @@ def retracts_beside_a_failed_one(rank: int, failing: int, part: str, shared: int
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
-    ("part", "shared"), [("pages", 0), ("pages", 16), ("row", 0), ("table", 16), ("host memory", 0)]
+    ("part", "shared"),
+    [
+        ("lock", 8),
+        ("pages", 0),
+        ("pages", 16),
+        ("slots", 0),
+        ("slots", 16),
+        ("row", 0),
+        ("table", 16),
+        ("host memory", 0),
+    ],
 )
 def test_ranks_retract_the_same_when_an_admission_has_failed_on_one(pair, failing, part, shared):
     """What it had been given was back at once there: only the others retracted, and ran another batch from then on."""
     failed, quarantined, seen, *_ = assert_same(pair.run(retracts_beside_a_failed_one, failing, part, shared))
     assert failed and quarantined == 1 and min(running for running, *_ in seen) == 1
+
+
+def evicts_in_a_failed_one(rank: int, failing: int, part: str) -> list[Any]:
+    """One rank lacks memory in the middle of an eviction: to split the last victim, or to free them all at once."""
+    world = World(size=64, page_size=4, group=dist.group.WORLD)
+    prompts = [tokens(n, 16) for n in (1, 2, 3)]
+    for prompt in prompts:
+        serve_to_end(world, prompt)
+    if rank == failing:
+        lacks_memory(world, part)
+    (lost,) = queue(world, tokens(7, 38))
+    world.step()
+    lost.kv_receiver.abort()
+    lost.kv_receiver.quiet = True
+    for _ in range(2):
+        world.step()
+    world.check()
+    held = [world.tree.peek(prompt, None).length for prompt in prompts]
+    (other,) = queue(world, tokens(8, 60))
+    world.step()
+    return [aborted(lost.req), held, asked([other]), world.queue.memory.figures()]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("part", ["lock", "evicted"])
+def test_ranks_evict_the_same_when_one_lacks_memory_for_it(pair, failing, part):
+    """What had been evicted there was never free again, and what was to be split never went."""
+    lost, held, admitted, _ = assert_same(pair.run(evicts_in_a_failed_one, failing, part))
+    assert lost and sum(held) == 24 and admitted == [True]
 
 
 def resume_fails(rank: int, failing: int, where: str) -> list[Any]:

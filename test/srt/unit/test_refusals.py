@@ -18,9 +18,10 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
 from prefill_front import bootstrap_server
-from sglang.srt.disaggregation import peer_calls, refusal, refused_pairs
+from sglang.srt.disaggregation import computed_rooms, peer_calls, refusal, refused_pairs
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import peer_watch
+from sglang.srt.disaggregation.common import bootstrap_routes, peer_watch
+from sglang.srt.disaggregation.common.authentication import Secret
 from sglang.srt.disaggregation.common.conn import nothing_listens
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
@@ -232,6 +233,27 @@ def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_t
     reply = requests.post(url + refusal.REFUSED_ROUTE, json={"room": 5, "reason": "rid in use"}, timeout=20)
     assert reply.status_code == 200
     assert scheduler.recv_pyobj() == refusal.RefusedReq(5, "rid in use", by_decode=True)
+
+
+@pytest.mark.parametrize("with_secret", [False, True])
+def test_a_body_that_cannot_be_read_is_a_bad_request(monkeypatch, caplog, with_secret):
+    if with_secret:
+        monkeypatch.setattr(bootstrap_routes, "secret", lambda: Secret(b"0123456789abcdef"))
+    with bootstrap_server() as port:
+        for route in (refusal.REFUSED_ROUTE, computed_rooms.COMPUTED_ROUTE, samples.SAMPLE_ROUTE):
+            reply = requests.post(
+                f"http://127.0.0.1:{port}{route}", data=b'{"room": 5}', headers={"Content-Encoding": "gzip"}, timeout=20
+            )
+            assert reply.status_code == 400 and "the body of the request cannot be read" in reply.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_reason_can_be_said_to_the_client(monkeypatch):
+    """JSON may hold half a character, which no answer over HTTP can."""
+    heard: list[tuple[int, str]] = []
+    monkeypatch.setattr(refusal, "_listeners", [lambda *told: heard.append(told)])
+    refusal.take_refusal({"room": 5, "reason": "rid \ud800 ü is in use"})
+    assert heard == [(5, "rid ? ü is in use")]
 
 
 def test_several_tokenizers_give_samples_no_rooms(several_tokenizers):

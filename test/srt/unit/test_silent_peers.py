@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 import threading
@@ -17,7 +18,7 @@ import test_nixl_wire as nixl_wire
 from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_names, peer_watch
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.peer_liveness import PeerLiveness, gone, nothing_listens, refusing
@@ -116,10 +117,30 @@ def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int]
 
     monkeypatch.setattr(peer_liveness.select, "poll", Poll)
     others = [(f"127.0.0.{i}", silent[1]) for i in range(2, 40)]
-    here = [(socket.AF_INET, "127.0.0.1")]
+    here = [(socket.AF_INET, ("127.0.0.1", 0))]
     monkeypatch.setattr(peer_liveness._names, "look_up", lambda hosts, wait_s: dict.fromkeys(hosts, here))
     assert refusing([silent, *others]) == set()
     assert sum(waited) <= 2 * peer_liveness.ANSWER_S
+
+
+def test_a_link_local_address_is_looked_at_on_its_link(monkeypatch) -> None:
+    """Without the scope the system knows no way to it, which says nothing of the peer."""
+    tried: list[tuple] = []
+
+    class Refused(socket.socket):
+        def __init__(self, family: int, kind: int) -> None:
+            assert family == socket.AF_INET6
+            super().__init__(socket.AF_INET, kind)
+
+        def connect_ex(self, at: tuple) -> int:
+            tried.append(at)
+            return errno.ECONNREFUSED if at[-1] else errno.EINVAL
+
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 0, 0, 7))]
+    monkeypatch.setattr(peer_names.socket, "getaddrinfo", lambda host, port, type, flags=0: found)
+    monkeypatch.setattr(peer_liveness.socket, "socket", Refused)
+    assert refusing([("fe80::1%eth0", 5)]) == {("fe80::1%eth0", 5)}
+    assert tried == [("fe80::1", 5, 0, 7)]
 
 
 class Dns:
@@ -403,13 +424,14 @@ class Gate:
     """The bootstrap server of a world's prefill, which answers when it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, receiver_type: type) -> None:
-        self.open, self.asked, self.answers = threading.Event(), 0, True
+        self.open, self.asked = threading.Event(), 0
+        self.answer: Callable[[dict | None], Any] = lambda answer: answer
         ask = receiver_type._get_bootstrap_info_from_server
 
         def gated(receiver: Any, *rank: int) -> dict | None:
             self.asked += 1
             assert self.open.wait(LONG_S)
-            return ask(receiver, *rank) if self.answers else None
+            return self.answer(ask(receiver, *rank))
 
         monkeypatch.setattr(receiver_type, "_get_bootstrap_info_from_server", gated)
         monkeypatch.setattr(handshakes, "in_background", IN_BACKGROUND)
@@ -454,7 +476,7 @@ def test_a_handshake_is_made_without_standing_still_and_once_for_all(world: Any,
 
 def test_what_the_bootstrap_server_does_not_say_fails_those_that_waited(world: Any, monkeypatch) -> None:
     gate = gate_of(world, monkeypatch)
-    gate.answers = False
+    gate.answer = lambda answer: None
     receivers = [begin(world, room) for room in (1, 2)]
     gate.open.set()
     for receiver in receivers:
@@ -462,9 +484,63 @@ def test_what_the_bootstrap_server_does_not_say_fails_those_that_waited(world: A
         with pytest.raises(Exception, match=r"handshake with prefill .* does not say where its ranks listen"):
             receiver.failure_exception()
     # The next one asks anew.
-    gate.answers = True
+    gate.answer = lambda answer: answer
     later = begin(world, 3)
     until(lambda: later.poll() == KVPoll.WaitingForInput, "the handshake")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank_port": "5"}, {"rank_port": True}, {"rank_port": 65536}, {"rank_ip": ""}, {"rank_ip": None}, 7]
+)
+def test_an_answer_that_names_no_place_fails_those_that_waited(world: Any, monkeypatch, wrong: Any) -> None:
+    """Who watches prefills would stumble over it at every look, and find out of none that it is gone."""
+    gate = gate_of(world, monkeypatch)
+    gate.answer = lambda answer: {**answer, **wrong} if isinstance(wrong, dict) else wrong
+    receiver = begin(world, 1)
+    gate.open.set()
+    until(lambda: receiver.poll() == KVPoll.Failed, "its failure")
+    with pytest.raises(Exception, match=f"prefill {receiver.bootstrap_addr} does not say where a rank listens: "):
+        receiver.failure_exception()
+    assert not world.decode[0].manager.connection_pool
+    gate.answer = lambda answer: answer
+    later = begin(world, 2)
+    until(lambda: later.poll() == KVPoll.WaitingForInput, "the handshake")
+
+
+def test_one_prefill_that_cannot_be_looked_at_hides_no_other(monkeypatch, caplog) -> None:
+    """Nor does one whose loss cannot be told."""
+    at = {"odd:1": "odd", "sad:1": "gone", "lost:1": "gone"}
+
+    def look(endpoints: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+        if ("odd", 1) in (asked := set(endpoints)):
+            raise TypeError("what is this")
+        return asked & {("gone", 1)}
+
+    told: list[str] = []
+
+    def on_gone(addr: str) -> None:
+        told.append(addr)
+        if addr == "sad:1":
+            raise KeyError(addr)
+
+    monkeypatch.setattr(peer_liveness, "gone", look)
+    sweep: Any = SimpleNamespace(sweep=lambda: None)
+    watch = peer_watch.PrefillWatch(
+        lambda: {addr: {(host, 1)} for addr, host in at.items()}, lambda addr: True, on_gone, sweep
+    )
+    watch._check()
+    assert told == ["sad:1", "lost:1"]
+    assert "Could not look after prefill odd:1" in caplog.text and "Could not look after prefill sad:1" in caplog.text
+
+
+@pytest.mark.parametrize("size", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
+def test_a_prefill_of_no_ranks_cannot_be_used(world: Any, size: str) -> None:
+    """The scheduler would divide by it."""
+    manager = world.decode[0].manager
+    sizes: Any = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
+    info = PrefillServerInfo(**{**sizes, size: 0}, page_size=None, kv_cache_dtype=None, follow_bootstrap_room=True)
+    with pytest.raises(ValueError, match=f"it says that its {size} is 0"):
+        manager._resolve_rank_mapping(info)
 
 
 def test_a_prefill_that_is_lost_while_it_is_asked_leaves_no_connection(world: Any, monkeypatch) -> None:

@@ -89,6 +89,14 @@ def test_a_part_that_crashes_is_its_own_verdict(tmp_path):
     assert run([own], tmp_path)["says"].why.endswith(": no model at x")
 
 
+def test_half_a_result_is_none(tmp_path):
+    """Of a step that was stopped while it wrote: it may be done again. Of one that ended by itself, it has crashed."""
+    half = leaves('{"workloads": [{"ti')
+    outcomes = run([part("slow", f"{half}\nimport time; time.sleep(600)"), part("ends", half)], tmp_path, seconds=6)
+    assert outcomes["slow"].verdict == UNJUDGED and not outcomes["slow"].finished
+    assert outcomes["ends"].verdict == FAILED and "without a result" in outcomes["ends"].why
+
+
 def test_a_part_that_overruns_is_stopped_with_all_it_started(tmp_path):
     pids = tmp_path / "pids"
     # A server in a session of its own, and one that does not end when asked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import threading
@@ -220,6 +221,17 @@ def test_a_worker_that_is_stopped_goes_on_when_the_storm_is_interrupted(monkeypa
 def test_what_is_wrong_is_found(monkeypatch, wrong, told):
     _, report = thrown(monkeypatch, wrong)
     assert any(told in problem for problem in report.problems), report
+
+
+def test_no_reader_finds_half_a_result(monkeypatch, tmp_path):
+    """The file of an earlier run is replaced, not written into."""
+    before, result = tmp_path / "before", tmp_path / "storm.json"
+    before.write_text("all of it")
+    result.hardlink_to(before)
+    monkeypatch.setattr(storm, "Cluster", lambda *args, **more: contextlib.nullcontext())
+    monkeypatch.setattr(storm, "Storm", lambda cluster, report: SimpleNamespace(all=lambda seconds: None))
+    assert storm.main(["--model", "m", "--seconds", "1", "--json", str(result), "--log-dir", str(tmp_path)]) == 0
+    assert before.read_text() == "all of it" and json.loads(result.read_text())["problems"] == []
 
 
 def test_what_was_not_done_is_not_judged(monkeypatch):

@@ -56,11 +56,16 @@ def test_every_stamp_is_the_engines():
     assert stages == set(trace.STAGES)
 
 
-@pytest.mark.parametrize("given", ["-1", "many", "1.5"])
+@pytest.mark.parametrize("given", ["-1", "many", "1.5", "9" * 10, "9" * 5000])
 def test_what_is_no_number_is_refused(monkeypatch, given):
     monkeypatch.setenv(request_life.VARIABLE, given)
     with pytest.raises(ValueError, match="give the number of ended requests"):
         request_life.remembered()
+
+
+def test_as_many_as_may_be_asked_for_can_be_remembered(monkeypatch):
+    monkeypatch.setenv(request_life.VARIABLE, "9" * 9)
+    assert request_life.EndedRequests(request_life.remembered(), "decode").find("a", None) == []
 
 
 def state(room: int | None = 7) -> SimpleNamespace:

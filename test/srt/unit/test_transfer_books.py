@@ -86,8 +86,12 @@ def end(succeeded: bool, rank: int, said: str | None) -> End:
 
 def test_who_writes_no_more():
     rooms = AwaitedRooms()
-    rooms.add(1)
+    rooms.add(1, 5)
     assert 1 in rooms and 2 not in rooms and len(rooms) == 1
+    assert rooms.metadata_buffers(1) == {5} and rooms.metadata_buffers(2) == set()
+    # Another request of the room, while prefill may still write for the first.
+    rooms.add(1, 6)
+    assert rooms.metadata_buffers(1) == {5, 6}
     rooms.add_end(1, end(True, 0, "claim 0"))
     rooms.add_end(1, end(True, 1, None))
     rooms.add_end(1, end(False, 2, "the reason"))
@@ -100,7 +104,7 @@ def test_who_writes_no_more():
     assert len(rooms) == 2 and 2 not in rooms
     assert (rooms.num_quiet(3, True), rooms.num_quiet(3, False), list(rooms.claims(3))) == (0, 0, [])
     rooms.forget(1)
-    assert 1 not in rooms and len(rooms) == 1
+    assert 1 not in rooms and len(rooms) == 1 and not rooms.metadata_buffers(1)
     assert (rooms.num_quiet(1, False), list(rooms.claims(1))) == (0, [])
 
 

@@ -162,12 +162,15 @@ class Transfers:
     LEAST_TOKENS = 256
     # Older ones say nothing of what a prefill does now.
     LATE_S = 30.0
+    # Nor of how long one may take at the worst: the engine gives a transfer up after as long.
+    OLD_S = 300.0
 
     # Prefills whose transfers are remembered; requests name their addresses.
     PREFILLS = 1024
 
     def __init__(self) -> None:
-        self._paces: OrderedDict[Hashable, deque[Pace]] = OrderedDict()
+        # With when each ended.
+        self._paces: OrderedDict[Hashable, deque[tuple[float, Pace]]] = OrderedDict()
         # Each follower asks in each step.
         self._slowest: dict[Hashable, Pace] = {}
         # When the last short ones ended, and their seconds.
@@ -178,10 +181,11 @@ class Transfers:
         paces = self._paces.setdefault(prefill, deque(maxlen=self.KEPT))
         self._paces.move_to_end(prefill)
         if len(self._paces) > self.PREFILLS:
-            self._slowest.pop(self._paces.popitem(last=False)[0])
-        paces.append(Pace(seconds / max(tokens, self.LEAST_TOKENS), seconds))
-        self._slowest[prefill] = Pace(*map(max, zip(*paces, strict=True)))
-        self._short.append((time.monotonic(), seconds * self.LEAST_TOKENS / max(tokens, self.LEAST_TOKENS)))
+            self._slowest.pop(self._paces.popitem(last=False)[0], None)
+        now = time.monotonic()
+        paces.append((now, Pace(seconds / max(tokens, self.LEAST_TOKENS), seconds)))
+        self._find_slowest(prefill)
+        self._short.append((now, seconds * self.LEAST_TOKENS / max(tokens, self.LEAST_TOKENS)))
 
     def short(self) -> float | None:
         """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
@@ -189,8 +193,20 @@ class Transfers:
         return median(found) if (found := [seconds for at, seconds in self._short if at > since]) else None
 
     def pace(self, prefill: Hashable) -> Pace | None:
-        """Of the last transfers; None if there were none."""
+        """Of the last transfers; None if there were none of late."""
+        paces, since = self._paces.get(prefill), time.monotonic() - self.OLD_S
+        if paces and paces[0][0] < since:
+            while paces and paces[0][0] < since:
+                paces.popleft()
+            self._find_slowest(prefill)
         return self._slowest.get(prefill)
+
+    def _find_slowest(self, prefill: Hashable) -> None:
+        paces = [pace for _, pace in self._paces[prefill]]
+        if paces:
+            self._slowest[prefill] = Pace(*map(max, zip(*paces, strict=True)))
+        else:
+            del self._slowest[prefill]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -218,6 +234,8 @@ class QueueEntry:
     leader: Watch | None = None
     since: float = 0.0
     coming: int = 0
+    # What the tree held of it then; None where the next leader is waited for from the beginning.
+    held_since: int | None = None
     # The last for which it has waited for long enough.
     given_up: Watch | None = None
     following_since: float | None = None
@@ -233,9 +251,24 @@ class QueueEntry:
         """Seconds for which it has waited for transfers of others; 0 if it never did."""
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
 
+    def wait_for(self, leader: Watch, now: float) -> None:
+        """Another one is its leader. As long as nothing has come of any, it has waited since the first of them.
+
+        Or it would wait for ever where one after another is lost.
+        """
+        assert self.watch is not None
+        self._note_what_came()
+        if self.held_since is None:
+            self.since, self.held_since = now, self.watch.length
+        self.leader = leader
+
+    def _note_what_came(self) -> None:
+        if self.held_since is not None and self.watch is not None and self.watch.length > self.held_since:
+            self.held_since = None
+
     def give_up(self) -> None:
         """It waits for its leader no longer; it may for one that comes later, see `may_wait_for`."""
-        self.given_up = self.leader or self.given_up
+        self.given_up, self.held_since = self.leader or self.given_up, None
 
     def may_wait_for(self, leader: Watch) -> bool:
         """Whether it may wait for ``leader``, after all for which it has waited for long enough.
@@ -251,6 +284,8 @@ class QueueEntry:
 
     def follow_nobody(self) -> None:
         """There is no transfer for which it waits, as far as it has been looked at."""
+        if self.leader is not None:
+            self._note_what_came()
         self.leader, self.coming = None, 0
 
 
@@ -352,7 +387,7 @@ class AdmissionPolicy:
             return False
         leader, coming = found
         if entry.leader is not leader:
-            entry.leader, entry.since = leader, now
+            entry.wait_for(leader, now)
         entry.coming = coming
         if entry.following_since is None and entry.watch is not None:
             entry.following_since, entry.held_alone = now, entry.watch.length
@@ -461,7 +496,13 @@ class Turns:
     def end(self, admitted: Sequence[QueueEntry]) -> int:
         """These have been admitted. Returns how many others were overtaken."""
         left = [entry for entry in self._waiting if not entry.admitted_at and not entry.coming]
-        return self._policy.count_overtaken(left, admitted)
+        overtaken = self._policy.count_overtaken(left, admitted)
+        for entry in self._waiting:
+            # A copy of its own was due, and it waits for that of another, always if it is the last of them.
+            if entry.coming and entry.given_up is not None and entry.leader is not None:
+                if entry.leader.owner in admitted:
+                    overtaken += self._policy.count_overtaken([entry], [entry.leader.owner])
+        return overtaken
 
 
 class Line:

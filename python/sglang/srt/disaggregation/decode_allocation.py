@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +30,17 @@ NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 class _Given:
     """What a request has been given so far: the node locked for its prefix, and that prefix in parts; its delta, int64.
 
-    row, window: whether it has its own. failed: whether something has raised; then it does without one large tensor.
+    generation: of the tree. row, window: whether it has its own. states: slots of a row that it has no more, int64.
+    failed: whether something has raised; then it does without one large tensor.
     """
 
-    node: TreeNode
-    parts: list[torch.Tensor]
+    generation: int
+    node: TreeNode | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
     delta: torch.Tensor | None = None
     row: bool = False
     window: bool = False
+    states: list[torch.Tensor] = field(default_factory=list)
     failed: bool = False
 
 
@@ -47,8 +50,9 @@ class RequestMemory:
     def __init__(self, tree: DecodeRadixCache, rows: Any, free_behind_windows: Callable[[], None]):
         """rows: the pool of requests' rows. free_behind_windows: frees of windows what no step attends to again."""
         self._tree, self._rows, self._free_behind_windows = tree, rows, free_behind_windows
-        # Requests of this step that could not get what was planned, and the node that is locked for each.
-        self._failed: list[tuple[Req, TreeNode]] = []
+        # Requests that could not get what was planned, and what each still has of it.
+        self._failed: list[tuple[Req, _Given]] = []
+        self._pools = [tree.pool] if tree.windows is None else [tree.pool, tree.windows.pool]
 
     @property
     def rows(self) -> Any:
@@ -72,8 +76,7 @@ class RequestMemory:
         an error this rank tries once more; with what it then has the request is as on the others, and it raises still.
         """
         num_tokens, prefix_len = len(token_ids), plan.found.length
-        parts, node = self._tree.lock_prefix(plan.found)
-        given, error = _Given(node, parts), None
+        given, error = _Given(self._tree.generation), None
         try:
             self._allocate(req, num_tokens, plan, given)
         except Exception as e:
@@ -87,7 +90,7 @@ class RequestMemory:
         req.decode_prefix_len = prefix_len
         if req.kv_generation is None:
             req.kv_generation = self._tree.generation
-        req.last_node, req.cache_protected_len = node, prefix_len
+        req.last_node, req.cache_protected_len = given.node, prefix_len
         req.kv_allocated_len = req.kv_committed_len = num_tokens
         req.fill_ids = req.origin_input_ids + req.output_ids
         req.set_extend_input_len(len(req.fill_ids))
@@ -97,6 +100,8 @@ class RequestMemory:
     def _allocate(self, req: Req, num_tokens: int, plan: AdmissionPlan, given: _Given) -> None:
         """Fill a row for ``num_tokens`` tokens of ``req``, with what it has not been ``given`` yet."""
         tree, rows = self._tree, self._rows
+        if given.node is None:
+            given.parts, given.node = tree.lock_prefix(plan.found)
         if given.delta is None:
             shortfall = plan.delta - tree.pool.available_size()
             if shortfall > 0:
@@ -105,7 +110,8 @@ class RequestMemory:
             given.delta = tree.pool.alloc_long_runs(plan.delta)
         if not given.row:
             given.row = rows.alloc([req]) is not None
-        assert given.delta is not None and given.row, f"{req.rid}: admitted beyond what the pool has"
+        if given.delta is None or not given.row:
+            raise RuntimeError(f"{req.rid}: admitted beyond what the pool has")
         if tree.windows is not None and not given.window:
             self._take_window(req, num_tokens, plan, given.delta)
             given.window = True
@@ -134,20 +140,59 @@ class RequestMemory:
 
     def _undo(self, req: Req, num_tokens: int, given: _Given) -> None:
         """Take back what ``req`` has been given, but for the lock of its prefix."""
-        if given.row:
-            self._free_row(req)
-        if given.delta is not None:
-            # With its window, if it has got one.
-            self._tree.token_to_kv_pool_allocator.free(given.delta)
-        self._failed.append((req, given.node))
+        # First: to free the rest may take memory of a device that is full.
+        self._failed.append((req, given))
         req.kv_allocated_len = num_tokens
+        if req.req_pool_idx is not None:
+            # Its slots may have come before what raised, with the row or not.
+            given.states = [
+                slots for slots in (req.mamba_pool_idx, req.mamba_ping_pong_track_buffer) if slots is not None
+            ]
+            req.mamba_pool_idx = req.mamba_ping_pong_track_buffer = None
+            self._rows.free(req)
+        error = self._take_back(given)
+        if error is not None:
+            logger.error(
+                "Not all memory of request %s can be freed yet; each step tries again", req.rid, exc_info=error
+            )
+
+    def _take_back(self, given: _Given) -> Exception | None:
+        """Free what is ``given`` beside row and lock, and forget what is free; returns what went wrong after that."""
+        tree = self._tree
+        try:
+            if given.delta is not None:
+                if given.window and tree.windows is not None:
+                    tree.windows.drop(given.delta)
+                    given.window = False
+                tree.pool.free_or_keep(given.delta)
+                given.delta = None
+            while given.states:
+                self._rows.mamba_pool.free(given.states[-1].reshape(-1))
+                given.states.pop()
+        except Exception as e:
+            return e
+        return None
 
     def end_step(self) -> None:
-        """Nobody else is given anything in this step."""
-        for req, node in self._failed:
+        """Nobody else is given anything in this step. What could not be freed yet is tried again."""
+        if self._failed:
+            failed, self._failed = self._failed, []
+            for req, given in failed:
+                self._end(req, given)
+        for pool in self._pools:
+            if pool.unfreed:
+                pool.free_unfreed()
+
+    def _end(self, req: Req, given: _Given) -> None:
+        if given.generation != self._tree.generation:
+            # A flush has freed it all.
+            return
+        node, given.node = given.node, None
+        req.kv_allocated_len = 0
+        if node is not None:
             self._tree.dec_lock_ref(node)
-            req.kv_allocated_len = 0
-        self._failed.clear()
+        if self._take_back(given) is not None:
+            self._failed.append((req, given))
 
     def _take_window(self, req: Req, num_tokens: int, plan: AdmissionPlan, delta: torch.Tensor) -> None:
         """Give the end of ``delta`` slots of the window pool. The prefix ends where the window begins, or before."""
@@ -158,9 +203,3 @@ class RequestMemory:
         start = windows.rule.start(num_tokens)
         windows.take(delta[start - plan.found.length :], num_tokens - start)
         req.swa_evicted_seqlen = start
-
-    def _free_row(self, req: Req) -> None:
-        """Give back a request's row, and its state slot if it has one."""
-        if req.mamba_pool_idx is not None:
-            self._rows.free_mamba_cache(req)
-        self._rows.free(req)

@@ -285,9 +285,9 @@ class DecodeReads:
             read.failed = True
 
     def _under_way(self, source: Source) -> int:
-        """Tokens that are being read from there."""
+        """Tokens that are being read from there. Not what nobody waits for any more: it may stand still for ever."""
         tokens = 0
-        for read in (*self.reading, *self.ending):
+        for read in self.reading:
             same = read.source is not None and read.source.agent_name == source.agent_name
             if same and read.target is not None and not read.is_over:
                 tokens += len(read.target.slots)

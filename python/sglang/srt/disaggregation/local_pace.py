@@ -6,6 +6,10 @@ last one took has been earned. However many prompts come, the mean of the others
 but for the first after an idle moment, which gives `AHEAD` steps in advance. Where few decode, the part is larger: few
 wait for it.
 
+What a step takes is believed when it is launched and known when it has ended. It is charged what is believed then, and
+the rest when the ranks next agree; more than `PROBE` decode steps earn is charged for none, since a pause, or a first
+compilation, is not what the next ones take. So the mean is as promised where no step takes more than that.
+
 A remainder that would wait here for longer than prefill takes for a short one is prefill's, and so is one whose first
 token would come too little sooner for what all that decode lose by its step.
 
@@ -17,11 +21,11 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.step_time import PS, Parts, StepTimes, StepWatch, has_prompts, has_taken_over
 
-__all__ = ["Pace"]
+__all__ = ["Charge", "Pace", "note_charge"]
 
 # Of the time of decode steps, one part in so many is for steps over prompts, where this many requests or more decode.
 # Of fewer it is as much more: together they lose the same time in a second.
@@ -35,13 +39,26 @@ AHEAD = 2
 PROBE = 500
 
 
+class Charge(NamedTuple):
+    """For a step over prompts: what is charged when it is launched, and at most, whatever it takes."""
+
+    paid: int
+    most: int
+
+
+def note_charge(batch: Any, charge: Charge | None) -> None:
+    """Note with a step over prompts what it has been charged; None: nothing, whatever it takes."""
+    # Its copies have the same.
+    batch.prefill_stats.charge = charge
+
+
 class Pace:
     """What steps over prompts may take of one rank's time. Times are picoseconds, in whole numbers.
 
     transfer_s: seconds that prefill took for short remainders of late; None where that is not known.
     """
 
-    width = 5
+    width = 7
 
     def __init__(self, transfer_s: Callable[[], float | None] = lambda: None):
         self._transfer_s = transfer_s
@@ -52,6 +69,8 @@ class Pace:
         self.computed_step = Parts(0, 0, 0)
         # Earned and not spent; less than 0: spent and not earned.
         self.spare = 0
+        # What steps have taken beyond what they were charged, until ranks agree on it: by this rank's clock.
+        self._owed = 0
         # Decode steps since the last one over prompts. DP ranks that step together, for each of which all wait.
         self._since, self._sharers = 0, 1
 
@@ -75,6 +94,9 @@ class Pace:
                 self._decode.note(requests, 0, seconds)
         elif mode.is_extend() and batch.prefill_stats is not None and not has_taken_over(batch):
             self._computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
+            charge: Charge | None = getattr(batch.prefill_stats, "charge", None)
+            if charge is not None:
+                self._owed += min(round(PS * seconds), charge.most) - charge.paid
 
     # ---- what ranks agree on ----
 
@@ -83,12 +105,15 @@ class Pace:
         step, computed, transfer_s = self._decode.seconds(), self._computed.parts(), self._transfer_s()
         if step is None:
             return [0] * self.width
-        return [round(PS * step), *(computed or Parts(0, 0, 0)), round(PS * (transfer_s or 0.0))]
+        believed = [round(PS * step), *(computed or Parts(0, 0, 0)), round(PS * (transfer_s or 0.0))]
+        return [*believed, max(0, self._owed), max(0, -self._owed)]
 
     def take(self, figures: list[int]) -> None:
         """These are what all ranks go by from now on."""
         self.decode_step, self.transfer = figures[0], figures[4]
         self.computed_step = Parts(*figures[1:4])
+        self.spare += figures[6] - figures[5]
+        self._owed = 0
 
     # ---- what is counted ----
 
@@ -96,18 +121,31 @@ class Pace:
         """A decode step of ``requests`` is launched; nobody decodes: 0. slice_tokens: of a step over prompts."""
         self._since = self._since + 1 if requests else 0
         most = AHEAD * self._cost(slice_tokens)
-        self.spare = min(most, self.spare + self._earned(requests)) if requests else most
+        if not requests:
+            self.spare, self._owed = most, 0
+            return
+        self.spare += self._earned(requests)
+        if self.spare > most:
+            # What comes too late to be charged would have been paid with this.
+            self._owed -= min(max(0, self._owed), self.spare - most)
+            self.spare = most
 
-    def computed(self, tokens: int, requests: int) -> None:
-        """A step over ``tokens`` tokens of prompts is launched, for which ``requests`` wait that decode."""
+    def computed(self, tokens: int, requests: int) -> Charge | None:
+        """A step over ``tokens`` tokens of prompts is launched, for which ``requests`` wait that decode.
+
+        Returns what it is charged, see `note_charge`; None while nobody waits.
+        """
         self._since = 0
-        if requests:
-            self.spare -= self._cost(tokens)
+        if not requests:
+            return None
+        charge = Charge(self._charged(tokens, requests), PROBE * self._earned(requests))
+        self.spare -= charge.paid
+        return charge
 
     @property
     def has_time(self) -> bool:
-        """Whether what steps over prompts took has been earned."""
-        return self.spare >= 0
+        """Whether what steps over prompts took has been earned, or there was none for long."""
+        return self.spare >= 0 or self._since >= PROBE
 
     def is_sooner(self, delta: int, queued: int, slice_tokens: int, requests: int) -> bool:
         """Whether ``delta`` tokens are computed here sooner than prefill would, behind ``queued`` others.
@@ -116,9 +154,9 @@ class Pace:
         of prefill, only without a wait.
         """
         earned = self._earned(requests)
-        if not earned or (self._since >= PROBE and self.has_time):
+        if not earned or (self._since >= PROBE and not queued):
             return True
-        lacks = (queued + delta - 1) // slice_tokens * self._cost(slice_tokens) - self.spare
+        lacks = (queued + delta - 1) // slice_tokens * self._charged(slice_tokens, requests) - self.spare
         steps = max(0, -(-lacks // earned))
         if not steps and not self.transfer:
             return True
@@ -129,6 +167,10 @@ class Pace:
         """With a decode step of ``requests``."""
         return self.decode_step * max(requests, MANY) // (ONE_IN * self._sharers * max(1, requests))
 
+    def _charged(self, tokens: int, requests: int) -> int:
+        """When a step over so many tokens of prompts is launched."""
+        return min(self._cost(tokens), PROBE * self._earned(requests))
+
     def _cost(self, tokens: int) -> int:
-        """Of a step over so many tokens of prompts."""
+        """Of such a step, as is believed."""
         return self.computed_step.of(tokens, 0) if any(self.computed_step) else 0

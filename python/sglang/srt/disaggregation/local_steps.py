@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.local_pace import note_charge
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_time import note_taken_over
@@ -137,9 +138,10 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     slices = begin(scheduler, local)
     if not slices:
         return None
+    batch = launch(scheduler, local, slices)
     if all(one.is_short for one, _ in slices):
-        local.pace.computed(sum(one.req.extend_input_len for one, _ in slices), decoding)
-    batch = scheduler.maybe_prepare_mlp_sync_batch(launch(scheduler, local, slices))
+        note_charge(batch, local.pace.computed(batch.prefill_stats.log_input_tokens, decoding))
+    batch = scheduler.maybe_prepare_mlp_sync_batch(batch)
     set_schedule_time_batch(batch)
     return batch
 

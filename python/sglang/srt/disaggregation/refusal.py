@@ -104,8 +104,10 @@ def take_refusal(told: Any) -> None:
     reason = said.get("reason")
     if not is_room(room) or not isinstance(reason, str):
         raise ValueError("a refusal has a room and a reason")
+    # JSON may hold half a character, with which no client could be answered.
+    reason = reason[:MOST_CHARACTERS].encode(errors="replace").decode()
     for listener in _listeners:
-        listener(room, reason[:MOST_CHARACTERS])
+        listener(room, reason)
 
 
 def tell_prefill(host: str, port: int, room: int, reason: str) -> Future | None:

@@ -5,6 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ from sglang_pd_radix.hosts import host_addresses, is_loopback
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["VARIABLE", "gateways", "leave", "leave_all", "own_addresses"]
+__all__ = ["VARIABLE", "gateways", "leave", "leave_all", "listened_at", "own_addresses"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_GATEWAYS"
 # Seconds that a gateway has to answer, and to let go; between two looks whether it has.
@@ -50,19 +51,47 @@ def _is_url(text: str) -> bool:
 
 
 def own_addresses(host: str) -> set[str]:
-    """Addresses under which a gateway may know this worker. host: where its HTTP server listens."""
+    """Addresses of the names of this worker, without scopes. host: where its HTTP server listens."""
     names = {host, socket.gethostname()}
     try:
         # SGLANG_HOST_IP, where it is set.
         names.add(get_local_ip_auto())
     except Exception as e:
         logger.debug("No address of the default route: %s", e)
-    return {address for name in names for address in _addresses(name)}
+    return {_bare(address) for name in names for address in _addresses(name)}
+
+
+def listened_at(host: str) -> set[str]:
+    """Addresses of all interfaces, without scopes, where ``host`` is 0.0.0.0 or :: and the server listens at all.
+
+    Those of IPv4 or of IPv6: the server's socket at :: takes IPv6 only.
+    """
+    versions = {_version(one) for one in _addresses(host) if ipaddress.ip_address(one).is_unspecified}
+    try:
+        return {one for one in map(_bare, host_addresses()) if _version(one) in versions}
+    except OSError as e:
+        logger.debug("No addresses of interfaces: %s", e)
+        return set()
+
+
+def _version(address: str) -> int | None:
+    """4 or 6; None of a MAC address."""
+    try:
+        return ipaddress.ip_address(address).version
+    except ValueError:
+        return None
+
+
+def _bare(address: str) -> str:
+    """Without the scope, which each host has for itself."""
+    return address.partition("%")[0]
 
 
 def _addresses(name: str) -> set[str]:
+    """What a name stands for, written as `host_addresses` does: a link-local address with the scope that it has."""
     try:
-        return {str(info[4][0]) for info in socket.getaddrinfo(name.strip("[]"), None)}
+        found = socket.getaddrinfo(name.strip("[]"), None)
+        return {socket.getnameinfo(info[4], socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0] for info in found}
     except OSError:
         return set()
 
@@ -76,13 +105,13 @@ def _is_here(url: str) -> bool:
 
 def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
     """Have all these gateways let go of this worker; one that does not is told of in the log."""
-    own = own_addresses(host)
-    loopback = {address for address in own if is_loopback(address)}
+    own, others = own_addresses(host), listened_at(host)
+    loopback = {address for address in own | others if is_loopback(address)}
 
     def leave_one(url: str) -> None:
         try:
             # To a gateway of another host a loopback address is a neighbour of its own.
-            leave(url, role, port, own - loopback, loopback if _is_here(url) else ())
+            leave(url, role, port, own - loopback, others - loopback, loopback if _is_here(url) else ())
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
@@ -91,12 +120,13 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
         pool.map(leave_one, urls)
 
 
-def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
+def leave(gateway: str, role: str, port: int, *addresses: Collection[str]) -> None:
     """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
 
-    Of all its ranks, where the gateway has those. loopback: addresses that count where it has nobody at the others: a
-    port of this host may be forwarded to a gateway whose loopback addresses are another host's. Raises RuntimeError if
-    it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
+    Of all its ranks, where the gateway has those. addresses: in groups, each of which counts where it has nobody at
+    those before. Addresses of an interface may be a bridge's, which many hosts have; loopback ones are another host's
+    where a port of this one is forwarded to a gateway. Raises RuntimeError if it knows none, or uses it after `LEAVE_S`
+    seconds; requests' errors.
     """
     with requests.Session() as session:
         # A proxy has no business between the two.
@@ -109,10 +139,10 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopba
             return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, at)]
 
         found = listed()
-        at = addresses if those_at(addresses, found) else loopback
+        at = next((group for group in addresses if those_at(group, found)), ())
         workers = those_at(at, found)
         if not workers:
-            tried = ", ".join(sorted({*addresses, *loopback}))
+            tried = ", ".join(sorted({one for group in addresses for one in group}))
             hosts = tried or "this host, of which SGLANG_HOST_IP would give an address"
             raise RuntimeError(f"it knows no {role} worker at port {port} of {hosts}")
         for worker in workers:
@@ -127,4 +157,4 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopba
 def _is_at(url: str, port: int, addresses: Collection[str]) -> bool:
     parts = urlsplit(_RANK.sub("", url))
     default = 443 if parts.scheme == "https" else 80
-    return (parts.port or default) == port and not _addresses(parts.hostname or "").isdisjoint(addresses)
+    return (parts.port or default) == port and not _addresses(_bare(parts.hostname or "")).isdisjoint(addresses)

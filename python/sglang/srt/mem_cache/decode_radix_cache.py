@@ -6,7 +6,8 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,20 @@ __all__ = ["DecodeRadixCache", "is_warmup"]
 def is_warmup(req: Req) -> bool:
     """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
     return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
+
+
+@contextmanager
+def _whole_or_split(node: TreeNode) -> Iterator[None]:
+    """The engine's split cuts the key, and may then lack the memory for the slots: ``node`` is as it was after that.
+
+    Nothing leads to the other part yet.
+    """
+    whole = node.key, node.value, node.parent
+    try:
+        yield
+    except Exception:
+        node.key, node.value, node.parent = whole
+        raise
 
 
 class DecodeRadixCache(RadixCache):
@@ -143,9 +158,9 @@ class DecodeRadixCache(RadixCache):
         Returns the KV indices, int64 of ``found.length`` slots in parts, and the locked node.
         """
         now = time.monotonic()
-        self.locks_taken += 1
         self.root_node.last_access_time = now
         if not found.path:
+            self.locks_taken += 1
             return [], self.root_node
         parts: list[torch.Tensor] = []
         *above, last = found.path
@@ -153,6 +168,7 @@ class DecodeRadixCache(RadixCache):
         if found.in_last < len(last.key.token_ids):
             last = self._split_node(last.key, last, found.in_last)
         # From here on nothing raises.
+        self.locks_taken += 1
         for node in above:
             node.last_access_time = now
             node.lock_ref += 1
@@ -252,8 +268,9 @@ class DecodeRadixCache(RadixCache):
         return False
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Tells the requests that watch ``child`` of the split."""
-        upper = super()._split_node(key, child, split_len)
+        """Tells the requests that watch ``child`` of the split. What raises for want of memory has changed nothing."""
+        with _whole_or_split(child):
+            upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
         note_split(upper, child)
         return upper

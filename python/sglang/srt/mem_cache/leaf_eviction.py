@@ -39,6 +39,24 @@ def evict_leaves(
     batching = allocator.is_not_in_free_group
     if batching:
         allocator.free_group_begin()
+    try:
+        freed = _evict(tree, num_tokens, exact, max_leaves, wanted_too, stop_at)
+    finally:
+        if batching:
+            allocator.free_group_end()
+    tree.update_eviction_metrics(freed, start)
+    return freed
+
+
+def _evict(
+    tree: DecodeRadixCache,
+    num_tokens: int,
+    exact: bool,
+    max_leaves: int | None,
+    wanted_too: bool,
+    stop_at: Callable[[TreeNode], bool],
+) -> int:
+    """The loop of `evict_leaves`. What has been evicted before something raises is in the group that is freed."""
     freed = leaves = 0
     while freed < num_tokens and leaves != max_leaves:
         node = tree.victims.take_next()
@@ -59,13 +77,16 @@ def evict_leaves(
         if exact:
             keep = max(keep, (len(node.key) - (num_tokens - freed)) // tree.page_size * tree.page_size)
         if keep > 0:
-            head = tree._split_node(node.key, node, keep)
+            try:
+                head = tree._split_node(node.key, node, keep)
+            except Exception:
+                # It is as it was.
+                tree.victims.add(node)
+                raise
             head.last_access_time, head.creation_time = node.last_access_time, node.creation_time
-        allocator.free(node.value)
-        freed += len(node.value)
+        # Out of the tree first: what is in both is given to two.
         tree._delete_leaf(node)
+        tree.pool.free(node.value)
+        freed += len(node.value)
         tree._record_remove_event(node)
-    if batching:
-        allocator.free_group_end()
-    tree.update_eviction_metrics(freed, start)
     return freed

@@ -61,8 +61,13 @@ class WindowSlots:
         What is left of the last page gets its entries when decode steps use it.
         """
         own = self.pool.alloc_long_runs(len(slots))
-        assert own is not None, "admitted beyond what the window pool has"
-        self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
+        if own is None:
+            raise RuntimeError("admitted beyond what the window pool has")
+        try:
+            self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
+        except Exception:
+            self.pool.free_or_keep(own)
+            raise
 
     def of(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots here, int64, of slots of the other pool; 0 where there is none."""
@@ -73,9 +78,12 @@ class WindowSlots:
         return kv_to_page_indices(self.of(slots).cpu().numpy(), self.rule.page_size).astype(np.int32)
 
     def drop(self, slots: torch.Tensor) -> None:
-        """Free what slots of the other pool have here, if they have any."""
+        """Free what slots of the other pool have here, if they have any. What raises has changed nothing."""
         if len(slots) > 0:
-            self.allocator.free_swa(slots)
+            own = self.of(slots)
+            own = own[own > 0]
+            self.allocator.full_to_swa_index_mapping[slots] = 0
+            self.pool.free_or_keep(own)
 
     def save(self, table: torch.Tensor) -> tuple[list, list]:
         """KV and window of a request, whose slots of the other pool are ``table``, in host memory."""

@@ -19,6 +19,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 __all__ = ["API_STAGES", "EndedRequests", "SCHEDULER_STAGES", "VARIABLE", "remembered", "remembers", "stamps"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
+# More would fit no memory, and not what counts them.
+MOST_DIGITS = 9
 
 # The engine's stamps of a scheduler, and what has happened by then, in the words of a record.
 SCHEDULER_STAGES = {
@@ -46,10 +48,13 @@ API_STAGES = {
 
 
 def remembered() -> int:
-    """How many ended requests a worker remembers. Raises ValueError for what is no number."""
+    """How many ended requests a worker remembers. Raises ValueError for what is no number, or is a billion or more."""
     given = os.environ.get(VARIABLE, "").strip() or "0"
-    if not given.isdecimal():
-        raise ValueError(f"{VARIABLE} is {given!r}: give the number of ended requests to remember, 0 for none.")
+    if not given.isdecimal() or len(given) > MOST_DIGITS:
+        raise ValueError(
+            f"{VARIABLE} is {given!r}: give the number of ended requests to remember, 0 for none, of at most "
+            f"{MOST_DIGITS} digits."
+        )
     return int(given)
 
 

@@ -15,6 +15,8 @@ import os
 import sys
 from functools import lru_cache
 
+from sglang_pd_radix.errors import PdRadixError
+
 from . import (
     allocator,
     attention,
@@ -82,9 +84,15 @@ def has_other_accelerator() -> bool:
 def active() -> bool:
     """True where this module takes part: no CUDA driver on a Linux host, or ``SGLANG_USE_CPU_ENGINE=1``.
 
-    ``SGLANG_USE_CPU_ENGINE=0`` keeps it out. The answer is found once per process.
+    ``SGLANG_USE_CPU_ENGINE=0`` keeps it out. The answer is found once per process. Raises PdRadixError for any other
+    value: the engine takes none but 1 for a CPU engine.
     """
     choice = os.environ.get(SWITCH, "").strip()
+    if choice not in ("", "0", "1"):
+        raise PdRadixError(
+            f"{SWITCH} is {choice!r}: give 1 to run as on a CPU host, 0 for never, or nothing to do so where there is "
+            "no CUDA driver."
+        )
     if choice:
         return choice == "1"
     return sys.platform == "linux" and not has_cuda_driver() and not has_other_accelerator()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.up import write_whole
 
 from . import order, parted
 from .chart import Bars, Chart, Line, script
@@ -545,8 +546,8 @@ def write(document: Document, out: Path) -> list[Path]:
         files |= {f"charts/{prefix}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise PdRadixError(f"cannot write the report to {out}: {error.strerror or error}") from error
+    for name, text in files.items():
+        write_whole(out / name, text)
     return [out / name for name in files]

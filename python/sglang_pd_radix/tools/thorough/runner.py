@@ -308,10 +308,10 @@ def _hidden_line(line: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a command has written there; None if it has not."""
+    """What a command has written there; None if it has not, or not all of it."""
     try:
         return json.loads(path.read_text())
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

@@ -30,6 +30,7 @@ from ..chat_load import Workload
 from ..cluster import RADIX_FLAG, Cluster, Process, add_router_option, http, named_gateway
 from ..progress import print_ready
 from ..rounding import LEAST_LIMIT
+from ..up import write_json
 from ..workers import empty_caches, idle_pools, problems_of
 
 # So much of the vocabulary of a made model is ordinary words.
@@ -346,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.problems.append(str(error))
     except KeyboardInterrupt:
         report.not_judged.append("it was ended before it was done")
-    args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    write_json(args.json, asdict(report))
     for line in (*report.judged, *(f"NOT JUDGED: {one}" for one in report.not_judged)):
         print(line)
     for problem in report.problems:

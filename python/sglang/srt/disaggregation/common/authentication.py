@@ -246,6 +246,15 @@ class SignedRequests:
         return {} if key is None else {"auth": _Signed(key)}
 
 
+def unreadable(request: web.Request, error: Exception) -> web.Response:
+    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
+    reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
+    # Or aiohttp reads what is left of it, and has the same error.
+    request.content.feed_eof()
+    reply.force_close()
+    return reply
+
+
 def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
     """For a bootstrap server: answers 401 to what is not signed, and signs its answers. Health checks pass."""
 
@@ -257,6 +266,8 @@ def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
         try:
             parts = _of_request(request.method, request.raw_path, await request.read())
             key.verify(parts, "request", _from_hex(tag))
+        except web.RequestPayloadError as e:
+            return unreadable(request, e)
         except ValueError as e:
             return web.Response(status=401, text=f"{e}. This prefill has a secret: give the same {VARIABLE} to all.")
         try:

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import computed_rooms, refusal
-from sglang.srt.disaggregation.common.authentication import middleware, secret
+from sglang.srt.disaggregation.common.authentication import middleware, secret, unreadable
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.environ import envs
@@ -87,6 +87,8 @@ def _fronts() -> int:
 async def _take(request: web.Request, take: Callable[[Any], None]) -> web.Response:
     try:
         take(await request.json())
+    except web.RequestPayloadError as e:
+        return unreadable(request, e)
     except (ValueError, LookupError, RecursionError) as e:
         # LookupError: of an unknown charset.
         return web.Response(text=str(e), status=400)

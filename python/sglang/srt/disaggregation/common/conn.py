@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.common.bootstrap_routes import add_routes, capabi
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
 from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
+from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
@@ -135,9 +135,11 @@ class CommonKVManager(engine.CommonKVManager):
 
     def _resolve_rank_mapping(self, info) -> None:
         """Adds, with a radix cache, that a prefill of another TP size cannot be used where that would cut states."""
-        if self.has_radix and info.attn_tp_size != self.attn_tp_size:
-            uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
-            check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.has_state, uneven)
+        if self.has_radix:
+            check_sizes(info)
+            if info.attn_tp_size != self.attn_tp_size:
+                uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
+                check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.has_state, uneven)
         super()._resolve_rank_mapping(info)
 
     def why_unreached(self, addr: str, since: float) -> str | None:
@@ -263,8 +265,7 @@ class CommonKVManager(engine.CommonKVManager):
         tell anybody but who gave the room up: its word would count for that of the rank that writes.
         """
         with self.rooms.lock:
-            infos = asked or self.transfer_infos.get(room, {})
-            peers = self.cancels.get(room, set()) | self.listeners(infos)
+            peers = self.cancels.get(room, set()) | self.listeners(asked or self.transfer_infos.get(room, {}))
             self.end_room(room, reason)
         return peers
 

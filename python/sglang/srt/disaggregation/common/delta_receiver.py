@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
-from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
+from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, check_rank, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
@@ -364,6 +364,15 @@ def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
     scout = copy.copy(receiver)
     scout.bootstrap_room, scout._register_kv_args = None, lambda: None
     prefill = manager.prefill_info_table.get(addr)
+
+    def ask(*rank: int) -> Any:
+        info = receiver._get_bootstrap_info_from_server(*rank)
+        if info is not None:
+            # Before it is kept: it would be looked at by whoever watches prefills.
+            check_rank(addr, info)
+        return info
+
+    scout._get_bootstrap_info_from_server = ask
 
     def fetch() -> None:
         super(DeltaReceiver, scout)._setup_bootstrap_infos()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from sglang.srt.disaggregation.peer_calls import in_background
 
@@ -119,6 +120,20 @@ def known_ranks(pool: Mapping[str, list[dict]], keys: Iterable[str]) -> list[lis
     """Where the ranks of a prefill listen, as the engine keeps it by these keys; None while that is not known."""
     known = [pool.get(key) for key in keys]
     return None if None in known else [infos for infos in known if infos is not None]
+
+
+def check_rank(addr: str, info: Any) -> None:
+    """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there."""
+    host, port = (info.get("rank_ip"), info.get("rank_port")) if isinstance(info, dict) else (None, None)
+    if not (isinstance(host, str) and host and type(port) is int and 0 < port < 65536):
+        raise ConnectionError(f"prefill {addr} does not say where a rank listens: {str(info)[:200]!a}")
+
+
+def check_sizes(info: Any) -> None:
+    """Raise ValueError for what a prefill says of its parallelism, if it has no ranks by that."""
+    for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"):
+        if getattr(info, name) < 1:
+            raise ValueError(f"it says that its {name} is {getattr(info, name)}")
 
 
 class NotConnected(Exception):

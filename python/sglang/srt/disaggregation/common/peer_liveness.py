@@ -48,11 +48,11 @@ def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
 
     def ask(endpoint: Endpoint) -> None:
         host, port = endpoint
-        for family, address in addresses[host]:
+        for family, (address, _, *scope) in addresses[host]:
             probe = socket.socket(family, socket.SOCK_STREAM)
             probe.setblocking(False)
             asked[probe.fileno()] = endpoint, probe
-            error = probe.connect_ex((address, port))
+            error = probe.connect_ex((address, port, *scope))
             if error == errno.EINPROGRESS:
                 poller.register(probe, select.POLLOUT)
             else:

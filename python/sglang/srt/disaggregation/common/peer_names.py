@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from sglang.srt.disaggregation.peer_calls import in_background
 
 logger = logging.getLogger(__name__)
 
-# An address family, and an address as text.
-Address = tuple[int, str]
+# An address family, and what a socket of it connects to: an address as text, a port that means nothing, and of IPv6 the
+# flow and the scope, without which a link-local address leads nowhere.
+Address = tuple[int, tuple[Any, ...]]
 
 # Seconds for which an answer of DNS holds: it may take longer than a look waits for it, and who is gone refuses twice.
 FRESH_S = 2.0
@@ -38,7 +40,7 @@ class _Name:
 
 def _resolve(host: str, flags: int = 0) -> list[Address]:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    return [(family, str(at[0])) for family, _, _, _, at in found]
+    return [(family, at) for family, _, _, _, at in found]
 
 
 class PeerNames:

@@ -130,11 +130,18 @@ class PrefillWatch:
             if self._is_awaited(addr) or now - self._looked.get(addr, 0.0) >= IDLE_LOOK_S
         }
         self._looked = {addr: at for addr, at in self._looked.items() if addr in known} | dict.fromkeys(due, now)
-        gone = peer_liveness.gone(port for ports in due.values() for port in ports)
+        try:
+            gone = peer_liveness.gone(port for ports in due.values() for port in ports)
+        except Exception:
+            # One of them cannot be looked at: each by itself, which takes longer.
+            gone = None
         for addr, ports in due.items():
-            # One of its schedulers is enough.
-            if gone & ports:
-                self._on_gone(addr)
+            try:
+                # One of its schedulers is enough.
+                if (peer_liveness.gone(ports) if gone is None else gone) & ports:
+                    self._on_gone(addr)
+            except Exception:
+                logger.exception("Could not look after prefill %s", addr)
 
 
 class Books(Protocol):

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,9 @@ REFUSING_S = 0.3
 # Seconds for which a prefill that gives no usable answer is asked; as long as the engine does. And from one question to
 # the next.
 UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
+# Requests name prefills: questions that are remembered, and for how many seconds each is at least. Whom a request waits
+# for is asked again before.
+MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +137,12 @@ class PrefillPeers:
     ) -> None:
         self._server_args, self._has_state = server_args, has_state
         self._wants_digests, self._shake = wants_digests, shake
+        # Of those with which hands have been shaken, and for whose requests they say how to go on.
         self.capabilities: dict[str, Capabilities] = {}
-        # Questions that are under way, and when each prefill was last asked; when each has refused connections, first
-        # and last; and when and why one turned out to be of no use.
+        # Questions that are under way, and when each prefill was last asked, the latest last; when each has refused
+        # connections, first and last; and when and why one turned out to be of no use.
         self._asking: set[str] = set()
-        self._asked_at: dict[str, float] = {}
+        self._asked_at: OrderedDict[str, float] = OrderedDict()
         self._refusing: dict[str, tuple[float, float]] = {}
         self._unusable: dict[str, tuple[float, str]] = {}
 
@@ -150,17 +155,30 @@ class PrefillPeers:
         now = time.monotonic()
         if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
             self._asked_at[addr] = now
+            self._asked_at.move_to_end(addr)
             self._asking.add(addr)
             if in_background(lambda: self._query(addr), "ask-prefill") is not None:
                 self._asking.discard(addr)
+            self._forget_oldest(now)
+
+    def _forget_oldest(self, now: float) -> None:
+        """Forget what came of old questions. Not of those under way, of which more is still to be noted."""
+        while len(self._asked_at) > MOST_ASKED:
+            addr, at = next(iter(self._asked_at.items()))
+            if addr in self._asking or now - at < FORGOTTEN_S:
+                return
+            for book in (self._asked_at, self._refusing, self._unusable):
+                book.pop(addr, None)
 
     def _query(self, addr: str) -> None:
         """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""
         now = time.monotonic()
+        known = addr in self.capabilities
         try:
             # First, since with the engine's answer requests go on.
             version = self.ask_for_prefix(addr)
             if version is not None and self._shake(addr):
+                known = True
                 self._refusing.pop(addr, None)
                 self._warn(addr, version)
                 return
@@ -172,8 +190,12 @@ class PrefillPeers:
                 self._refusing.pop(addr, None)
         except Exception as e:
             logger.exception("Prefill %s cannot be used", addr)
-            self._unusable[addr] = (now, f"{type(e).__name__}: {e}")
+            # A client is told it, in JSON: a lone surrogate of prefill's would end that.
+            self._unusable[addr] = (now, f"{type(e).__name__}: {e}".encode(errors="replace").decode())
         finally:
+            if not known:
+                # No request goes on with it. Any server may have answered that it knows no such route.
+                self.capabilities.pop(addr, None)
             self._asking.discard(addr)
 
     def _warn(self, addr: str, version: int) -> None:

@@ -5,7 +5,7 @@ Upstream: sgl-project/sglang#36612 (merged).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from sglang.srt.disaggregation.mooncake.wire import End
 
@@ -14,7 +14,9 @@ class AwaitedRooms:
     """Rooms for which prefill has been asked, and may say something. To be changed under the lock of `Rooms`."""
 
     def __init__(self) -> None:
-        self.asked: set[int] = set()
+        # By room, the metadata buffers that have been named. Several, where another request of the room came before
+        # nobody wrote for the first any more.
+        self.asked: dict[int, set[int | None]] = {}
         # By room: prefill ranks that write no more, and those that said no more than that they failed; and the claims
         # about digests, by prefill rank.
         self.quiet: dict[int, set[int]] = {}
@@ -26,11 +28,15 @@ class AwaitedRooms:
 
     def __len__(self) -> int:
         """How many rooms are mentioned."""
-        return len(self.asked | self.quiet.keys() | self.failed.keys() | self.told.keys())
+        return len(self.asked.keys() | self.quiet.keys() | self.failed.keys() | self.told.keys())
 
-    def add(self, room: int) -> None:
-        """Prefill is asked for it."""
-        self.asked.add(room)
+    def add(self, room: int, metadata_buffer: int | None) -> None:
+        """Prefill is asked for it, and its metadata for this buffer."""
+        self.asked.setdefault(room, set()).add(metadata_buffer)
+
+    def metadata_buffers(self, room: int) -> Set[int | None]:
+        """Those into which its metadata may be written."""
+        return self.asked.get(room, set())
 
     def add_end(self, room: int, end: End) -> None:
         """Note what a prefill rank has said."""
@@ -50,6 +56,6 @@ class AwaitedRooms:
 
     def forget(self, room: int) -> None:
         """Its request has ended, and nobody writes for it."""
-        self.asked.discard(room)
+        self.asked.pop(room, None)
         for book in (self.quiet, self.failed, self.told):
             book.pop(room, None)

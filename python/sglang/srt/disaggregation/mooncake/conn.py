@@ -431,7 +431,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
         message byte for byte.
         """
-        self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
+        self.kv_mgr.awaited_rooms.add(self.bootstrap_room, aux_index)
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)

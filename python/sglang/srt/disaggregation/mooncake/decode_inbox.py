@@ -24,6 +24,8 @@ class Worker(Protocol):
 
     AUX_DATA_HEADER: bytes
     staging: Any
+    kv_args: Any
+    has_radix: bool
     leaves_ends_to_the_engine: bool
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
@@ -71,5 +73,21 @@ class DecodeInbox:
         with self._rooms.lock:
             # The scheduler may just have closed its books.
             if room in self._awaited:
-                worker._handle_aux_data(frames) if end is None else worker.on_end(room, end)
+                self._on_metadata(room, frames) if end is None else worker.on_end(room, end)
         return False
+
+    def _on_metadata(self, room: int, frames: list[bytes]) -> None:
+        """Let the engine write it, which looks neither at where that is nor at its length.
+
+        Without the flag as it has come.
+        """
+        worker = self._worker
+        if worker.has_radix:
+            try:
+                metadata = wire.Metadata.read(room, frames)
+                metadata.check(worker.kv_args.aux_item_lens, self._awaited.metadata_buffers(room))
+            except ValueError as e:
+                logger.error("Room %s: its metadata cannot be used: %s", room, e)
+                worker.fail_room(room, f"prefill's metadata cannot be used: {e}")
+                return
+        worker._handle_aux_data(frames)

@@ -9,6 +9,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ __all__ = ["FailedSessions"]
 # Seconds until it is tried again after a failure, and the most. Each that comes soon after a pause doubles the next: a
 # write to a host that is gone may hold up a transfer thread for as long as the transport waits.
 FIRST_S, MOST_S = 1.0, 60.0
+# Sessions that are tried again: each restart of a decode worker brings others.
+REMEMBERED = 1024
 
 
 @dataclass
@@ -37,18 +40,28 @@ class FailedSessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._pauses: dict[str, _Pause] = {}
-        self._tried_again: set[str] = set()
+        # The one that was last written to comes last.
+        self._tried_again: OrderedDict[str, None] = OrderedDict()
 
     def try_again(self, session: str) -> None:
         """From here on ``session`` is tried again after failures; of others the engine's rule stays."""
-        self._tried_again.add(session)
+        self._tried_again[session] = None
+        self._tried_again.move_to_end(session)
+        if len(self._tried_again) > REMEMBERED:
+            self._tried_again.popitem(last=False)
 
     def add(self, session: str) -> None:
         """A write has failed. Of several that were under way together the first counts."""
-        now, before = self._clock(), self._pauses.get(session)
+        now = self._clock()
+        # A copy in one go: another thread may remove one.
+        for other, pause in list(self._pauses.items()):
+            if now > pause.until + MOST_S:
+                # Over for so long that the next failure is a first one.
+                self._pauses.pop(other, None)
+        before = self._pauses.get(session)
         if session not in self._tried_again:
             self._pauses[session] = _Pause(MOST_S, float("inf"))
-        elif before is None or now > before.until + MOST_S:
+        elif before is None:
             self._pauses[session] = _Pause(FIRST_S, now + FIRST_S)
         elif now >= before.until:
             seconds = min(2 * before.seconds, MOST_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that a piece waits before it is asked whether decode is still there.
 PATIENCE_S = 2
+# Decode sessions whose pieces have a known size: each restart of a decode worker brings others.
+REMEMBERED = 1024
 
 
 # The engine's class comes behind.
@@ -48,7 +51,7 @@ class StagingKVManager(Base):
     def __init__(self, *args, **kwargs):
         """Adds the books of pieces. Before the engine's own, which starts the threads."""
         # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
-        self.piece_sizes: dict[str, tuple[KVArgsRegisterInfo, int]] = {}
+        self.piece_sizes: OrderedDict[str, tuple[KVArgsRegisterInfo, int]] = OrderedDict()
         # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
@@ -87,6 +90,9 @@ class StagingKVManager(Base):
         if known is not theirs:
             most = self._find_piece_pages(theirs)
             self.piece_sizes[session] = theirs, most
+            if len(self.piece_sizes) > REMEMBERED:
+                # One that is forgotten is found out again.
+                self.piece_sizes.popitem(last=False)
             if most:
                 logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
         return most

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -62,6 +63,8 @@ class Grant:
         if len(frames) != 7:
             raise ValueError(f"a grant of staging memory has 7 frames, this one of room {room} has {len(frames)}")
         start, offset = wire_int(frames[5], "first page"), wire_int(frames[6], "offset")
+        if start < 0 or offset < 0:
+            raise ValueError(f"a grant of staging memory of room {room} begins below 0: page {start}, offset {offset}")
         return cls(room, frames[3].decode("ascii"), start, offset)
 
 
@@ -96,6 +99,38 @@ def read_piece(frames: list[bytes]) -> Wanted | Written:
     if frames[1] == STAGED:
         return Written(rank, start)
     return Wanted(rank, start, wire_int(frames[4], "pages"), Peer.read(frames[5:7]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """One part of a request's metadata, in the engine's frames: ``num_bytes`` for metadata buffer ``index``."""
+
+    part: int
+    index: int
+    num_bytes: int
+
+    @classmethod
+    def read(cls, room: int, frames: list[bytes]) -> Metadata:
+        """From a message. Raises ValueError for what cannot be right."""
+        if len(frames) != 6:
+            raise ValueError(f"a message of metadata has 6 frames, this one of room {room} has {len(frames)}")
+        part, index = wire_int(frames[2], "part"), wire_int(frames[3], "metadata buffer")
+        if frames[4] != struct.pack(">I", len(frames[5])):
+            raise ValueError(f"a part of {len(frames[5])} bytes says that it has another length")
+        return cls(part, index, len(frames[5]))
+
+    def check(self, item_lens: Sequence[int], buffers: Set[int | None]) -> None:
+        """Raise ValueError for what would be written to where no metadata of its request belongs.
+
+        item_lens: of this worker, bytes of each part. buffers: that the request has. A part may be shorter here: where
+        only one of both workers has a draft model, one part differs.
+        """
+        if not 0 <= self.part < len(item_lens):
+            raise ValueError(f"it is part {self.part}, and this worker has parts 0 to {len(item_lens) - 1}")
+        if self.index not in buffers:
+            raise ValueError(f"it is for metadata buffer {self.index}, which this request does not have")
+        if self.num_bytes > item_lens[self.part]:
+            raise ValueError(f"it has {self.num_bytes} bytes for a part of at most {item_lens[self.part]} bytes")
 
 
 @dataclasses.dataclass(frozen=True)

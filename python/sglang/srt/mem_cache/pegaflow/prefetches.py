@@ -261,7 +261,8 @@ class Prefetches:
         if short > 0:
             self._tree.evict_for_load(short)
         slots = allocator.alloc(tokens)
-        assert slots is not None, "a load was begun beyond what the pool has"
+        if slots is None:
+            raise RuntimeError("a load was begun beyond what the pool has")
         found.stage, found.start, found.deadline = Stage.LOADING, held, time.monotonic() + TIMEOUT_S
         self.loading_tokens += tokens
         found.load = self._session.load(found.lookup, slots, skip=held // self._page)

@@ -99,7 +99,8 @@ class PegaFlowTree(RadixCache):
         self.session.stop()
 
     def reset(self) -> None:
-        assert not self.busy, "the tree is reset while the server reads or writes pages of it"
+        if self.busy:
+            raise RuntimeError("the tree is reset while the server reads or writes pages of it")
         super().reset()
         if self.attached:
             self.prefetches.ready.clear()
