@@ -193,7 +193,7 @@ class Run:
     def all(self) -> None:
         """Raises PdRadixError."""
         # The first pays for memory and kernels that are made once.
-        _replay(self.cluster, self.asks, self.args.clients)
+        self._whole(_replay(self.cluster, self.asks, self.args.clients), "in calm")
         self._hits("in calm")
         before = [self._timed("in calm") for _ in range(pace.BEFORE)]
         if self.report["problems"]:
@@ -281,11 +281,15 @@ class Run:
         report = self.report
         began = time.monotonic()
         for worker in self.workers:
-            books.wait_idle(worker.url, max(1.0, began + SETTLE_S - time.monotonic()))
+            self._comes_to_rest(worker, began + SETTLE_S)
         report["idle_after_s"] = round(time.monotonic() - began, 1)
-        wait_answered(self.cluster.router_url, self.asks[0], 60)
+        # Until all have noticed that it is over: what fails from then on has no cause.
+        windows = blame.windows(self.fire.done, self.shape, self.fire.began_s)
+        time.sleep(max([0.0, *(window.to_s - time.monotonic() for window in windows)]))
+        if not wait_answered(self.cluster.router_url, self.asks[0], 60):
+            self._wrong(["after the storm the gateway does not answer eight times in a row"])
         # Those that were started again pay what the others have paid.
-        _replay(self.cluster, self.asks, self.args.clients)
+        self._whole(_replay(self.cluster, self.asks, self.args.clients), "after the storm")
         self._hits("after the storm")
         after: list[Replay] = []
         for count in pace.LOOKS:
@@ -302,6 +306,15 @@ class Run:
             name: {"before": books_before[name].document(), "after": own.document()}
             for name, own in books_after.items()
         }
+
+    def _comes_to_rest(self, worker: Process, until: float) -> None:
+        """It lets go of everything, by ``until`` (monotonic). The replays flush, and what a flush makes good is seen
+        here or nowhere."""
+        # The router's health checks are requests, which hold memory.
+        until = max(until, time.monotonic() + 1.0)
+        while (held := judge.held_at_rest(worker.name, books.pools(worker.url))) and time.monotonic() < until:
+            time.sleep(0.2)
+        self._wrong([f"after the storm: {problem}" for problem in held])
 
     def _pace(self, found: pace.Pace, before: Sequence[Replay], after: Sequence[Replay]) -> None:
         rates = pace.error_rates(round(found.noise, 2))

@@ -267,10 +267,8 @@ def _setting(args: argparse.Namespace, info: dict[str, Any]) -> dict[str, Any]:
 
 def _judge_answers(check: Check, verdict: Verdict) -> None:
     """The answers of both sides, what they were made from, and what is left in the pools; see `Check`."""
-    off, on = check.deployment.variants
     _say("flag off: one request at a time, many at once, and all of it scored")
-    check.measure_noise()
-    verdict.failures += check.deployment.problems(off)
+    verdict.failures += check.measure_noise()
     check.noise.judge_noise(verdict)
     if check.unreadable:
         verdict.lines.append(f"KV is not compared, only answers are: there is no record of a {check.unreadable}")
@@ -279,7 +277,7 @@ def _judge_answers(check: Check, verdict: Verdict) -> None:
     for name, what in (("cold cache", "nothing"), ("warm cache", "everything")):
         _say(f"flag on, {what} in the caches")
         runs[name] = check.ask_on()
-    verdict.failures += check.deployment.problems(on)
+    verdict.failures += check.problems_on()
     check.judge_on(verdict, runs)
 
 

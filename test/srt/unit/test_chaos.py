@@ -56,6 +56,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if "dies" in faults and self.path not in ("/generate", "/flush_cache", "/freeze_gc"):
             # At the first blow.
             os._exit(3)
+        if "loses" in faults and self.path not in ("/generate", "/freeze_gc"):
+            # At any blow, until a flush makes all anew.
+            flushed = self.path.startswith("/flush_cache")
+            pool.update(available=100 if flushed else 84, locks_taken=3 if flushed else 4)
         if self.path != "/generate":
             return self.answer({})
         count += 1
@@ -114,6 +118,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blame, "HARMS", dict.fromkeys(blame.HARMS, 0.0))
     monkeypatch.setattr(blame, "EARLY_S", 0.0)
     monkeypatch.setattr(hits, "ENOUGH", 100)
+    monkeypatch.setattr(chaos, "SETTLE_S", 1.0)
     # What these do in no time is no measure of theirs.
     monkeypatch.setattr(pace, "SLOW", 0.05)
     monkeypatch.setattr(pace, "MIDDLE", 0.1)
@@ -153,6 +158,31 @@ def test_what_is_wrong_is_found(
     assert "differs from token" in found
     assert all(f"decode-{i}: 16 tokens of KV are lost" in found for i in range(2)) and "prefill" not in found
     assert "WRONG: " in capsys.readouterr().out
+
+
+def test_what_a_flush_makes_good_is_looked_at_before(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
+    """The replays after a storm flush every worker, and what the storm has lost was gone before anybody looked."""
+    monkeypatch.setenv("FAKE_DECODE", "loses")
+    status, report = run_chaos(tmp_path, "--seconds", "2", "--without", "kill,flush")
+    found = [f"decode-{i}: {what}" for i in range(2) for what in ("16 tokens of KV are lost", "4 locks were taken")]
+    assert status == 1 and len(report["problems"]) == len(found)
+    assert all(
+        problem.startswith(f"after the storm: {what}") for problem, what in zip(report["problems"], found, strict=True)
+    )
+
+
+def test_no_answer_goes_unjudged(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
+    """Nor does it that the gateway does not find its workers again."""
+    judged: list[chaos.Clients] = []
+    right = chaos.Run._right
+    monkeypatch.setattr(chaos.Run, "_right", lambda run, clients: judged.append(clients) or right(run, clients))
+    asked: list[chaos.Clients] = []
+    replay = chaos._replay
+    monkeypatch.setattr(chaos, "_replay", lambda *args, **more: asked.append(replay(*args, **more)) or asked[-1])
+    monkeypatch.setattr(chaos, "wait_answered", lambda url, ask, seconds: False)
+    status, report = run_chaos(tmp_path, "--seconds", "1")
+    assert status == 1 and report["problems"] == ["after the storm the gateway does not answer eight times in a row"]
+    assert len(asked) > pace.BEFORE + 4 and set(asked) < set(judged)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -173,6 +173,23 @@ def test_a_prompt_that_is_gone_is_not_kept_by_those_that_wait():
     assert gone() is None
 
 
+def test_what_is_known_of_leaders_goes_with_them():
+    """Of all that ever led while it waited something stayed with a prompt, and with one that leads itself."""
+    world, start = World(size=256, page_size=PAGE), tokens(1, 4 * PAGE)
+    watches = world.tree.watches
+    waits = watches.add(start + tokens(50, 8), None)
+    for n in range(60, 70):
+        leader = watches.add(start + tokens(n, 8), None)
+        watches.lead(leader)
+        assert watches.leader(waits) == (leader, 4 * PAGE) and len(waits.common) == 1
+        watches.remove(leader)
+    assert not waits.common
+    watches.lead(watches.add(start + tokens(80, 8), None))
+    assert watches.leader(waits)
+    watches.lead(waits)
+    assert not waits.common
+
+
 @KINDS
 def test_what_the_tree_loses_of_prompts_that_differ_next_is_not_compared_again_by_each(page: int, eagle: bool):
     world, herd = long_world(page, eagle), 12

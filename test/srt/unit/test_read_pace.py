@@ -81,6 +81,19 @@ def test_a_slow_one_is_tried_again_once_in_a_while(clock: Clock) -> None:
     assert not slow.is_slow("decode", 1000, 0)
 
 
+def test_what_was_seen_counts_half_after_a_while(clock: Clock) -> None:
+    """By the time since what was seen last; what ended before that counts as if it had ended with it."""
+    pace = Pace()
+    pace.note(1000, 0.0, 10.0)
+    pace.note(1000, 10.0 + read_pace.HALF_LIFE_S - 1.0, 10.0 + read_pace.HALF_LIFE_S)
+    # Half of the ten seconds and their tokens, and one.
+    assert pace.seconds(1500) == pytest.approx(6.0)
+    # It had ended before the last one, whose time it has shared.
+    pace.note(1500, 0.0, 10.0)
+    pace.note(0, 10.0, 10.0 + read_pace.HALF_LIFE_S)
+    assert pace.seconds(3000) == pytest.approx(6.0)
+
+
 def test_decode_ranks_that_are_gone_are_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_pace, "MOST_PEERS", 3)
     made = ReadPaces(LATE_S)
@@ -88,6 +101,10 @@ def test_decode_ranks_that_are_gone_are_forgotten(clock: Clock, monkeypatch: pyt
         made.read(f"decode-{i}", 0, clock.now, clock.now + LATE_S)
         clock.now += 1
     assert [i for i in range(9) if made.is_slow(f"decode-{i}", 1, 0)] == [6, 7, 8]
+    # And not one that is read from, as long as others come and go.
+    made.read("decode-6", 0, clock.now, clock.now + LATE_S)
+    made.read("decode-9", 0, clock.now, clock.now + LATE_S)
+    assert [i for i in range(10) if made.is_slow(f"decode-{i}", 1, 0)] == [6, 8, 9]
 
 
 def test_a_step_that_is_not_overlapped_is_waited_for() -> None:

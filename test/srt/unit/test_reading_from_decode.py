@@ -193,6 +193,44 @@ def test_those_that_come_together_are_read_one_after_the_other(loop: PrefillLoop
     assert_served(loop, THIRD, ROOM, OTHER, THIRD + 1)
 
 
+def test_what_is_being_read_goes_before_what_comes_later(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+    """In a turn of its own, in which the first is wanted no more, but under way."""
+    asked: list[tuple[int, int]] = []
+    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
+    monkeypatch.setattr(
+        held.paces, "is_slow", lambda name, tokens, under_way: asked.append((tokens, under_way)) or False
+    )
+    hold_reads(loop)
+    loop.arrive(100, ROOM, held=80)
+    loop.run(3)
+    assert len(reads(loop)) == loop.ranks.size and set(asked) == {(80, 0)}
+    asked.clear()
+    loop.arrive(100, OTHER, held=80, first_page=64)
+    loop.run(3)
+    assert set(asked) == {(80, 80)}
+    loop.wire.wire.held = False
+    finish(loop)
+    loop.run(16)
+    assert_served(loop, ROOM, OTHER)
+
+
+def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop):
+    buffers = [scheduler.req_to_metadata_buffer_idx_allocator for scheduler in loop.schedulers]
+    taken = [[each.alloc() for _ in range(each.available_size())] for each in buffers]
+    loop.arrive(100, ROOM, held=80)
+    loop.run(8)
+    for scheduler in loop.schedulers:
+        assert [held.tokens for held in scheduler.disagg_prefill_bootstrap_queue.reads.held] == [80]
+        assert len(scheduler.disagg_prefill_bootstrap_queue.queue) == 1
+    for each, indices in zip(buffers, taken, strict=True):
+        for index in indices:
+            each.free(index)
+    loop.run(12)
+    for scheduler in loop.schedulers:
+        assert computed(scheduler, ROOM) == 20
+    assert_served(loop, ROOM)
+
+
 def test_how_long_reads_and_steps_take_is_learned(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(read_pace, "LEAST_STEP", 1)
     hold_reads(loop)

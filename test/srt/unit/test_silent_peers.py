@@ -221,6 +221,31 @@ def test_dns_that_answers_too_late_each_time_hides_no_worker_that_is_gone(dns: D
     until(lambda: gone([worker]) == {worker}, "and it is gone", timeout=5)
 
 
+def test_a_name_is_asked_for_once_in_a_while(dns: Dns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is looked up: one that nobody knows, and one whose worker refuses at each look."""
+    monkeypatch.setattr(peer_names, "FRESH_S", 600.0)
+    dns.say(pod="", worker="127.0.0.1")
+    names = peer_liveness._names
+    for _ in range(5):
+        found = names.look_up(["pod", "worker"], LONG_S)
+        names.doubt(["worker"])
+    assert dns.questions == 2 and not found["pod"] and found["worker"]
+    monkeypatch.setattr(peer_names, "FRESH_S", 0.0)
+    names.look_up(["pod", "worker"], LONG_S)
+    assert dns.questions == 4
+
+
+def test_a_look_waits_for_all_names_and_no_longer(dns: Dns) -> None:
+    dns.say(quick="127.0.0.1", slow=None)
+    late = threading.Timer(0.2, lambda: dns.say(slow="127.0.0.2"))
+    late.start()
+    began = time.monotonic()
+    found = peer_liveness._names.look_up(["quick", "slow"], 6.0)
+    assert time.monotonic() - began < 4.0
+    late.join()
+    assert [[at[0] for _, at in found[host]] for host in ("quick", "slow")] == [["127.0.0.1"], ["127.0.0.2"]]
+
+
 def test_names_that_requests_bring_are_not_remembered_for_good(dns: Dns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_names, "MOST_NAMES", 4)
     dns.say(**{f"pod{i}": "" for i in range(40)})

@@ -22,9 +22,10 @@ class Server(ThreadingHTTPServer):
 
 
 class Deployment:
-    """A prefill and a decode worker behind one port. wrong: what goes wrong, once something was done to a worker."""
+    """A prefill and a decode worker behind one port. wrong: what goes wrong, once something was done to a worker; or
+    what was done, by which KV is lost until the next thing is done."""
 
-    def __init__(self, wrong: str = "") -> None:
+    def __init__(self, wrong: str | tuple[str, str] = "") -> None:
         self.wrong, self.done, self.away, self.held = wrong, [], "", set()
         deployment = self
 
@@ -94,7 +95,7 @@ class Deployment:
         return [(sum(ids) + i) % 1000 for i in range(storm.ANSWER)]
 
     def pool(self) -> dict:
-        lost = 16 if self.wrong == "leaks" else 0
+        lost = 16 if self.wrong == "leaks" or self.done[-1:] == [self.wrong] else 0
         figures = {"size": 64, "available": 64 - lost, "evictable": 0, "protected": 0, "idle": True, "audit": []}
         same = ("req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers")
         return {**figures, **dict.fromkeys((*same, "locks_taken", "locks_released"), 8)}
@@ -125,10 +126,11 @@ class Deployment:
         self.done.append(("start", name))
 
 
-def thrown(monkeypatch, wrong: str = "", seconds: float = 1000.0) -> tuple[Deployment, storm.Report]:
+def thrown(monkeypatch, wrong: str | tuple[str, str] = "", seconds: float = 1000.0) -> tuple[Deployment, storm.Report]:
     monkeypatch.setattr(storm, "STOPPED_S", 0.05)
     monkeypatch.setattr(storm, "AROUND_S", 0.05)
     monkeypatch.setattr(storm, "MET_S", 1.0)
+    monkeypatch.setattr(storm, "SETTLED_S", 0.5)
     deployment, report = Deployment(wrong), storm.Report()
     try:
         storm.Storm(deployment, report).all(seconds, most_turns=1)
@@ -221,6 +223,31 @@ def test_a_worker_that_is_stopped_goes_on_when_the_storm_is_interrupted(monkeypa
 def test_what_is_wrong_is_found(monkeypatch, wrong, told):
     _, report = thrown(monkeypatch, wrong)
     assert any(told in problem for problem in report.problems), report
+
+
+@pytest.mark.parametrize(
+    ("by", "when"),
+    [(("flush", "decode"), "again"), (("go on", "decode-0"), "after: stop decode")],
+    ids=["calm", "storm"],
+)
+def test_what_a_worker_lost_is_seen_before_its_pools_are_made_anew(monkeypatch, by, when):
+    """By a flush, or where it is started again: the storm looked at them at its end alone."""
+    _, report = thrown(monkeypatch, by)
+    lost = "16 tokens of KV are lost: neither free nor in the tree"
+    assert report.problems == [f"{when}: {role}-0: {lost}" for role in ("prefill", "decode")]
+
+
+def test_a_worker_has_time_to_let_go(monkeypatch):
+    """Of who asked a worker that is gone, by the time-outs of `storm.ENV`."""
+    looks: list[str] = []
+    idle_pools = storm.idle_pools
+
+    def later(url: str) -> list[dict]:
+        looks.append(url)
+        return [pool | {"available": pool["available"] - (len(looks) % 2)} for pool in idle_pools(url)]
+
+    monkeypatch.setattr(storm, "idle_pools", later)
+    assert thrown(monkeypatch)[1].problems == []
 
 
 def test_no_reader_finds_half_a_result(monkeypatch, tmp_path):

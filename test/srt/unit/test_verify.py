@@ -259,13 +259,17 @@ class FakeDeployment:
     """Two sides, and what is done to them."""
 
     def __init__(self) -> None:
-        self.variants, self.done, self.prefill_urls = ("off", "on"), [], ["prefill"]
+        self.variants, self.done, self.prefill_urls, self.lossy = ("off", "on"), [], ["prefill"], ""
 
     def url(self, variant):
         return variant
 
     def use(self, variant):
         self.done.append(variant)
+
+    def problems(self, variant):
+        """Each request of ``lossy`` has lost KV, until the caches are emptied."""
+        return [f"{variant}: 16 tokens are lost"] * (self.done[-1] == f"asked {self.lossy}" == f"asked {variant}")
 
 
 def test_what_is_judged_is_computed_anew(monkeypatch, tmp_path) -> None:
@@ -284,6 +288,21 @@ def test_what_is_judged_is_computed_anew(monkeypatch, tmp_path) -> None:
     one._learn([])
     expected = ["off", "asked off", "off", "asked off", "off", "scored prefill"]
     assert deployment.done == [*expected, "on", "asked on", "asked on", "off", "scored prefill"]
+
+
+@pytest.mark.parametrize(("lossy", "looks"), [("off", 2), ("on", 1), ("", 0)])
+def test_what_requests_leave_is_seen_before_the_caches_are_emptied(monkeypatch, tmp_path, lossy, looks) -> None:
+    deployment, verdict = FakeDeployment(), Verdict({})
+    deployment.lossy = lossy
+    monkeypatch.setattr(check, "ask_together", lambda url, *a: deployment.done.append(f"asked {url}") or Run())
+    monkeypatch.setattr(check, "ask_alone", lambda url, *a: deployment.done.append(f"asked {url}") or ([], Run()))
+    monkeypatch.setattr(Truth, "learn", lambda self, *a: None)
+    monkeypatch.setattr(check, "findings", lambda *a: [])
+    monkeypatch.setattr(check.Judge, "of", lambda *a, **k: SimpleNamespace(judge_noise=lambda v: None))
+    monkeypatch.setattr(check.Check, "judge_on", lambda self, *a: self._learn([]))
+    records = [Records(tmp_path / name) for name in "abc"]
+    verify._judge_answers(check.Check(deployment, Script(range(9), 16, 0), {"dtype": "float32"}, *records), verdict)
+    assert verdict.failures == [f"{lossy}: 16 tokens are lost"] * looks
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ class FakeCheck:
         self.waves = Script(range(100, 900), 16, 0, small=True).waves()
         self.seen, self.carries_out = seen, carries_out
         self.log: list[str] = []
+        # The fault in whose run it loses KV, until it is judged: then its caches are emptied.
+        self.lost = ""
         self.unreadable: str | None = None
 
     def dirty_on(self, tokens: int) -> None:
@@ -41,19 +43,32 @@ class FakeCheck:
 
     def judge_on(self, verdict, runs) -> None:
         (kind,) = runs.values()
+        self.log.append("judged")
         if kind in self.seen:
             verdict.parts["KV"] = 1
+
+    def problems_on(self) -> list[str]:
+        return ["16 tokens are lost"] * (self.lost == self.log[-1])
 
 
 def test_every_fault_is_made_alone_and_found(tmp_path: Path) -> None:
     one = FakeCheck(tmp_path, set(faults.KINDS))
     outcomes = self_test.run(one, lambda text: None)
-    assert one.log == [step for kind in faults.KINDS for step in ("dirty", kind)]
+    assert one.log == [step for kind in faults.KINDS for step in ("dirty", kind, "judged")]
     verdict = Verdict({})
     self_test.judge(verdict, outcomes)
     assert verdict.word == "PASSED" and len(verdict.lines) == len(faults.KINDS)
     assert all("found by KV" in line for line in verdict.lines)
     assert not (tmp_path / faults.ORDER).exists(), "what follows is right again"
+
+
+def test_what_a_run_with_a_fault_loses_is_told(tmp_path: Path) -> None:
+    """The report says that the pools were looked at after each part."""
+    verdict = Verdict({})
+    one = FakeCheck(tmp_path, set(faults.KINDS))
+    one.lost = "one page"
+    self_test.judge(verdict, self_test.run(one, lambda text: None))
+    assert verdict.failures == ["self-test: one page: 16 tokens are lost"]
 
 
 @pytest.mark.parametrize("kind", faults.KINDS)

@@ -4,8 +4,8 @@
 
 One prefill and one decode worker with the flag, asked without a router, so that no retry hides anything. Answers of
 the calm are scored by prefill; those of the storm have to be the same, or as likely. Only who had a request in a worker
-that is killed may get none, and is told so in time. At the end the pools are read. `benchmark/chaos.py` of a checkout
-does more, and for longer.
+that is killed may get none, and is told so in time. After the calm and after each fault the pools are read.
+`benchmark/chaos.py` of a checkout does more, and for longer.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ PREFIXES, PER_PREFIX, SHARED, OWN, ANSWER = 3, 4, 256, 48, 48
 TOLD_S, STOPPED_S, AROUND_S, MET_S = 60.0, 3.0, 1.0, 20.0
 # Seconds until a worker that was started again has to answer.
 _BACK_S = 90.0
+# Seconds in which an idle worker has to have let go of everything; the time-outs of `ENV` run out in it.
+SETTLED_S = 40.0
 # A dead peer is noticed in ten seconds, and one that is stopped for three is not taken for dead.
 ENV = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -164,7 +166,10 @@ class Storm:
             if turns >= most_turns or 2 * time.monotonic() - began > end:
                 break
         self.report.not_judged += [f"{what}: there was no time for it" for what in undone]
-        self._pools()
+        if not self.report.problems:
+            self.report.judged.append(
+                "after the calm and each fault every page of both workers was free or in the tree, and no lock was left"
+            )
         asked = sum(one.asked for one in self.report.rounds)
         self.report.judged.append(f"{asked} requests in {len(self.report.rounds)} rounds, {turns} turns of faults")
 
@@ -219,6 +224,7 @@ class Storm:
         self._judge("again", self._each_once(), False)
         if not self.report.rounds[-1].held:
             self.report.problems.append("again: decode held nothing of prompts that it has had")
+        self._pools("again")
 
     def _under(self, what: str, fault: Callable[[], None], kills: bool) -> None:
         """Clients ask all the while; a worker that was killed is started again, and then everything is right."""
@@ -256,6 +262,8 @@ class Storm:
         self._judge(what, told, kills)
         self.cluster.check()
         self._judge(f"after: {what}", self._each_once(), False)
+        # Now, since a kill may be next, and who is started again has new pools.
+        self._pools(f"after: {what}")
 
     def _wait_back(self) -> None:
         deadline = time.monotonic() + _BACK_S
@@ -298,12 +306,14 @@ class Storm:
         tokens, held, error = read_answer(status, content)
         return Told(number, tokens, error, took, held)
 
-    def _pools(self) -> None:
+    def _pools(self, what: str) -> None:
+        """What both workers hold and should not, after the round ``what``."""
+        until = time.monotonic() + SETTLED_S
         for role in ("prefill", "decode"):
-            worker = self.worker(role)
-            self.report.problems += problems_of(worker.name, idle_pools(worker.url), keeps_tree=role == "decode")
-        if not self.report.problems:
-            self.report.judged.append("every page of both workers is free or in the tree, and no lock is left")
+            worker, keeps = self.worker(role), role == "decode"
+            while (wrong := problems_of(worker.name, idle_pools(worker.url), keeps)) and time.monotonic() < until:
+                time.sleep(0.1)
+            self.report.problems += [f"{what}: {problem}" for problem in wrong]
 
 
 def read_answer(status: int, content: bytes) -> tuple[tuple[int, ...] | None, int, str]:

@@ -36,16 +36,23 @@ class Check:
         """The kind of pool whose KV has no record."""
         return self.on_records.unreadable
 
-    def measure_noise(self) -> None:
-        """Ask the side without the flag, one by one and many at once: what is right differs by this much."""
+    def measure_noise(self) -> list[str]:
+        """Ask the side without the flag, one by one and many at once: what is right differs by this much.
+
+        Returns what its pools held after each and should not.
+        """
         self.deployment.use(self._off)
         url = self.deployment.url(self._off)
         self.waves, self.reference = ask_alone(url, self.script, self.off_records)
+        # Now: all that empties the caches makes such things good.
+        wrong = self.deployment.problems(self._off)
         self.deployment.use(self._off)
         together = ask_together(url, self.waves, self.off_records)
+        wrong += self.deployment.problems(self._off)
         self._learn([self.reference, together])
         noise = [found for run in (self.reference, together) for found in self._findings(run)]
         self.noise = Judge.of(noise, str(self.info["dtype"]), has_kv=self.unreadable is None)
+        return wrong
 
     def empty_on(self) -> None:
         """Empty the caches of the side with the flag."""
@@ -60,6 +67,10 @@ class Check:
     def ask_on(self) -> Run:
         """Ask the side with the flag, with what is in its caches."""
         return ask_together(self.deployment.url(self._on), self.waves, self.on_records)
+
+    def problems_on(self) -> list[str]:
+        """What the pools of the side with the flag hold and should not, until a run is judged."""
+        return self.deployment.problems(self._on)
 
     def judge_on(self, verdict: Verdict, runs: dict[str, Run]) -> None:
         """Judge runs of the side with the flag, by name; of the later ones, all prompts have been asked before."""

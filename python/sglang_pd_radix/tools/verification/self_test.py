@@ -21,11 +21,15 @@ ANOTHER = 2000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault. by: which parts of the verdict found it. not_made: why it could not be made."""
+    """What became of one fault. by: which parts of the verdict found it. not_made: why it could not be made.
+
+    problems: what the pools held after its run and should not; a fault of KV is none of the books.
+    """
 
     kind: str
     by: tuple[str, ...] = ()
     not_made: str | None = None
+    problems: tuple[str, ...] = ()
 
     @property
     def missed(self) -> bool:
@@ -66,9 +70,10 @@ def _one(check: Check, kind: str) -> Outcome:
             f"--self-test: no decode worker has made the fault of {kind}. With DP ranks, its prompt may have gone to "
             "another one than the prompt before it: leave DP out"
         )
+    problems = tuple(check.problems_on())
     verdict = Verdict({})
     check.judge_on(verdict, {kind: answered})
-    return Outcome(kind, tuple(verdict.parts))
+    return Outcome(kind, tuple(verdict.parts), problems=problems)
 
 
 def judge(verdict: Verdict, outcomes: list[Outcome]) -> None:
@@ -76,6 +81,7 @@ def judge(verdict: Verdict, outcomes: list[Outcome]) -> None:
     verdict.lines += [f"self-test: {outcome}" for outcome in outcomes]
     verdict.figures["self-test"] = [{"fault": o.kind, "found_by": o.by, "not_made": o.not_made} for o in outcomes]
     verdict.failures += [f"self-test: {o.kind} was not found" for o in outcomes if o.missed]
+    verdict.failures += [f"self-test: {o.kind}: {problem}" for o in outcomes for problem in o.problems]
 
 
 def environment() -> dict[str, str]:
