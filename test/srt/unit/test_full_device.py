@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -154,3 +155,49 @@ def test_a_request_that_is_beyond_what_a_pool_has_fails(pool: str, monkeypatch: 
     assert decode_req.error.startswith("RuntimeError: ") and "admitted beyond what the" in decode_req.error
     world.step()
     go_on(world, [decode_req.req])
+
+
+def test_what_could_not_be_freed_is_tried_again_while_somebody_waits_to_resume() -> None:
+    """Nobody is admitted then; the pool is too small for who waits until all of it is free."""
+    world = World(size=64, page_size=4)
+    decodes = serve(world, [1] * 20, max_new=4).req
+    fails = world.arrive([8] * 23)
+    world.handshake(fails)
+    with FullDevice(3, 10**6, "give", "end_step"):
+        world.step()
+        # More than was reckoned with.
+        decodes.sampling_params.max_new_tokens = 40
+        while not world.queue.retracted_queue:
+            world.step()
+            world.decode()
+    assert fails.error and world.tree.pool.unfreed
+    for _ in range(80):
+        for decode_req in world.transfer.quarantine:
+            decode_req.kv_receiver.quiet = True
+        world.step()
+        world.decode()
+    assert len(decodes.output_ids) == 40 and world.idle()
+    world.check()
+
+
+@pytest.mark.parametrize("first", range(1, 8))
+def test_what_lies_behind_windows_is_freed_once(first: int) -> None:
+    """An admission frees it of those that run, in the middle of which the device may lack memory."""
+    world = World(size=160, page_size=4, windows=(8, 64))
+    for n in (1, 4, 5):
+        serve(world, [n] * 13, max_new=12)
+    for _ in range(8):
+        world.decode()
+    device = FullDevice(first, 1, "free_behind_windows")
+    with device, contextlib.suppress(torch.OutOfMemoryError):
+        world.scheduler.running_batch.free_behind_windows()
+    assert device.came
+    world.scheduler.running_batch.free_behind_windows()
+    pool = world.tree.windows.pool
+    free = torch.cat([pool.free_pages, pool.release_pages]).tolist()
+    assert len(set(free)) == len(free)
+    for _ in range(12):
+        world.decode()
+        world.step()
+    world.check()
+    assert pool.available_size() == world.tree.windows.size

@@ -66,7 +66,11 @@ class Resumption:
         """
         resumed: list[Req] = []
         failed = 0
-        if not retracted or not self._is_alike():
+        if not retracted:
+            return resumed, failed
+        # Nobody is admitted meanwhile, and what could not be freed then is missing here.
+        self._memory.end_step()
+        if not self._is_alike():
             return resumed, failed
         self._held_for += 1
         if self._held is not None and self._held_for % ABORT_INTERVAL and self._held == (retracted[0].rid, version()):

@@ -41,6 +41,8 @@ class WindowSlots:
         self.pool.long_runs_last = True
         # By which requests save theirs when they are retracted.
         allocator.window_slots = self
+        # The engine's, what it calls for requests that run too, frees pages twice where its second half raises.
+        allocator.free_swa = self.drop  # type: ignore[method-assign]
         if self.size < rule.most:
             raise ValueError(
                 f"The pool of sliding-window layers has {self.size} tokens; with a window of {rule.size} and pages of "
