@@ -273,7 +273,7 @@ def test_a_herd_whose_leader_takes_long_asks_for_one_more_copy_at_a_time(known: 
     world.check()
 
 
-@pytest.mark.parametrize(("clients", "patience", "limits"), [(3, 4.0, 1), (8, 5.0, 1), (8, 12.0, 2), (25, 1e9, 6)])
+@pytest.mark.parametrize(("clients", "patience", "limits"), [(3, 4.0, 2), (8, 5.0, 2), (8, 12.0, 2), (25, 1e9, 6)])
 def test_nobody_waits_for_ever_behind_those_that_come_later(clients: int, patience: float, limits: int, monkeypatch):
     """They find more of themselves in the tree, and so lead next. Those that hang up ask again; limits: of the wait."""
     clock = 100.0
@@ -657,3 +657,36 @@ def test_the_watermark_is_not_kept_while_a_request_waits_for_memory():
     world.finish(running)
     world.step()
     assert blocked.wire.asked
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_herd_asks_for_no_copy_more_for_one_that_is_lost(lost: int, monkeypatch):
+    """Nor for the time in which nobody leads, when the pool is full: that is no wait for a transfer."""
+    clock, limit = 100.0, WaitLimit().unknown_same
+    for module in (decode_admission, decode_schedule, admission_step):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
+    world = World(size=512, page_size=4, max_reqs=32, watermark=0)
+    herd = queue(world, tokens(1, 164))
+    world.step()
+    for n in range(8):
+        herd += queue(world, tokens(1, 164) + tokens(2 + n, 4))
+    for _ in range(lost):
+        world.step()
+        clock += 0.4 * limit
+        world.step()
+        leader = next(decode_req for decode_req in herd if decode_req.wire.asked and not decode_req.error)
+        others = world.allocator.alloc(world.allocator.available_size())
+        leader.wire.abort()
+        herd.remove(leader)
+        world.step()
+        more = world.allocator.alloc(world.allocator.available_size())
+        for _ in range(3):
+            clock += limit
+            world.step()
+        assert not any(decode_req.wire.asked for decode_req in herd)
+        for slots in filter(lambda slots: slots is not None and len(slots), (others, more)):
+            world.allocator.free(slots)
+    for _ in range(5):
+        world.step()
+        clock += 0.1 * limit
+    assert sum(decode_req.wire.asked for decode_req in herd) == 1

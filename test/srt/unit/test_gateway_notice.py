@@ -117,7 +117,7 @@ def interfaces(monkeypatch):
     """Of this host. Neither its name nor its default route leads to them."""
     found = {
         "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],
-        "eth1": ["10.0.0.6", "fd00::6", "fe80::6%eth1", "02:fc:00:00:00:01"],
+        "eth1": ["10.0.0.6", "9.9.9.6", "fd00::6", "fe80::6%eth1", "02:fc:00:00:00:01"],
         "docker0": ["172.17.0.1"],
     }
     listed = {name: [SimpleNamespace(address=one) for one in addresses] for name, addresses in found.items()}
@@ -141,7 +141,7 @@ def test_who_listens_at_all_addresses_is_known_by_any(gateway, interfaces, host,
     assert gateway.let_go == (["/workers/here"] if found else [])
 
 
-@pytest.mark.parametrize("own", ["192.0.2.9", "10.0.0.6"])
+@pytest.mark.parametrize("own", ["192.0.2.9", "9.9.9.6"])
 def test_a_gateway_of_another_host_loses_no_neighbour_at_a_loopback_address(gateway, interfaces, monkeypatch, own):
     monkeypatch.setattr(gateway_notice, "_is_here", lambda url: False)
     listed = gateway.answers["/workers"]["workers"]
@@ -150,13 +150,14 @@ def test_a_gateway_of_another_host_loses_no_neighbour_at_a_loopback_address(gate
     assert gateway.let_go == ["/workers/here"]
 
 
-def test_a_bridge_that_many_hosts_have_leads_to_no_neighbour(gateway, interfaces, monkeypatch):
+@pytest.mark.parametrize("own, found", [("192.0.2.9", ["/workers/here"]), ("203.0.113.7", [])])
+def test_a_bridge_that_many_hosts_have_leads_to_no_neighbour(gateway, interfaces, monkeypatch, own, found):
     """A container of another host's, by that host's gateway: docker0 has the same address everywhere."""
     monkeypatch.setattr(gateway_notice, "_is_here", lambda url: False)
     listed = gateway.answers["/workers"]["workers"]
-    listed[0]["url"], listed[3]["url"] = f"http://192.0.2.9:{PORT}", f"http://172.17.0.1:{PORT}"
+    listed[0]["url"], listed[3]["url"] = f"http://{own}:{PORT}", f"http://172.17.0.1:{PORT}"
     gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
-    assert gateway.let_go == ["/workers/here"]
+    assert gateway.let_go == found
 
 
 def test_a_link_local_address_has_the_scope_of_its_interface(interfaces, monkeypatch):

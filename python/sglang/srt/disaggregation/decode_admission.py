@@ -234,8 +234,11 @@ class QueueEntry:
     leader: Watch | None = None
     since: float = 0.0
     coming: int = 0
-    # What the tree held of it then; None where the next leader is waited for from the beginning.
+    # What the tree held of it then; None where the next leader is waited for from the beginning. Leaders that have gone
+    # or been replaced since, and for how long it had waited when it had none.
     held_since: int | None = None
+    lost: int = 0
+    waited: float = 0.0
     # The last for which it has waited for long enough.
     given_up: Watch | None = None
     following_since: float | None = None
@@ -252,14 +255,19 @@ class QueueEntry:
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
 
     def wait_for(self, leader: Watch, now: float) -> None:
-        """Another one is its leader. As long as nothing has come of any, it has waited since the first of them.
+        """Another one is its leader. As long as nothing has come of any, it has waited since the second of them.
 
-        Or it would wait for ever where one after another is lost.
+        Or it would wait for ever where one after another is lost; the first may be, and a herd asks for no copy more.
         """
         assert self.watch is not None
         self._note_what_came()
         if self.held_since is None:
-            self.since, self.held_since = now, self.watch.length
+            self.since, self.held_since, self.lost = now, self.watch.length, 0
+        elif not self.lost:
+            self.since, self.lost = now, 1
+        elif self.leader is None:
+            # Only with a leader does it wait for one.
+            self.since = now - self.waited
         self.leader = leader
 
     def _note_what_came(self) -> None:
@@ -286,6 +294,7 @@ class QueueEntry:
         """There is no transfer for which it waits, as far as it has been looked at."""
         if self.leader is not None:
             self._note_what_came()
+            self.waited = time.monotonic() - self.since
         self.leader, self.coming = None, 0
 
 

@@ -110,8 +110,11 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
 
     def leave_one(url: str) -> None:
         try:
-            # To a gateway of another host a loopback address is a neighbour of its own.
-            leave(url, role, port, own - loopback, others - loopback, loopback if _is_here(url) else ())
+            here = _is_here(url)
+            # To a gateway of another host a loopback address is a neighbour of its own, and so may be a private one
+            # of an interface: docker0 has the same on all hosts.
+            near = others - loopback if here else {one for one in others if ipaddress.ip_address(one).is_global}
+            leave(url, role, port, own - loopback, near, loopback if here else ())
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
@@ -124,9 +127,8 @@ def leave(gateway: str, role: str, port: int, *addresses: Collection[str]) -> No
     """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
 
     Of all its ranks, where the gateway has those. addresses: in groups, each of which counts where it has nobody at
-    those before. Addresses of an interface may be a bridge's, which many hosts have; loopback ones are another host's
-    where a port of this one is forwarded to a gateway. Raises RuntimeError if it knows none, or uses it after `LEAVE_S`
-    seconds; requests' errors.
+    those before. Loopback ones are another host's where a port of this one is forwarded to a gateway. Raises
+    RuntimeError if it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
     """
     with requests.Session() as session:
         # A proxy has no business between the two.

@@ -11,11 +11,10 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 from functools import lru_cache
-
-from sglang_pd_radix.errors import PdRadixError
 
 from . import (
     allocator,
@@ -57,6 +56,8 @@ PARTS = (
     staging,
 )
 
+logger = logging.getLogger(__name__)
+
 _installed = False
 
 
@@ -84,14 +85,15 @@ def has_other_accelerator() -> bool:
 def active() -> bool:
     """True where this module takes part: no CUDA driver on a Linux host, or ``SGLANG_USE_CPU_ENGINE=1``.
 
-    ``SGLANG_USE_CPU_ENGINE=0`` keeps it out. The answer is found once per process. Raises PdRadixError for any other
-    value: the engine takes none but 1 for a CPU engine.
+    Any other value keeps it out, as the engine takes none but 1 for a CPU engine. The answer is found once per process.
     """
     choice = os.environ.get(SWITCH, "").strip()
     if choice not in ("", "0", "1"):
-        raise PdRadixError(
-            f"{SWITCH} is {choice!r}: give 1 to run as on a CPU host, 0 for never, or nothing to do so where there is "
-            "no CUDA driver."
+        logger.warning(
+            "%s is %r, which counts as 0: give 1 to run as on a CPU host, or nothing to do so where there is no CUDA "
+            "driver",
+            SWITCH,
+            choice,
         )
     if choice:
         return choice == "1"
