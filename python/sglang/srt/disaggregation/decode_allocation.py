@@ -52,7 +52,7 @@ class RequestMemory:
         self._tree, self._rows, self._free_behind_windows = tree, rows, free_behind_windows
         # Requests that could not get what was planned, and what each still has of it.
         self._failed: list[tuple[Req, _Given]] = []
-        self._pools = [tree.pool] if tree.windows is None else [tree.pool, tree.windows.pool]
+        self._pools = (tree.pool,) if tree.windows is None else (tree.pool, tree.windows.pool)
 
     @property
     def rows(self) -> Any:
