@@ -508,9 +508,9 @@ class Turns:
         overtaken = self._policy.count_overtaken(left, admitted)
         for entry in self._waiting:
             # A copy of its own was due, and it waits for that of another, always if it is the last of them.
-            if entry.coming and entry.given_up is not None and entry.leader is not None:
-                if entry.leader.owner in admitted:
-                    overtaken += self._policy.count_overtaken([entry], [entry.leader.owner])
+            leader = entry.leader if entry.coming and entry.given_up is not None else None
+            if leader is not None and leader.owner in admitted:
+                overtaken += self._policy.count_overtaken([entry], [leader.owner])
         return overtaken
 
 

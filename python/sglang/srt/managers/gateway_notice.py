@@ -113,8 +113,8 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
             here = _is_here(url)
             # To a gateway of another host a loopback address is a neighbour of its own, and so may be a private one
             # of an interface: docker0 has the same on all hosts.
-            near = others - loopback if here else {one for one in others if ipaddress.ip_address(one).is_global}
-            leave(url, role, port, own - loopback, near, loopback if here else ())
+            near = others if here else {one for one in others if ipaddress.ip_address(one).is_global}
+            leave(url, role, port, (own | near) - loopback, loopback if here else ())
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
@@ -123,12 +123,12 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
         pool.map(leave_one, urls)
 
 
-def leave(gateway: str, role: str, port: int, *addresses: Collection[str]) -> None:
+def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
     """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
 
-    Of all its ranks, where the gateway has those. addresses: in groups, each of which counts where it has nobody at
-    those before. Loopback ones are another host's where a port of this one is forwarded to a gateway. Raises
-    RuntimeError if it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
+    Of all its ranks, where the gateway has those. loopback: addresses that count where it has nobody at the others: a
+    port of this host may be forwarded to a gateway whose loopback addresses are another host's. Raises RuntimeError if
+    it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
     """
     with requests.Session() as session:
         # A proxy has no business between the two.
@@ -141,10 +141,10 @@ def leave(gateway: str, role: str, port: int, *addresses: Collection[str]) -> No
             return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, at)]
 
         found = listed()
-        at = next((group for group in addresses if those_at(group, found)), ())
+        at = addresses if those_at(addresses, found) else loopback
         workers = those_at(at, found)
         if not workers:
-            tried = ", ".join(sorted({one for group in addresses for one in group}))
+            tried = ", ".join(sorted({*addresses, *loopback}))
             hosts = tried or "this host, of which SGLANG_HOST_IP would give an address"
             raise RuntimeError(f"it knows no {role} worker at port {port} of {hosts}")
         for worker in workers:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.up import write_whole
 
 from . import parted
 from .chart import Chart, Line
@@ -559,9 +560,6 @@ def write(document: Mapping[str, Any], out: Path) -> list[Path]:
     }
     for entry in document["workloads"]:
         files |= {f"{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
-    try:
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PdRadixError(f"cannot write to {out}: {error.strerror or error}") from error
+    for name, text in files.items():
+        write_whole(out / name, text)
     return [out / name for name in files]
