@@ -191,6 +191,8 @@ class DecodeWorker:
             ),
             running_batch=ScheduleBatch([], self.pool, self.allocator, self.tree),
             waiting_queue=[],
+            max_running_requests=self.pool.size,
+            enable_lora=False,
             last_batch=None,
             enable_metrics=False,
             enable_hisparse=False,

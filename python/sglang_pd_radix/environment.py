@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import os
 
+from sglang_pd_radix.errors import PdRadixError
 
-def switched_on(name: str, one: str, zero: str) -> bool:
-    """Whether the variable is 1; 0 and nothing are off. Raises ValueError for any other value.
+SWITCH = "SGLANG_PD_RADIX"
+#: The engine's words, in capitals or not.
+YES, NO = ("1", "true", "yes", "y"), ("0", "false", "no", "n")
 
-    one, zero: what each is for, to be said then.
+
+def switched_on(
+    name: str, one: str, zero: str, otherwise: bool = False, variables: dict[str, str] | None = None
+) -> bool:
+    """Whether the variable says yes, in one of the engine's words; ``otherwise`` if it is empty or not there.
+
+    one, zero: what each is for, to be said of any other value. variables: this process's environment if None. Raises
+    ValueError for a value that is neither yes nor no.
     """
-    value = os.environ.get(name, "").strip()
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{name} is {value!r}: give 1 {one}, 0 or nothing {zero}.")
-    return value == "1"
+    value = (os.environ if variables is None else variables).get(name, "").strip()
+    if value and value.lower() not in YES + NO:
+        raise ValueError(f"{name} is {value!r}: give 1 {one}, 0 {zero}, or nothing, which counts as {int(otherwise)}.")
+    return value.lower() in YES if value else otherwise
+
+
+def patches_engine(variables: dict[str, str] | None = None) -> bool:
+    """Whether the patch set is switched on, as it is without the variable. Raises PdRadixError for any other word."""
+    try:
+        return switched_on(SWITCH, "to run the engine with the patch set", "to run it without", True, variables)
+    except ValueError as error:
+        raise PdRadixError(str(error)) from error

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,10 @@ class ServerArgs(engine.ServerArgs):
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     pegaflow_namespace: str = ""
     pegaflow_allow_non_loopback: bool = False
+
+    def __reduce__(self) -> tuple:
+        """They go to processes with the same build of this package only: others would read the same wire otherwise."""
+        return loader.same_build, (loader.build(), type(self), vars(self).copy())
 
     def __post_init__(self) -> None:
         """Notes first whether the radix cache is off because that was asked for."""

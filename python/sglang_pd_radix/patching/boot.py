@@ -35,9 +35,21 @@ class _EngineFinder:
         return spec
 
 
+def _is_switched_off() -> bool:
+    if not os.environ.get("SGLANG_PD_RADIX"):
+        return False
+    from sglang_pd_radix import environment
+
+    try:
+        return not environment.patches_engine()
+    except environment.PdRadixError:
+        # Not for a process without the engine to end by: the loader says it to who imports that.
+        return False
+
+
 def install() -> None:
     """Wait for the engine; if it is imported already, patch it now. Does nothing with SGLANG_PD_RADIX=0."""
-    if os.environ.get("SGLANG_PD_RADIX") == "0" or any(isinstance(f, _EngineFinder) for f in sys.meta_path):
+    if _is_switched_off() or any(isinstance(f, _EngineFinder) for f in sys.meta_path):
         return
     sys.meta_path.insert(0, _EngineFinder())  # type: ignore[arg-type]
     engine = sys.modules.get("sglang")

@@ -8,6 +8,7 @@ engine has none, the file is a *new module*, found through the ``__path__`` of t
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sglang_pd_radix.environment import patches_engine
 from sglang_pd_radix.errors import PatchError
 
 ENGINE_VERSION = "0.5.10.post1"
@@ -34,6 +36,8 @@ class _State:
     active: bool = False
     reason: str = "the engine has not been imported in this process"
     engine_root: Path | None = None
+    #: Of the patch tree when the engine was imported; empty while it has not been.
+    build: str = ""
 
 
 _state = _State()
@@ -83,6 +87,28 @@ def patch_root() -> Path:
 def active() -> bool:
     """Whether the patch set is applied to the engine in this process."""
     return _state.active
+
+
+def build() -> str:
+    """What tells this process's patch tree from any other: 16 digits of a SHA-256 of its files; "" while inactive."""
+    return _state.build
+
+
+def same_build(made_by: str, made: type, state: dict[str, Any]) -> Any:
+    """What an object that goes to a process which this one has started is unpickled by: ``made`` with ``state``.
+
+    Raises PatchError where the other process, of build ``made_by``, has the patch set and this one has it not or
+    another. Without the package at all there is no such function, which ends the process as well.
+    """
+    if made_by != _state.build:
+        here = f"build {_state.build}" if _state.build else f"none ({_state.reason})"
+        raise PatchError(
+            f"a process that was started by one with build {made_by} of sglang-pd-radix has {here}: the package was "
+            "being installed meanwhile. Start the worker again when that is over."
+        )
+    obj: Any = object.__new__(made)
+    vars(obj).update(state)
+    return obj
 
 
 def status() -> dict[str, Any]:
@@ -147,7 +173,8 @@ def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
 def activate(engine: ModuleType) -> None:
     """Prepare everything before the code of ``engine`` (the top-level package ``sglang``) runs.
 
-    Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing.
+    Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing. Raises
+    PdRadixError where SGLANG_PD_RADIX says neither yes nor no.
     """
     reason = inert_reason(engine_version())
     if reason:
@@ -158,6 +185,7 @@ def activate(engine: ModuleType) -> None:
         return
     if engine.__file__ is None:
         return
+    patches_engine()
     from sglang_pd_radix.supplied import cpu_host, torch_layers
 
     cpu_host.install()
@@ -173,9 +201,13 @@ def activate(engine: ModuleType) -> None:
 def _register(root: Path) -> None:
     import wrapt
 
+    tree = hashlib.sha256()
     for file in patch_files(root):
+        digest = hashlib.sha256(file.path.read_bytes()).digest()
+        tree.update(file.module.encode() + digest)
         if file.overlay:
-            wrapt.register_post_import_hook(partial(_overlay, path=file.path), file.module)
+            wrapt.register_post_import_hook(partial(_overlay, path=file.path, digest=digest), file.module)
+    _state.build = tree.hexdigest()[:16]
     for name in _packages():
         # Namespace packages follow their parent's __path__ by themselves.
         if (root.joinpath(*name.split(".")[1:]) / "__init__.py").is_file():
@@ -201,7 +233,8 @@ def _extend_packages() -> None:
             package.__path__.append(folder)
 
 
-def _overlay(module: ModuleType, path: Path) -> None:
+def _overlay(module: ModuleType, path: Path, digest: bytes = b"") -> None:
+    """``digest``: what the file's SHA-256 was when the engine was imported, empty where that does not matter."""
     name = module.__name__
     _extend_packages()
     namespace: dict[str, Any] = {
@@ -212,7 +245,13 @@ def _overlay(module: ModuleType, path: Path) -> None:
         "__loader__": module.__loader__,
     }
     try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), namespace)
+        code = path.read_bytes()
+        if digest and hashlib.sha256(code).digest() != digest:
+            raise PatchError(
+                f"patch file {path} is not the one that was there when this process began: the package was being "
+                "installed meanwhile. Start the worker again when that is over."
+            )
+        exec(compile(code, str(path), "exec", dont_inherit=True), namespace)
         names = _exported(namespace)
     except PatchError as error:
         _refuse(name, error)

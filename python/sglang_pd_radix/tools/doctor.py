@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_pd_radix.environment import patches_engine
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.patching import loader, registry
 from sglang_pd_radix.supplied import pegaflow_host
@@ -213,8 +214,11 @@ def _engine() -> Check:
 def _loader(answer: dict[str, Any]) -> Check:
     if answer.get("active"):
         return Check("loader", "ok", f"applied in every Python of this environment; patches: {answer['patch_root']}")
-    if os.environ.get("SGLANG_PD_RADIX") == "0":
-        return Check("loader", "warn", "switched off", "unset SGLANG_PD_RADIX to switch the patch set on")
+    try:
+        if not patches_engine():
+            return Check("loader", "warn", "switched off", "unset SGLANG_PD_RADIX to switch the patch set on")
+    except PdRadixError as error:
+        return Check("loader", "fail", str(error), "unset SGLANG_PD_RADIX")
     if "error" in answer:
         return Check("loader", "fail", f"`import sglang` failed: {answer['error']}", "repair the engine's installation")
     reason = answer["reason"]

@@ -47,7 +47,7 @@ class Variable:
 
 #: Of this package.
 VARIABLES = (
-    Variable("SGLANG_PD_RADIX", "1", "all", "0 switches the patch set off in a process"),
+    Variable("SGLANG_PD_RADIX", "1", "all", "0, false, no or n switches the patch set off in a process"),
     Variable(
         "SGLANG_PD_RADIX_API_KEY",
         "none",
@@ -66,7 +66,8 @@ VARIABLES = (
         "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK",
         "1/16",
         "decode with the flag",
-        "the part of the KV pool that is kept free of cached KV between admissions, from 0 to 0.5 "
+        "the part of the KV pool that is kept free of cached KV between admissions, from 0 to 0.5; of several TP "
+        "ranks the first one's counts "
         "([why](decisions/long-runs-of-pages.md))",
     ),
     Variable(
@@ -127,14 +128,15 @@ ENGINE_VARIABLES = (
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
         "300",
         "decode, prefill",
-        "seconds from when decode has asked for KV until the request fails, on decode and, by the same clock, on "
-        "prefill",
+        "seconds from when decode has asked for KV until the request fails on the worker that reads it. Decode keeps "
+        "pages of a failed request, where prefill does not say that it writes no more, for the larger of both",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
         "300",
         "prefill, decode",
-        "seconds for which a request waits on prefill while no decode worker has spoken of it",
+        "on prefill, seconds for which a request waits while no decode worker has spoken of it; on decode with the "
+        "flag, for which one waits for its handshake. Decode speaks of what waits every quarter of the smaller of both",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "5.0", "decode", "seconds between looks at a prefill's HTTP server"
@@ -148,8 +150,9 @@ ENGINE_VARIABLES = (
     Variable(
         "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
         "False",
-        "prefill",
-        "with context parallelism, all ranks send; such a prefill is asked for whole prompts. Best left alone",
+        "prefill, decode; the same on both",
+        "with context parallelism, all ranks of prefill send, and decode asks all; such a prefill is asked for whole "
+        "prompts. Decode with the flag refuses one that has it otherwise. Best left alone",
     ),
     Variable(
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -259,7 +262,7 @@ STATUSES = (
         "refused, or a logit processor that fails; the message names it",
     ),
     ("400", "bootstrap server", "what was asked of it cannot be read"),
-    ("503", "bootstrap server", "this prefill is starting: none of its ranks has registered"),
+    ("503", "bootstrap server", "this prefill is starting: not all of its ranks have registered"),
     (
         "401",
         "bootstrap server",

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from sglang_pd_radix.environment import patches_engine
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import pegaflow_host
 
@@ -104,7 +105,7 @@ def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None 
     given = has_option(args, RADIX_FLAG, RADIX_ALIAS)
     if given and not radix:
         raise PdRadixError(f"--no-radix and {RADIX_FLAG} contradict each other: give one of them")
-    if (given or radix) and (os.environ if env is None else env).get("SGLANG_PD_RADIX") == "0":
+    if (given or radix) and not patches_engine(env):
         raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it, or add --no-radix")
     return [*args] if given or not radix else [RADIX_FLAG, *args]
 
@@ -235,7 +236,7 @@ def check_port(host: str, port: int | None) -> None:
 
 def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
     """Raise PdRadixError where the prefix cache cannot be off on one side and on on the other, as ``who`` has it."""
-    if os.environ.get("SGLANG_PD_RADIX") == "0":
+    if not patches_engine():
         raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
     if has_option(engine_options, RADIX_FLAG, RADIX_ALIAS):
         raise PdRadixError(f"{RADIX_FLAG} is what {who} switches: remove it from the engine options")

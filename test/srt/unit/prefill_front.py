@@ -13,12 +13,14 @@ from sglang_pd_radix.tools.cluster import free_ports
 
 
 @contextlib.contextmanager
-def bootstrap_server(host: str = "127.0.0.1") -> Iterator[int]:
-    """Its port, once it listens there."""
+def bootstrap_server(
+    host: str = "127.0.0.1", server: type[CommonKVBootstrapServer] = CommonKVBootstrapServer
+) -> Iterator[int]:
+    """Its port, once it listens there. server: of a transfer backend."""
     (port,) = free_ports(1)
-    server = CommonKVBootstrapServer(host, port)
+    running = server(host, port)
     end = time.monotonic() + 20
     while nothing_listens(host, port):
         assert time.monotonic() < end
     yield port
-    server.close()
+    running.close()

@@ -193,6 +193,35 @@ def test_who_is_computed_in_slices_ends_though_another_waits_for_its_place(overl
     assert came["b"].output_ids and came["c"].output_ids
 
 
+# ---- beside requests that were retracted ----
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_comes_back_waits_for_its_adapter_without_kv(overlap):
+    """With KV, which no retraction brings, it left who ran too little to its end: "Out of memory", status 500."""
+    loop = Loop(overlap=overlap, size=100, page_size=1, reserved=6)
+    manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 1)
+    loop.scheduler.enable_lora = True
+    loop.scheduler.tp_worker.model_runner = SimpleNamespace(lora_manager=manager)
+    loop.scheduler.server_args.disaggregation_decode_max_overtaken = 32
+    come, made, was_retracted = arrivals(loop), [], False
+    comes = {1: (1, "a", 52), 3: (1, "a", 50), 5: (10, "b", 60)}
+
+    def between() -> None:
+        nonlocal was_retracted
+        if loop.iterations in comes:
+            made.append(come(*comes[loop.iterations]))
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        was_retracted |= bool(loop.queue.retracted_queue)
+        if len(loop.told) == 3 and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 300, "they do not end"
+
+    loop.run(between)
+    assert was_retracted and [len(req.output_ids) for req in made] == [52, 50, 60]
+
+
 def test_without_the_flag_it_is_the_engines(monkeypatch):
     made = scheduler(monkeypatch, "abc", "", tree=RadixCache)
     assert made.get_new_prebuilt_batch() == "abc"

@@ -294,8 +294,7 @@ def test_a_pace_that_is_lost(tmp_path: Path, stand_ins: None, monkeypatch: pytes
 @pytest.mark.thorough
 def test_a_worker_that_ends_by_itself(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAKE_PREFILL", "dies")
-    monkeypatch.setattr(chaos, "Shape", functools.partial(schedule.Shape, without=frozenset({"kill"})))
-    status, report = run_chaos(tmp_path)
+    status, report = run_chaos(tmp_path, "--without", "kill")
     assert status == 1
     assert any(f"prefill-{i} ended by itself: prefill-{i} exited with code 3" in p for p in report["problems"]
                for i in range(2))  # fmt: skip

@@ -559,6 +559,16 @@ def test_options_left_open_become_those_that_run_here(monkeypatch, device, backe
     assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if args.enable_torch_compile else "1")
 
 
+def test_a_switch_of_attention_that_says_neither_is_refused_with_the_options(monkeypatch):
+    module = SimpleNamespace(ServerArgs=type("ServerArgs", (), {"_handle_cpu_backends": lambda self: None}))
+    cpu_host.options._patch_server_args(module)
+    args = module.ServerArgs()
+    args.device, args.attention_backend, args.speculative_algorithm = "cpu", "torch_batched", None
+    monkeypatch.setenv("SGLANG_CPU_SHARED_PREFIX_ATTENTION", "off")
+    with pytest.raises(ValueError, match="SGLANG_CPU_SHARED_PREFIX_ATTENTION is 'off': give 1"):
+        args._handle_cpu_backends()
+
+
 def test_rope_that_is_not_deepseeks_gets_the_general_form():
     def get_rope_cpu(head_size, base, rope_scaling=None, device=None):
         return "cpu", head_size, base, rope_scaling["rope_type"], device

@@ -9,7 +9,7 @@ import pytest
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped_loop import LoopEnds
+from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.decode_budget import (
     AdmissionPlan,
@@ -318,6 +318,29 @@ def test_who_is_on_its_way_can_finish():
     world.step()
     assert second[0].wire.asked
     world.check()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_retracted_request_waits_for_a_place_in_the_batch_without_kv(overlap):
+    """With KV, which no retraction brings, it left who ran too little to its end: "Out of memory", status 500."""
+    loop = Loop(overlap=overlap, size=64, page_size=1, reserved=0, max_reqs=2)
+    prompt, made = tokens(1, 51), []
+    # The last one's place in the batch is that of the second, when it has been retracted.
+    comes = {1: (prompt[:39], 9), 3: ([*prompt[:38], *tokens(2, 13)], 11), 4: ([*prompt[:38], *tokens(2, 12)], 12)}
+
+    def between() -> None:
+        if loop.iterations in comes:
+            one, max_new = comes[loop.iterations]
+            made.append(loop.arrive(one, max_new=max_new))
+            loop.handshake(made[-1])
+        for decode_req in loop.asked:
+            loop.complete(decode_req)
+        if len(loop.told) == 3 and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 300, "they do not end"
+
+    loop.run(between)
+    assert [len(decode_req.req.output_ids) for decode_req in made] == [9, 11, 12]
 
 
 def _brute_force(world: World) -> int:

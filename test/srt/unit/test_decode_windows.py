@@ -15,14 +15,19 @@ from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memor
 from sglang.srt.disaggregation.decode_resume import Resumption
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.window_radix_cache import WindowSlots
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from test_followers import queue
 from test_traps import PAGE, serve, serve_to_end, tokens
 
@@ -280,6 +285,39 @@ def test_a_prompt_may_be_longer_than_the_window_pool():
         world.decode()
         world.check()
     assert len(req.output_ids) == 30
+
+
+@pytest.mark.parametrize(("flag", "pool"), [(True, 2000), (False, 600)])
+def test_the_engine_s_limits_of_a_request_are_those_of_the_pool_that_bounds_it(monkeypatch, flag, pool):
+    """With the flag it refused prompts as long as the window pool, and cut answers off there without a word."""
+
+    class Runner(ModelRunner):
+        def __init__(self):
+            self.is_hybrid_swa, self.max_total_num_tokens, self.swa_max_total_num_tokens = True, 2000, 600
+            self.max_running_requests, self.device, self.server_args = 8, "cpu", args
+
+    class Worker(tp_worker.TpModelWorker):
+        def _init_model_config(self):
+            self.model_config = SimpleNamespace(context_len=4096, is_multimodal=False)
+
+        def _init_model_runner(self):
+            self._model_runner = Runner()
+
+        def _init_dllm_algorithm(self):
+            pass
+
+    args = ServerArgs.__new__(ServerArgs)
+    vars(args).update(disaggregation_decode_enable_radix_cache=flag, skip_tokenizer_init=True)
+    monkeypatch.setattr(tp_worker, "get_pp_group", lambda: None)
+    monkeypatch.setattr(tp_worker, "get_world_group", lambda: SimpleNamespace(cpu_group=None, ranks=[0]))
+    monkeypatch.setattr(tp_worker, "broadcast_pyobj", lambda seeds, *more, **options: seeds)
+    monkeypatch.setattr(tp_worker, "set_random_seed", lambda seed: None)
+    worker = Worker(args, 0, 0, 0, 0, 0, 0, None, 0)
+    req = Req("r", "", tokens(1, 500), SamplingParams(max_new_tokens=4000))
+    Scheduler.init_req_max_new_tokens(worker, req)
+    assert (worker.max_req_len, 500 + req.sampling_params.max_new_tokens) == (pool - 1, pool - 2)
+    long = Req("r", "", tokens(1, 600), SamplingParams())
+    assert (validate_input_length(long, worker.max_req_input_len, False) is None) == flag
 
 
 def test_a_pool_too_small_for_one_request_is_refused_at_the_start():

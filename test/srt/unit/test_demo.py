@@ -113,9 +113,10 @@ def test_bad_usage_starts_nothing(no_cluster: list[dict[str, Any]], arguments: l
 
 
 def test_switched_off_patch_set_is_refused(no_cluster: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PD_RADIX", "0")
-    with pytest.raises(PdRadixError, match="SGLANG_PD_RADIX=0"):
-        demo.run(_parse())
+    for no in ("0", "false"):
+        monkeypatch.setenv("SGLANG_PD_RADIX", no)
+        with pytest.raises(PdRadixError, match="SGLANG_PD_RADIX=0"):
+            demo.run(_parse())
     assert no_cluster == []
 
 

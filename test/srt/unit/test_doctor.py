@@ -112,8 +112,12 @@ def test_cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clean")
 def test_switched_off_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PD_RADIX", "0")
-    assert diagnose(monkeypatch, loader={"active": False, "reason": ""})["loader"].status == "warn"
+    for no in ("0", "false "):
+        monkeypatch.setenv("SGLANG_PD_RADIX", no)
+        assert diagnose(monkeypatch, loader={"active": False, "reason": ""})["loader"].status == "warn"
+    monkeypatch.setenv("SGLANG_PD_RADIX", "off")
+    check = diagnose(monkeypatch, loader={"error": "it exited with 1"})["loader"]
+    assert check.status == "fail" and "SGLANG_PD_RADIX is 'off': give 1" in check.detail
 
 
 @pytest.mark.parametrize("version", [None, "0.5.11"])

@@ -70,6 +70,7 @@ class Half:
         self.bench, self.req = bench, req
         self.sender = bench.sender_type(bench.prefill, bench.addr(req), req.bootstrap_room, [0], 0)
         self.sender.prompt_len = len(req.origin_input_ids)
+        self.sender.prompt_ids = req.origin_input_ids_unpadded
         self.goes_on = self.begun = self.ended = False
         self.sent = 0
         self.receiver: Any = None
@@ -166,7 +167,7 @@ class Bench:
         scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue = world.queue, world.transfer
         scheduler.server_args.disaggregation_decode_enable_offload_kvcache = False
         scheduler.server_args.disaggregation_decode_polling_interval = 1
-        scheduler.grammar_manager = SimpleNamespace(abort_requests=lambda recv: None)
+        scheduler.grammar_manager = SimpleNamespace(abort_requests=lambda recv: None, grammar_queue=[])
         scheduler.cur_batch, scheduler.max_total_num_tokens = None, world.size
         scheduler.told_aborted = []
         scheduler.send_to_tokenizer = SimpleNamespace(
@@ -1154,7 +1155,7 @@ def test_prefill_gives_up_kv_that_decode_does_not_take(bench: Bench, flag: bool)
     sender.fail_if_overdue()
     assert (reason is not None) == flag == sender.has_failed()
     # The client is told the reason before the books are closed.
-    assert not flag or "has not got all of its KV" in sender.failure_reason()
+    assert not flag or "not all of its KV has been sent" in sender.failure_reason()
     bench.drain()
     assert bench.told(req) == 1 and has_failed(bench, req) == flag
     if flag:

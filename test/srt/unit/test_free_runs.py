@@ -7,9 +7,12 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import Pair
+from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
 from sglang.srt.disaggregation.decode_prefix import count_runs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
@@ -153,6 +156,28 @@ def test_watermark_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPat
         world.tree.inc_lock_ref(leaf)
     world.step()
     assert world.allocator.available_size() == 0
+
+
+def started_with(rank: int, parts: tuple[str, str]) -> tuple[int, list[str]]:
+    """Tokens that a rank keeps free, of 512, and the warnings at its start; ranks on two nodes have two values."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(WATERMARK, parts[rank])
+        patch.setattr(decode_agreement.logger, "warning", lambda text, *args: told.append(text % args))
+        world = World(size=512, page_size=4, watermark=None, group=dist.group.WORLD)
+    return world.tree.watermark, told
+
+
+@pytest.mark.parametrize(("parts", "kept"), [(("0.25", ""), 128), (("", "0.25"), 32), (("0", "0.5"), 0)])
+def test_ranks_of_several_nodes_keep_the_same_part_free(pair: Pair, parts: tuple[str, str], kept: int) -> None:
+    """They evicted differently at once, admitted nothing for 64 steps, dropped their trees, and so on for ever."""
+    (first, silent), (second, (told,)) = pair.run(started_with, parts)
+    assert first == second == kept and not silent
+    assert WATERMARK in told and f" {kept} " in told
+
+
+def test_ranks_with_the_same_part_say_nothing(pair: Pair) -> None:
+    assert pair.run(started_with, ("0.25", "0.25")) == [(128, []), (128, [])]
 
 
 @pytest.mark.parametrize("text", ["much", "-0.1", "0.6", "nan"])

@@ -204,6 +204,28 @@ def test_replaced_dataclass_pickles_into_a_spawned_process(patched: Sandbox) -> 
     assert done.stdout.strip() == "('sglang.srt.queue', True, 'patched engine push')", done.stderr
 
 
+def test_a_file_that_was_replaced_since_the_engine_was_imported_is_refused(patched: Sandbox) -> None:
+    done = patched.start(
+        "-c",
+        "import pathlib, sglang; from sglang_pd_radix.patching import loader\n"
+        "path = loader.patch_root() / 'sglang/srt/queue.py'; path.write_text(path.read_text() + '# newer')\n"
+        "import sglang.srt.queue",
+    )
+    assert done.returncode and "queue.py is not the one that was there when this process began" in done.stderr
+
+
+def test_what_goes_to_a_process_of_another_build_is_refused_there(patched: Sandbox) -> None:
+    out = patched.run(
+        "import sglang; from sglang_pd_radix.patching import loader\n"
+        "class Args: pass\n"
+        "print(vars(loader.same_build(loader.build(), Args, {'a': 1})))\n"
+        "try: loader.same_build('0' * 16, Args, {})\n"
+        "except loader.PatchError as e: print(e)"
+    )
+    same, other = out.splitlines()
+    assert same == "{'a': 1}" and "build 0000000000000000 of sglang-pd-radix has build " in other
+
+
 def test_command_line_of_the_engine_is_patched(patched: Sandbox) -> None:
     patched.engine({"launch_server.py": "from sglang.srt.queue import Queue\nprint(__name__, Queue().push())\n"})
     assert patched.start("-m", "sglang.launch_server").stdout.strip() == "__main__ patched engine push"
@@ -249,6 +271,25 @@ def test_switched_off_leaves_nothing_behind(patched: Sandbox) -> None:
         SGLANG_PD_RADIX="0",
     )
     assert out.splitlines() == ["engine push []", "False"]
+
+
+@pytest.mark.parametrize("no", ["0 ", "false", "False", "no", "n"])
+def test_the_engines_words_for_no_switch_it_off(patched: Sandbox, no: str) -> None:
+    assert patched.run("from sglang.srt.queue import Queue; print(Queue().push())", SGLANG_PD_RADIX=no) == "engine push"
+
+
+@pytest.mark.parametrize("yes", ["", " ", "1", "True", "yes"])
+def test_the_engines_words_for_yes_leave_it_on(patched: Sandbox, yes: str) -> None:
+    program = "from sglang.srt.queue import Queue; print(Queue().push())"
+    assert patched.run(program, SGLANG_PD_RADIX=yes) == "patched engine push"
+
+
+@pytest.mark.parametrize("word", ["off", "00", "2"])
+def test_a_word_that_says_neither_ends_only_what_imports_the_engine(patched: Sandbox, word: str) -> None:
+    done = patched.start("-c", "print('alive')", SGLANG_PD_RADIX=word)
+    assert (done.stdout, done.stderr) == ("alive\n", "")
+    done = patched.start("-c", "import sglang", SGLANG_PD_RADIX=word)
+    assert done.returncode and f"SGLANG_PD_RADIX is '{word}': give 1" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

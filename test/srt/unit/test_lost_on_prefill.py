@@ -294,7 +294,7 @@ def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop, mon
     loop.run(2)
     for scheduler in loop.schedulers:
         ((req, _),) = scheduler.told
-        assert "decode has not got all of its KV in the 1000 s" in req.finished_reason.message
+        assert "not all of its KV has been sent in the 1000 s" in req.finished_reason.message
         assert scheduler.tree_cache.protected_size() == 20
     for transfer in loop.wire.wire.transfers:
         transfer.finish()

@@ -640,7 +640,8 @@ def test_many_requests_at_once(world: World) -> None:
 
 def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
-    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "drops": 1, "state": 1}
+    assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
+    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "drops": 1, "state": 1, "prompts": 1}
 
 
 # ---- digests of pages ----
@@ -1524,13 +1525,11 @@ def test_a_failed_write_waits_for_those_beside_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_prefill_that_never_answers_is_not_waited_for_for_ever(world: World) -> None:
     request = world.request(1, 24, 4).bootstrap(fenced=True)
-    manager = world.decode[0].manager
     give_up(request)
     assert not request.receivers[0].writers_done()
-    manager.waiting_timeout = 0
+    request.receivers[0].state.given_up_at -= 301
     assert request.receivers[0].writers_done()
     gone = world.request(2, 24, 4).bootstrap(fenced=True)
-    manager.waiting_timeout = 300
     give_up(gone)
     assert not gone.receivers[0].writers_done()
     gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": free_ports(1)[0]}]

@@ -553,7 +553,7 @@ def test_a_server_of_another_version_is_refused(shared, monkeypatch):
         server.check_server(shared.endpoint)
 
 
-def test_what_has_a_namespace_of_its_own(model, tmp_path):
+def test_what_has_a_namespace_of_its_own(model, tmp_path, monkeypatch):
     import shutil
 
     from sglang.srt.mem_cache.pegaflow.pages import model_namespace, rank_namespace
@@ -562,6 +562,8 @@ def test_what_has_a_namespace_of_its_own(model, tmp_path):
     def name_of(*options, model=model):
         return model_namespace(prepare_server_args(["--model-path", model, "--device", "cpu", *options]))
 
+    # What float32 sets on a CPU host, for all that comes after it in this process.
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
     other = tmp_path / "other"
     shutil.copytree(model, other)
     (other / "model.safetensors").touch()

@@ -321,7 +321,8 @@ def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
     """Staging buffers are laid out for one stage, and a worker that knows no stages would not read their digests."""
     world = over_mooncake(monkeypatch, made, stages=(2, 3))
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
-    assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1}
+    assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
+    assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1, "prompts": 1}
     manager = world.decode[0].manager
     assert manager.prefills.of(world.addr).digests and not manager.prefills.of(world.addr).pieces
 

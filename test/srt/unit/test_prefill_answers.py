@@ -12,8 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 from aiohttp import web
-from sglang.srt.disaggregation.common import prefill_peers
+from prefill_front import bootstrap_server
+from sglang.srt.disaggregation.common import conn, prefill_peers
 from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
@@ -91,6 +93,55 @@ def test_one_that_is_starting_has_not_answered():
     assert asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))["version"] == DECODE_PREFIX_VERSION
 
 
+class Ranks:
+    """The TP ranks of a prefill, which register with its bootstrap server as the engine has them."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self.port, self.count = port, count
+
+    def register(self, rank: int) -> None:
+        sizes = {"attn_tp_size": self.count, "attn_cp_size": 1, "attn_dp_size": 1, "pp_size": 1, "system_dp_size": 1}
+        places = {"attn_tp_rank": rank, "attn_cp_rank": 0, "attn_dp_rank": 0, "pp_rank": 0, "system_dp_rank": 0}
+        own = {"local_ip": "127.0.0.1", "rank_port": 1 + rank, "kv_args": SimpleNamespace(page_size=1)}
+        server = {"dist_init_addr": None, "bootstrap_host": "127.0.0.1", "bootstrap_port": self.port}
+        own["server_args"] = SimpleNamespace(kv_cache_dtype="auto", load_balance_method="auto")
+        conn.CommonKVManager.register_to_bootstrap(SimpleNamespace(**sizes, **places, **own, **server))
+
+    def answer(self) -> tuple[int, int | None]:
+        """The status, and the version that the front says."""
+        reply = requests.get(f"http://127.0.0.1:{self.port}{DECODE_PREFIX_ROUTE}", timeout=30)
+        return reply.status_code, reply.json()["version"] if reply.ok else None
+
+
+@pytest.mark.parametrize("server", [MooncakeKVBootstrapServer, NixlKVBootstrapServer])
+def test_a_front_speaks_for_its_ranks_once_all_have_come(server):
+    with bootstrap_server(server=server) as port:
+        ranks = Ranks(port, 2)
+        assert ranks.answer() == (503, None)
+        ranks.register(0)
+        assert ranks.answer() == (503, None)
+        ranks.register(1)
+        assert ranks.answer() == (200, DECODE_PREFIX_VERSION)
+
+
+@pytest.mark.parametrize("bare", [0, 1])
+def test_a_front_of_which_a_rank_is_the_bare_engine_takes_no_prefix(monkeypatch, caplog, bare):
+    """That rank would write the start of the prompt to where its end belongs, and say that it went well."""
+    with bootstrap_server(server=NixlKVBootstrapServer) as port:
+        ranks = Ranks(port, 2)
+        for rank in (0, 1):
+            with monkeypatch.context() as patch:
+                if rank == bare:
+                    patch.setattr(conn, "requests", requests)
+                ranks.register(rank)
+        assert ranks.answer() == (200, 0)
+        (told,) = [one.getMessage() for one in caplog.records if "takes no decode prefix" in one.getMessage()]
+        assert f"DP0 CP0 TP{bare} PP0 at 127.0.0.1:{1 + bare} " in told
+        # It comes again, patched.
+        ranks.register(bare)
+        assert ranks.answer() == (200, DECODE_PREFIX_VERSION)
+
+
 def test_one_that_would_not_send_the_state_is_sent_none():
     answer = {"version": DECODE_PREFIX_VERSION}
     assert ask(200, answer, has_state=True)[0] == 0
@@ -111,6 +162,32 @@ def test_an_answer_that_says_nothing_is_asked_for_again(status, body):
 def test_one_that_speculates_otherwise_is_of_no_use():
     with pytest.raises(ValueError, match="speculates with EAGLE and this decode worker with nothing"):
         ask(200, {"version": DECODE_PREFIX_VERSION, "drafts": "EAGLE"})
+
+
+@pytest.mark.parametrize("named", ["waiting_timeout", "bootstrap_timeout"])
+def test_a_prefill_says_for_how_long_it_waits(monkeypatch, named):
+    monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{named.upper()}", "30")
+    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))
+    assert answer[named] == 30
+    for said, taken in ((30, 30), (None, 0), ("30", 0), (True, 0), (-1, 0), (1.5, 0), ([], 0)):
+        assert getattr(ask(200, answer | {named: said})[1][0], named) == taken
+    del answer[named]
+    assert getattr(ask(200, answer)[1][0], named) == 0
+
+
+@pytest.mark.parametrize("on_prefill", [False, True])
+def test_one_whose_context_parallel_ranks_send_otherwise_is_of_no_use(monkeypatch, on_prefill):
+    """No request was served: decode asked one rank of those that all wait, or waited for ranks that send nothing."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", str(int(on_prefill)))
+    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 2, 1, True, True, True))
+    alone = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))
+    assert ask(200, answer)[0] == (0 if on_prefill else DECODE_PREFIX_VERSION)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", str(int(not on_prefill)))
+    with pytest.raises(ValueError, match="Give both the same SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"):
+        ask(200, answer)
+    # Without context parallelism, or where it does not say, as before.
+    assert ask(200, alone)[0] == DECODE_PREFIX_VERSION
+    assert ask(404, b"no such route")[0] == 0
 
 
 def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):

@@ -249,6 +249,13 @@ def test_warm_ups_go_by_turns_and_are_not_remembered(dispatch):
     assert not any(len(held) for held in dispatch.balance.held)
 
 
+def test_a_key_of_any_kind_ends_no_controller(dispatch):
+    """What the scheduler would refuse is for it to refuse."""
+    ids = prompt("p", 10)
+    home = rank_of(dispatch, request(ids, extra_key=["a"]))
+    assert rank_of(dispatch, request(ids, extra_key=["a"])) == home != rank_of(dispatch, request(ids, extra_key=["b"]))
+
+
 def test_other_methods_are_the_engines(dispatch):
     for method in ("round_robin", "follow_bootstrap_room", "total_requests", "total_tokens"):
         assert controller.LoadBalanceMethod.from_str(method).name == method.upper()

@@ -85,7 +85,10 @@ def stop(world: World, seconds: float) -> None:
     pulse._beat_at -= seconds
 
 
-OVER = "decode has not got all of its KV in the 300 s for which it waits"
+OVER = (
+    "not all of its KV has been sent in the 300 s for which it waits, by "
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT on prefill"
+)
 
 
 @pytest.mark.parametrize("read_before", [False, True])

@@ -17,19 +17,23 @@ import numpy as np
 import pytest
 import requests
 import torch
+import xgrammar
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
+from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers import request_checks
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.request_checks import (
     KEY_CHECKS,
     LOGPROB_CHECKS,
@@ -50,6 +54,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -97,6 +102,7 @@ REQUEST = {
     "token_ids_logprob": ([[0, 99], [], None], [[100], [-1], 5]),
     "custom_logit_processor": (["a", None], [5, ["a"]]),
     "lora_id": (["a", None], [5, ["a"]]),
+    "lora_path": (["a", "", [], None], [5, ["a"], ["a", "b"], [None]]),
     "bootstrap_host": (
         ["10.0.0.1", "prefill-0.rack_2", "::1", "[fe80::1%eth0]", None],
         [5, ["a"], "", "[::", "10.0.0.1:5", "http://a", "a b", "-a"],
@@ -216,8 +222,13 @@ def test_options_that_do_not_go_together():
         check(request(top_logprobs_num=VOCAB + 1), pair=False)
     with pytest.raises(ValueError, match="token_ids_logprob"):
         check(request(token_ids_logprob=[VOCAB]), pair=False)
-    # As in a health check.
-    check(request(bootstrap_room=0, bootstrap_host=FAKE_BOOTSTRAP_HOST))
+    # As in a health check, of which a busy scheduler drops what is called so.
+    health = f"{HEALTH_CHECK_RID_PREFIX}_of_mine"
+    check(request(rid=health, bootstrap_room=0, bootstrap_host=FAKE_BOOTSTRAP_HOST))
+    for options in ({"bootstrap_room": 5, "bootstrap_host": "h"}, {"bootstrap_room": 5}):
+        check(request(rid=health, **options), pair=False)
+        with pytest.raises(ValueError, match="rid must not begin with HEALTH_CHECK"):
+            check(request(rid=health, **options))
 
 
 def test_a_stop_token_is_a_token():
@@ -356,6 +367,56 @@ def test_an_empty_logit_processor_is_none(monkeypatch):
     assert [req.custom_logit_processor for req in taken] == [None]
 
 
+@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
+def test_only_the_request_that_is_named_is_aborted(mode):
+    """The engine aborts those as well whose rids begin with it, which may be other clients'."""
+    aborted: list[str] = []
+
+    def req(rid: str) -> SimpleNamespace:
+        sender = SimpleNamespace(abort=lambda: aborted.append(rid))
+        to_release = {"mamba_pool_idx": None, "metadata_buffer_index": -1, "kv_cache_cpu": []}
+        return SimpleNamespace(
+            rid=rid, finished=bool, to_finish=None, grammar=None, disagg_kv_sender=sender, **to_release
+        )
+
+    def in_queue(rid: str) -> SimpleNamespace:
+        lose = lambda reason: None  # noqa: E731
+        return SimpleNamespace(req=req(rid), kv_receiver=SimpleNamespace(abort=lambda: aborted.append(rid)), lose=lose)
+
+    scheduler = object.__new__(Scheduler)
+    scheduler.disaggregation_mode, scheduler.tree_cache = mode, object.__new__(DecodeRadixCache)
+    scheduler.enable_hicache_storage = scheduler.enable_hisparse = False
+    scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda message, of: aborted.append(message.rid))
+    scheduler.grammar_manager = GrammarManager.__new__(GrammarManager)
+    grammars = [req("1"), req("1g")]
+    for one in grammars:
+        one.set_finish_with_abort = lambda reason, rid=one.rid: aborted.append(rid)
+    scheduler.grammar_manager.grammar_queue = grammars
+    running, current = [req("1"), req("10")], [req("11"), req("1")]
+    scheduler.running_batch, scheduler.cur_batch = SimpleNamespace(reqs=running), SimpleNamespace(reqs=current)
+    if mode == DisaggregationMode.PREFILL:
+        scheduler.waiting_queue, scheduler.req_to_metadata_buffer_idx_allocator = [req("12")], None
+        scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[req("1"), req("13")])
+        scheduler.disagg_prefill_inflight_queue = [req("14"), req("1")]
+    else:
+        scheduler.waiting_queue = []
+        queue = SimpleNamespace(queue=[in_queue("1"), in_queue("13")], retracted_queue=[req("1"), req("15")])
+        scheduler.disagg_decode_prealloc_queue = queue
+        waiting = [SimpleNamespace(req=req("16")), SimpleNamespace(req=req("1"))]
+        local = object.__new__(LocalPrefills)
+        local.waiting = waiting
+        scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
+        running += [one.req for one in waiting]
+    scheduler.abort_request(AbortReq(rid="1"))
+    assert set(aborted) == {"1"} and len(aborted) == (3 if mode == DisaggregationMode.PREFILL else 4)
+    assert {one.rid for one in [*running, *current] if one.to_finish} == {"1"}
+    assert [one.rid for one in (*grammars, *running[:2], *current)] == ["1", "1g", "1", "10", "11", "1"]
+    aborted.clear()
+    scheduler.waiting_queue = []
+    scheduler.abort_request(AbortReq(abort_all=True))
+    assert {"1g", "13", "14"} <= set(aborted) and all(one.to_finish for one in [*running, *current])
+
+
 def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
     class Backend(BaseGrammarBackend):
         def dispatch_regex(self, key_string):
@@ -364,6 +425,36 @@ def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
     future, hit = Backend().get_cached_or_future_value(("regex", "a"), False)
     grammar = future.result()
     assert not hit and isinstance(grammar, InvalidGrammarObject) and "KeyError: 'begin'" in grammar.error_message
+
+
+@pytest.mark.parametrize("held, ends", [(None, True), (0, False)])
+def test_a_resumed_request_tells_its_last_token_to_no_grammar_twice(held: int | None, ends: bool):
+    """``held``: what decode's tree had of it; without a tree it is as the engine has it."""
+    from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    end_of_thought, end = 130, 129
+    vocab = xgrammar.TokenizerInfo([chr(i) for i in range(128)] + ["", "", ""], stop_token_ids=[end])
+    context = xgrammar.GrammarCompiler(vocab).compile_regex("ab")
+    grammar = ReasonerGrammarObject(
+        XGrammarGrammar(xgrammar.GrammarMatcher(context), 131, context, None, "ab"), end_of_thought
+    )
+    grammar.maybe_init_reasoning(True)
+    req = Req("r", "", [1, 2, 3], SamplingParams(max_new_tokens=9))
+    req.grammar, req.decode_prefix_len = grammar, held
+    batch = object.__new__(ScheduleBatch)
+    batch.reqs, batch.device, batch.spec_algorithm = [req], "cpu", SpeculativeAlgorithm.NONE
+    batch.tree_cache = SimpleNamespace(cache_unfinished_req=lambda req: None)
+    req.output_ids = [end_of_thought]
+    batch.process_prebuilt(None, None)
+    req.output_ids.append(ord("a"))
+    grammar.accept_token(ord("a"))
+    req.reset_for_retract()
+    batch.process_prebuilt(None, None)
+    assert (req.to_finish is not None) == ends
+    if not ends:
+        grammar.accept_token(ord("b"))
 
 
 def test_the_mask_of_a_grammar_on_a_cpu():
@@ -633,6 +724,18 @@ def test_an_adapter_is_named_and_not_numbered():
     door(alone)._validate_rid_not_in_flight(normal(lora_id="x"))
 
 
+def test_each_prompt_has_one_adapter():
+    """What is left over of a list is acquired, and no answer releases it."""
+    made, room = door(DisaggregationMode.PREFILL, enable_lora=True), {"bootstrap_room": 5}
+    for path, n in (("a", 1), (["a", None], 1), (["a", "b"], 2)):
+        made._validate_rid_not_in_flight(normal(input_ids=[[1], [2]], lora_path=path, sampling_params={"n": n}, **room))
+    for path, n in ((["a"], 1), (["a", "b", "c"], 1), ([], 1), (["a", "b", "c"], 2)):
+        with pytest.raises(ValueError, match="lora_path must have an entry for each of the 2 prompts"):
+            made._validate_rid_not_in_flight(
+                normal(input_ids=[[1], [2]], lora_path=path, sampling_params={"n": n}, **room)
+            )
+
+
 @pytest.mark.parametrize("media", [{"audio_data": ["a"]}, {"video_data": ["a"]}])
 def test_samples_of_sound_are_served(media):
     """A chat has one modality for its one prompt, however many samples it asks for."""
@@ -668,8 +771,14 @@ def test_embeddings_of_a_prompt():
     made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=np.array(good)))
     with pytest.raises(ValueError, match="a list of 3 finite numbers for each token"):
         made._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=[good, [[0.5]]]))
-    # The engine says that it takes none.
+    # The engine says that it takes none, and what to do.
     door(alone)._validate_rid_not_in_flight(normal(input_ids=None, input_embeds=[[0.5]]))
+    # Which the flag rules out.
+    kept = door(DisaggregationMode.DECODE, disaggregation_decode_enable_radix_cache=True)
+    with pytest.raises(ValueError, match="input_embeds cannot be used with --disaggregation-decode-enable-radix-cache"):
+        kept._validate_rid_not_in_flight(
+            normal(input_ids=None, input_embeds=good, bootstrap_room=5, bootstrap_host="h")
+        )
 
 
 def test_what_prefill_refuses_goes_to_its_scheduler():

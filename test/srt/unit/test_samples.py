@@ -148,6 +148,11 @@ def test_lists_that_are_too_short():
         expanded(text=["a", "b"], sampling_params={"n": 2}, decode_tp_size=[1])
     with pytest.raises(ValueError, match="Duplicate"):
         expanded(text=["a", "b"], sampling_params={"n": 2}, rid=["x", "x"])
+    # Nor one that is too long, of which an adapter would be left out.
+    for paths in (["a"], ["a", "b", "c"]):
+        with pytest.raises(ValueError, match="lora_path"):
+            expanded(text=["a", "b"], sampling_params={"n": 2}, lora_path=paths)
+    assert expanded(text="a", sampling_params={"n": 2}, lora_path=["x"]).lora_path == ["x"] * 2
 
 
 @pytest.mark.parametrize("name", ["bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"])
@@ -698,6 +703,23 @@ def test_an_adapter_is_held_by_what_was_sent_only():
         for message in prefill.send_to_scheduler.requests:
             prefill.answer(message)
         await task
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", [["a"], ["a", None, "b"]])
+def test_a_list_of_adapters_that_does_not_fit_holds_none(path):
+    """Its prompts are one, or two."""
+
+    async def test():
+        prefill = with_adapters()
+        obj = body(1, prompts=[[1, 2]] if len(path) == 1 else [[1, 2], [3, 4]], lora_path=path)
+        if len(path) == 1:
+            obj.input_ids, obj.bootstrap_room = [1, 2], 11
+            obj.bootstrap_host = obj.bootstrap_port = None
+        with pytest.raises(ValueError, match="lora_path must"):
+            await answers(prefill, obj)
+        assert prefill.lora_registry.held == [] and not prefill.rid_to_state
 
     run(test())
 

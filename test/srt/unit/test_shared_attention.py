@@ -252,8 +252,19 @@ def test_a_level_has_to_pay():
         assert [level.end for level in choose_levels(prefixes, shape, costs)] == ([length] if pays else [])
 
 
-def test_sharing_can_be_switched_off(monkeypatch):
-    monkeypatch.setenv(batched.SHARE, "0")
+SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
+
+
+@pytest.mark.parametrize("word", ["off", "00"])
+def test_a_switch_that_says_neither_is_refused(monkeypatch, word):
+    monkeypatch.setenv(SHARE, word)
+    with pytest.raises(ValueError, match=f"{SHARE} is '{word}': give 1"):
+        Worker("gqa", 16)
+
+
+@pytest.mark.parametrize("no", ["0", "0 ", "False"])
+def test_sharing_can_be_switched_off(monkeypatch, no):
+    monkeypatch.setenv(SHARE, no)
     worker = Worker("gqa", 16)
     prompt = worker.new_pages(64)
     for row in range(3):

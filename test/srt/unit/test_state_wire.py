@@ -5,7 +5,10 @@ So are windows, in pages, where layers with a sliding window have a pool of thei
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import test_mooncake_wire as mooncake
 import test_nixl_wire as nixl
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 
 # Slots of one request on prefill and on decode.
@@ -189,6 +193,88 @@ def test_mooncake_fails_a_request_whose_windows_are_not_of_one_size(monkeypatch,
     ours, theirs = request.fail()
     assert "decode expects 2" in ours and "decode expects 2" in theirs
     world.close()
+
+
+# What both workers' clients are told where decode has its states in a type of half the size.
+OTHER_TYPES = {nixl: "slots of 48 and 96 bytes.*96 and 192", mooncake: "slots of 12 and 20 bytes.*24 and 40"}
+
+
+def halve_states(world) -> None:
+    """Decode has them in a type of half the size, as with another SGLANG_MAMBA_SSM_DTYPE."""
+    for rank in world.decode:
+        rank.manager.kv_args.state_item_lens = [size // 2 for size in rank.manager.kv_args.state_item_lens]
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_nixl_refuses_a_decode_worker_whose_states_have_another_type(over_nixl, prompt_len, prefix_len):
+    """Prefill counts slots by its own size: it would write over other requests' states, and report a success."""
+    halve_states(over_nixl)
+    request = over_nixl.request(7, prompt_len, prefix_len).start_prefill().start_decode().ask()
+    request.assert_fails(f"{OTHER_TYPES[nixl]}.*SGLANG_MAMBA_SSM_DTYPE")
+    assert not over_nixl.wire.transfers
+
+
+@pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
+def test_mooncake_refuses_a_decode_worker_whose_states_have_another_type(over_mooncake, prompt_len, prefix_len):
+    halve_states(over_mooncake)
+    request = over_mooncake.request(7, prompt_len, prefix_len).start_prefill().start_decode().ask()
+    for reason in request.fail():
+        assert re.search(OTHER_TYPES[mooncake], reason)
+    assert not any(pool.any() for pool in over_mooncake.decode[0].states)
+
+
+def test_mooncake_fails_a_decode_worker_without_the_flag_whose_states_have_another_type(over_mooncake):
+    """It understands no refusal, but the engine's message that the transfer failed."""
+    halve_states(over_mooncake)
+    request = over_mooncake.request(7, 24, None).bootstrap().send()
+    ours, _ = request.fail()
+    assert re.search(OTHER_TYPES[mooncake], ours)
+    assert not any(pool.any() for pool in over_mooncake.decode[0].states)
+
+
+@pytest.mark.parametrize("radix", [True, False])
+@pytest.mark.parametrize("states", [SLOTS, None])
+def test_nixl_tells_the_sizes_of_states_with_the_flag(monkeypatch, radix, states):
+    """Behind the engine's frames, which a prefill without this package reads alone."""
+    world = nixl.World(monkeypatch, states=states)
+    manager = world.decode[0].manager
+    manager.server_args.disaggregation_decode_enable_radix_cache = radix
+    receiver = nixl.NixlKVReceiver(manager, nixl.ADDR, 7)
+    receiver.bootstrap_infos = [{}]
+    (engines,) = nixl.sent_frames(receiver, lambda: nixl.BARE_RECEIVER._register_kv_args(receiver))
+    more = [struct.pack("<2I", nixl.STATE_ITEM, 2 * nixl.STATE_ITEM)] if radix and states else []
+    assert nixl.sent_frames(receiver, receiver._register_kv_args) == [[*engines, *more]]
+
+
+def are_alike(ours: dict, theirs: dict) -> bool:
+    table = {"decode": SimpleNamespace(**theirs)}
+    manager = SimpleNamespace(kv_args=SimpleNamespace(**ours), attn_tp_size=1, decode_kv_args_table=table)
+    return handshakes.unlike_states(manager, "decode") is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "alike"),
+    [
+        ([96, 192], [96, 192], True),
+        ([96, 192], [192, 96], False),
+        ([96, 192], [96, 384], False),
+        # A stage of several has some of the layers.
+        ([96], [96, 96, 96], True),
+        ([96], [48, 48, 48], False),
+        # A decode worker that does not say, and models without states.
+        ([96, 192], [], True),
+        ([], [], True),
+    ],
+)
+def test_sizes_of_states(ours, theirs, alike):
+    assert are_alike({"state_item_lens": ours}, {"dst_state_item_lens": theirs}) == alike
+
+
+@pytest.mark.parametrize(("size", "alike"), [(24, True), (12, False)])
+def test_sizes_of_states_that_are_cut(size, alike):
+    """The engine's own way over Mooncake, between two TP sizes; a decode worker without the flag may take it."""
+    half = {"dst_attn_tp_size": 2, "dst_state_item_lens": [size], "dst_state_dim_per_tensor": [4]}
+    assert are_alike({"state_item_lens": [48], "state_dim_per_tensor": [8]}, half) == alike
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])

@@ -26,6 +26,7 @@ def options(path: Any, **given: Any) -> Any:
     args = {
         "model_path": str(path),
         "revision": None,
+        "download_dir": None,
         "load_format": "auto",
         "dtype": "bfloat16",
         "kv_cache_dtype": "auto",
@@ -174,26 +175,6 @@ def test_a_config_in_the_place_of_the_models_counts_by_its_content(model, tmp_pa
     assert model_folder(options(model, **drafts[1]), None) == model_folder(options(model), None)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0"),
-        ("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine"),
-        ("SGLANG_MAMBA_SSM_DTYPE", "float16"),
-        ("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "0.5"),
-    ],
-)
-def test_the_environment_has_a_part_in_the_name(model, monkeypatch, variable, value):
-    for named in (lambda args: model_folder(args, None), model_namespace):
-        monkeypatch.delenv(variable, raising=False)
-        before = named(options(model))
-        monkeypatch.setenv(variable, value)
-        assert named(options(model)) != before
-        monkeypatch.setenv("SGLANG_INT4_WEIGHT", "0")  # which it is anyway
-        monkeypatch.delenv(variable)
-        assert named(options(model)) == before
-
-
 #: Options of which the KV of the same tokens may depend, and a value; all others, as the engine has them: see below.
 CHANGE_KV = {
     "dtype": "float16",
@@ -217,12 +198,12 @@ CHANGE_KV = {
     "flashinfer_mxfp4_moe_precision": "bf16",
     "ep_dispatch_algorithm": "fake",
 }
-#: Those that count too, in a way of their own, which tests above go through, or the layout of a page (TP).
+#: Those that count too, in a way of their own, which tests here or of configs go through; or the layout of a page (TP).
 IN_A_WAY_OF_THEIR_OWN = """
-    model_path revision random_seed tp_size hicache_mem_layout speculative_algorithm speculative_draft_model_path
-    speculative_draft_model_revision speculative_draft_load_format speculative_draft_model_quantization kt_weight_path
-    kt_method kt_num_gpu_experts kt_max_deferred_experts_per_token decrypted_config_file decrypted_draft_config_file
-    mamba_ssm_dtype pegaflow_namespace
+    model_path revision download_dir random_seed tp_size hicache_mem_layout speculative_algorithm
+    speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format
+    speculative_draft_model_quantization kt_weight_path kt_method kt_num_gpu_experts kt_max_deferred_experts_per_token
+    decrypted_config_file decrypted_draft_config_file mamba_ssm_dtype pegaflow_namespace
 """
 #: And those that change no KV of the same tokens but by rounding (kernels, parallelism, batches); by an adapter or an
 #: image, which have an `extra_key` or tokens of their own; or of a model whose tree or pool is refused with both.
@@ -240,7 +221,7 @@ CHANGE_NONE = """
     prefill_delayer_wait_seconds_buckets device pp_size pp_max_micro_batch_size pp_async_batch_depth stream_interval
     stream_response_default_include_usage incremental_streaming_output enable_streaming_session
     constrained_json_whitespace_pattern constrained_json_disable_any_whitespace watchdog_timeout soft_watchdog_timeout
-    dist_timeout download_dir model_checksum base_gpu_id gpu_id_step sleep_on_idle use_ray custom_sigquit_handler
+    dist_timeout model_checksum base_gpu_id gpu_id_step sleep_on_idle use_ray custom_sigquit_handler
     log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target
     uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics enable_mfu_metrics
     enable_metrics_for_all_schedulers tokenizer_metrics_custom_labels_header tokenizer_metrics_allowed_custom_labels

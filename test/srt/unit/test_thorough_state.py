@@ -129,6 +129,15 @@ def test_parts_are_of_the_same_model(tmp_path):
     assert found_with("org/model") == found_with("org/model")
 
 
+def test_parts_are_of_the_same_build(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "_INSTALLED", tmp_path)
+    told = []
+    for content in ("right = 1\n", "right = 2\n"):
+        (tmp_path / "kernel.py").write_text(content)
+        told.append(facts.versions(Host(True, checkout=None), None)["files of the package"])
+    assert told[0] != told[1]
+
+
 def test_parts_are_of_the_same_code(tmp_path, monkeypatch):
     def git(*words: str) -> None:
         named = ("-c", "user.name=a", "-c", "user.email=a@b")

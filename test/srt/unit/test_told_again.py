@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import test_mooncake_wire
 import test_nixl_wire
+from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import delta_receiver
+from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
+from sglang.srt.disaggregation.common.outbound import NotTaken
+from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
+from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -54,6 +62,74 @@ def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: p
 
     until(quiet, "both ranks have answered")
     assert all(sender.has_failed() for sender in request.senders)
+
+
+def shaken_hands(world: Any) -> None:
+    """Decode has asked prefill what it can do."""
+    manager = world.decode[0].manager
+    answer = asyncio.run(capabilities(1, 1, 1, True, True, True))
+    manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer, False))
+
+
+@pytest.mark.parametrize("backend", WORLDS)
+def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.MonkeyPatch, backend: str):
+    """Decode gives up after 30 s and cannot say so: others had its pages at 60 s, and prefill wrote until 300 s."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
+    world: Any = WORLDS[backend](monkeypatch)
+    monkeypatch.delenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
+    request = world.request(1, 24, 8).start_prefill().start_decode()
+    shaken_hands(world)
+    request.ask()
+    request.wait_senders(KVPoll.WaitingForInput)
+    (receiver,) = request.receivers
+    receiver.fenced = True
+
+    def cut(peer: dict, frames: list[bytes]) -> None:
+        raise NotTaken("the way is cut")
+
+    receiver._send_to = cut
+    receiver.fail("timed out")
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    given_up_at = receiver.state.given_up_at
+    assert request.senders[0].state.due_at < given_up_at + 300
+    for ago, done in ((31, False), (299, False), (301, True)):
+        receiver.state.given_up_at = given_up_at - ago
+        assert receiver.writers_done() == done
+
+
+def test_pages_are_kept_for_as_long_where_an_error_hides_whether_prefill_writes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
+    world: Any = test_nixl_wire.World(monkeypatch)
+    monkeypatch.delenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
+    shaken_hands(world)
+    (receiver,) = world.request(1).start_decode().receivers
+    monkeypatch.delattr(DeltaReceiver, "writers_done")
+    errors: list[Exception] = []
+    for ago, done in ((31, False), (299, False), (301, True)):
+        entry: Any = SimpleNamespace(kv_receiver=receiver, lose=errors.append, failed_at=time.monotonic() - ago)
+        assert DecodeRequest.writers_done(entry) == done
+    assert len(errors) == 3
+
+
+def test_prefill_hears_of_what_waits_before_its_own_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    """It failed what waited for memory after its 30 s; decode says so every quarter of what it takes to be right."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "30")
+    world: Any = test_nixl_wire.World(monkeypatch)
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=time.monotonic())
+    monkeypatch.setattr(decode_handshakes, "time", clock)
+    request = world.request(1).start_prefill().start_decode()
+    shaken_hands(world)
+    waiting: Any = SimpleNamespace(kv_receiver=request.receivers[0], lose=print)
+    announcements = decode_handshakes.Announcements(300 / 4)
+    announcements.add(waiting)
+    announcements.announce([waiting])
+    rooms = world.prefill[0].manager.rooms
+    until(lambda: 1 in rooms.waiting, "prefill knows of it")
+    (before,) = rooms.waiting[1].values()
+    clock.now += 30 / 4 + 0.1
+    announcements.announce([waiting])
+    until(lambda: max(rooms.waiting[1].values()) > before, "it hears that again")
 
 
 @pytest.mark.parametrize(

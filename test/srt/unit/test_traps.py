@@ -20,6 +20,7 @@ from decode_world import Receiver, World, aborted, kv_of
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.prefill_peers import UNKNOWN
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, TransferInfo, TransferStatus
@@ -224,6 +225,7 @@ def bare_receiver() -> NixlKVReceiver:
         required_prefill_response_num_table={},
         addr_to_rooms_tracker={"prefill": {7}},
         waiting_timeout=100,
+        prefills=SimpleNamespace(of=lambda addr: UNKNOWN),
         failure_records={},
         rooms=Rooms(),
     )

@@ -391,8 +391,8 @@ def test_what_the_option_is_refused_with(monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             option.check(SimpleNamespace(**{**fine, name: value}))
-    monkeypatch.setenv(option.OPTION, "yes")
-    with pytest.raises(ValueError, match="'yes': give 1"):
+    monkeypatch.setenv(option.OPTION, "on")
+    with pytest.raises(ValueError, match="'on': give 1"):
         option.check(SimpleNamespace(**fine))
     monkeypatch.delenv(option.OPTION)
     option.check(SimpleNamespace(**{**fine, "pp_size": 2}))

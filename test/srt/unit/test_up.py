@@ -169,6 +169,10 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         up.decode_options([flag], False, {})
     with pytest.raises(PdRadixError, match="--no-radix"):
         up.decode_options([], True, {"SGLANG_PD_RADIX": "0"})
+    with pytest.raises(PdRadixError, match="--no-radix"):
+        up.decode_options([], True, {"SGLANG_PD_RADIX": "False "})
+    with pytest.raises(PdRadixError, match="'off': give 1"):
+        up.decode_options([], True, {"SGLANG_PD_RADIX": "off"})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from code_texts import HOLE, handed
 from decode_world import World
 from prometheus_client import multiprocess
+from sglang.srt.disaggregation.common.delta_sender import SenderState
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
@@ -392,7 +393,7 @@ CUT = "prefill has cut the prompt to the longest that it takes (--allow-auto-tru
         ("no reason was recorded", ELSEWHERE),
         ("failed on another rank of decode", ELSEWHERE),
         ("failed on another rank of prefill", ELSEWHERE),
-        ("decode has not got all of its KV in the 300 s for which it waits", "timeout"),
+        (SenderState(due_at=0.0).overdue(300), "timeout"),
         ("its metadata has not come", "timeout"),
         ("a piece could not be written to decode at 10.0.0.1:1", "backend"),
         ("no piece is written to decode at 10.0.0.1:1, since one failed", "backend"),

@@ -49,7 +49,7 @@ from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.takeover import NoTakeovers, first_reason, make_takeovers, reason_of
 from sglang.srt.disaggregation.transfer_commit import abort_commit, keep_draft_start, note_transfer, report_end
 from sglang.srt.environ import envs
-from sglang.srt.managers.lora_batch import held_back
+from sglang.srt.managers.lora_batch import held_back, joins
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known
@@ -185,7 +185,7 @@ class DecodeRequest(engine.DecodeRequest):
             return self.kv_receiver.writers_done()
         except Exception as e:
             self.lose(e)
-            return time.monotonic() - self.failed_at > self.kv_receiver.kv_mgr.waiting_timeout
+            return time.monotonic() - self.failed_at > self.kv_receiver.quarantine_s
 
 
 class DecodeReqToTokenPool(KeptRows, engine.DecodeReqToTokenPool):
@@ -212,8 +212,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._init_radix(self.tree_cache)
 
     def _init_radix(self, tree: DecodeRadixCache) -> None:
-        self.has_radix, self.radix = True, tree
-        self.loads = PrefixLoads(tree)
+        self.has_radix, self.radix, self.loads = True, tree, PrefixLoads(tree)
         if isinstance(tree, PegaFlowTree):
             tree.live = lambda: live_on_decode(self.live(), self.accounts.ahead)
         if tree.windows is not None:
@@ -225,6 +224,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.policy = self.transfer_queue.policy
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group, tree.drop_unlocked)
+        tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         local, gate = self.transfer_queue.local, self.transfer_queue.gate
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
@@ -235,7 +235,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.admission = Admission(
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
         )
-        self.resumption = Resumption(tree, self.accounts, self.memory, rows, self.ranks, gate)
+        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler), self.ranks, gate)
         self.transfer_queue.takeovers = make_takeovers(self)
 
     def _init_kv_manager(self):

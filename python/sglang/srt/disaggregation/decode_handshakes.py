@@ -60,7 +60,7 @@ class Announcements:
     """Tells prefills of the requests that wait here."""
 
     def __init__(self, again_s: float):
-        """again_s: after how long they are told again of all that wait."""
+        """again_s: after how long they are told again of all that wait, if none that is told gives up before."""
         self.again_s = again_s
         # Requests that prefill has not been told of, and when all that wait were last looked at.
         self.unannounced: list[DecodeRequest] = []
@@ -90,6 +90,8 @@ class Announcements:
                     later.append(decode_req)
                 else:
                     receiver.announce()
+                    waits_s = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).bootstrap_timeout
+                    self.again_s = min(self.again_s, waits_s / 4 or self.again_s)
             except Exception as e:
                 decode_req.lose(e)
         self.unannounced = [*self.unannounced[ANNOUNCEMENTS:], *later]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL, Blocked
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
-from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.prefix_reader import NOTHING
@@ -37,14 +37,14 @@ class Resumption:
         tree: DecodeRadixCache,
         accounts: Accounts,
         memory: RequestMemory,
-        rows: Any,
+        joins: Callable[[], Callable[[Req], bool]],
         ranks: Ranks,
         gate: ItlGate | None = None,
     ):
-        """rows: the pool of requests' rows. gate: what bounds a step's time."""
+        """joins: see `lora_batch.joins`. gate: what bounds a step's time."""
         self._gate = gate
         self._tree, self._accounts, self._memory = tree, accounts, memory
-        self._rows, self._ranks = rows, ranks
+        self._joins, self._ranks = joins, ranks
         # The first that did not fit; and the first with which steps would become too long, and when.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
@@ -61,6 +61,9 @@ class Resumption:
         tell: Callable[[Req], None],
     ) -> tuple[list[Req], int]:
         """Bring back the first of ``retracted``, as many as fit. Returns them, and how many have failed among them.
+
+        One that would only wait, with KV that no retraction brings, needs what an admission needs: others must be able
+        to finish beside it.
 
         version: see `Schedule.version`. tell: tells the client of one whose KV cannot be brought back.
         """
@@ -80,9 +83,12 @@ class Resumption:
         # A look at each that runs: from here on a resume takes its window of it, and one that fails gives its own back.
         windows = self._accounts.free(live.running).windows
         load = None if self._gate is None else self._gate.load(live)
+        # Those who wait to come back hold nothing.
+        joins, live = self._joins(), live._replace(retracted=())
         for req in retracted:
             free = Memory(self._accounts.free(()).kv, windows)
-            if self._rows.available_size() <= 0 or self._is_blocked(req, free, kept, version):
+            budget = None if (joined := joins(req)) else self._accounts.budget(live, self._tree.nodes_in_use())
+            if self._memory.rows.available_size() <= 0 or self._is_blocked(req, free, kept, budget, version):
                 break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
             try:
@@ -92,7 +98,7 @@ class Resumption:
                 failed += 1
                 self._fail(req, e, tell)
                 continue
-            if not free.covers(plan.needed, kept):
+            if not _fits(plan, free, kept, budget):
                 self._blocked = Blocked(req.rid, plan, Memory(0), version())
                 break
             if self._gate is not None and load is not None and not self._gate.add(load, plan, req, at_once=True):
@@ -107,6 +113,7 @@ class Resumption:
                 continue
             kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
             windows -= plan.window.now
+            live = live._replace(running=[*live.running, req]) if joined else live._replace(coming=[*live.coming, req])
             resumed.append(req)
         if self._gate is not None:
             self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
@@ -123,7 +130,9 @@ class Resumption:
             self._ranks.give_up(self._differed, f"memory, with which retracted requests would be resumed: {figures}")
         return False
 
-    def _is_blocked(self, req: Req, free: Memory, kept: Memory, version: Callable[[], tuple[int, ...]]) -> bool:
+    def _is_blocked(
+        self, req: Req, free: Memory, kept: Memory, budget: Budget | None, version: Callable[[], tuple[int, ...]]
+    ) -> bool:
         """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough.
 
         Costs the same for any prompt.
@@ -131,7 +140,7 @@ class Resumption:
         blocked = self._blocked
         if blocked is None or blocked.rid != req.rid or blocked.version != version():
             return False
-        return not free.covers(blocked.plan.needed, kept, blocked.kept)
+        return not _fits(blocked.plan, free, kept, budget)
 
     def _plan(self, req: Req, token_ids: list[int]) -> AdmissionPlan:
         found = NOTHING
@@ -144,7 +153,7 @@ class Resumption:
         try:
             self._memory.give(req, token_ids, plan)
             req.is_retracted = False
-            req.restore_kv_cache(self._rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
+            req.restore_kv_cache(self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
         except Exception as e:
             self._memory.end_step()
             return e
@@ -160,3 +169,8 @@ class Resumption:
         if req.req_pool_idx is not None:
             release_kv_cache(req, self._tree, is_insert=False)
         req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
+
+
+def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: Budget | None) -> bool:
+    """Whether a retracted request may come back. budget: of an admission, if it would not decode at once."""
+    return free.covers(plan.needed, kept) if budget is None else budget.covers(plan, Memory(0))

@@ -76,10 +76,11 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         return manager
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Adds the prompt length to the request's sender, which checks decode's prefix by it, and what it may read."""
+        """Adds the prompt to the request's sender, which checks decode's request for KV by it, and what it may read."""
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
+            req.disagg_kv_sender.prompt_ids = req.origin_input_ids_unpadded
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
             if self.reads is not None and may_compute(req):

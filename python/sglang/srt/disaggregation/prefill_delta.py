@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.disaggregation.common.wire import PROMPT
+from sglang.srt.disaggregation.decode_prefix import prompt_digest
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import kv_to_page_indices
@@ -40,6 +42,11 @@ def _least_read(receiver: Any) -> int:
     info = manager.prefill_info_table.get(addr)
     same = info is not None and info.attn_tp_size == manager.attn_tp_size
     return manager.prefills.of(addr).reads if same else 0
+
+
+def _compares_prompts(receiver: Any) -> bool:
+    """Whether a receiver's prefill takes a digest of the request's prompt."""
+    return hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
 
 
 class PrefillDeltas:
@@ -134,6 +141,8 @@ class PrefillDeltas:
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
+            if _compares_prompts(receiver):
+                receiver.prompt = PROMPT, prompt_digest(req.origin_input_ids_unpadded, len(req.origin_input_ids))
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

@@ -92,8 +92,8 @@ class CheckedRequests(Base):
             if self.own_states.get(id(obj)) is states:
                 del self.own_states[id(obj)]
             if states and self.server_args.enable_lora and obj.lora_id and getattr(obj, "parallel_sample_num", 1) == 1:
-                ids = obj.lora_id if isinstance(obj.lora_id, list) else [obj.lora_id]
-                unsent = [uid for uid, state in zip(ids, states.values(), strict=True) if not state.sent]
+                ids = obj.lora_id if isinstance(obj.lora_id, list) else [obj.lora_id]  # As many as states.
+                unsent = [uid for uid, state in zip(ids, states.values(), strict=False) if not state.sent]
                 await self._release_adapters(unsent)
             for rid, state in states.items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):

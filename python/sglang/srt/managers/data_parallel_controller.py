@@ -73,8 +73,8 @@ class DataParallelController(engine.DataParallelController):
         if not token_ids or getattr(req, "bootstrap_host", None) == FAKE_BOOTSTRAP_HOST:
             self.round_robin_scheduler(req)
             return
-        # The clock of the ranks' reports.
-        key, now = (getattr(req, "extra_key", None), getattr(req, "lora_id", None)), time.perf_counter()
+        # What is no string is the scheduler's to refuse. The clock is that of the ranks' reports.
+        key, now = repr((getattr(req, "extra_key", None), getattr(req, "lora_id", None))), time.perf_counter()
         if self.maybe_external_dp_rank_routing(req):
             self.balance.given(req.routed_dp_rank, token_ids, key, now)
             return

@@ -1,4 +1,4 @@
-"""Which requests a decode batch has room for, when each has a LoRA adapter.
+"""Which requests a decode batch has room for, also when each has a LoRA adapter.
 
 Upstream: sgl-project/sglang#39332 (merged), which asks before KV is allocated.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AdapterTurns", "held_back", "running_and_waiting"]
+__all__ = ["AdapterTurns", "held_back", "joins", "running_and_waiting"]
 
 Fits = Callable[[set[str | None]], bool]
 
@@ -38,6 +38,39 @@ def held_back(scheduler: Any) -> Iterator[None]:
             *(req for req in before if id(req) not in began),
             *(req for req in scheduler.waiting_queue if id(req) not in known),
         ]
+
+
+def joins(scheduler: Any) -> Callable[[Any], bool]:
+    """Asked of one retracted request after the other: whether it decodes in this turn if it comes back now.
+
+    All that wait already go before it. Who waits holds its KV, which no retraction brings.
+    """
+    local = getattr(getattr(scheduler, "disagg_decode_transfer_queue", None), "local", None)
+    computed = [] if local is None else local.reqs()
+    # Of those that are computed here, some may run already.
+    ahead = set(map(id, (*scheduler.running_batch.reqs, *scheduler.waiting_queue, *computed)))
+    places = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - len(ahead)
+    fits = _adapter_fits(scheduler, local) if places > 0 and scheduler.enable_lora else lambda req: True
+
+    def joins_now(req: Any) -> bool:
+        nonlocal places
+        if places <= 0 or not fits(req):
+            return False
+        places -= 1
+        return True
+
+    return joins_now
+
+
+def _adapter_fits(scheduler: Any, local: Any) -> Callable[[Any], bool]:
+    """Asked of one request after the other: whether its adapter fits beside those that run, and all that wait."""
+    turns = AdapterTurns.of(scheduler)
+    running, waiting = running_and_waiting(scheduler)
+    launched = getattr(local, "launched", None)
+    fits = turns.joining([*running, *(() if launched is None else launched.reqs)], waiting)
+    for req in turns.in_turn(waiting):
+        fits(req)
+    return fits
 
 
 def running_and_waiting(scheduler: Any) -> tuple[list[Any], list[Any]]:

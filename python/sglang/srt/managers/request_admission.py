@@ -52,6 +52,10 @@ class RequestAdmission:
         if obj.parallel_sample_num != 1 and args.disaggregation_decode_enable_radix_cache:
             # Else its samples have become prompts.
             raise ValueError(f"n must be a whole number from 1 to {MAX_SAMPLES}, got {obj.parallel_sample_num!r:.80}.")
+        count, paths = obj.batch_size * obj.parallel_sample_num, obj.lora_path
+        if not obj.is_single and isinstance(paths, list) and len(paths) != count:
+            # What is left over would be acquired, and never released. With n samples they are all prompts', n times.
+            raise ValueError(f"lora_path must have an entry for each of the {obj.batch_size} prompts.")
         # The engine's samples are copies of these.
         for item in [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]:
             self._check_one(item)
@@ -73,6 +77,12 @@ class RequestAdmission:
             self.check_prompt(item, item.input_ids)
         elif item.text is None and args.disable_radix_cache:
             check_embeds(item.input_embeds, self.model.hidden_size)
+        elif item.text is None and args.disaggregation_decode_enable_radix_cache:
+            # The engine would advise an option that goes with no flag.
+            raise ValueError(
+                "input_embeds cannot be used with --disaggregation-decode-enable-radix-cache: its tree goes by tokens. "
+                "Send text or input_ids, or use a decode worker without it."
+            )
         if disaggregated and args.disaggregation_transfer_backend != "fake":
             self._check_pair(item)
 

@@ -20,6 +20,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -105,6 +106,11 @@ def _texts(value: Any, vocab_size: int) -> str:
 
 def _key(value: Any, vocab_size: int) -> str:
     return "" if isinstance(value, str) else "must be a string, or a list with one for each prompt"
+
+
+def _adapter(value: Any, vocab_size: int) -> str:
+    # An empty list is none to the engine.
+    return "" if value == [] else _key(value, vocab_size)
 
 
 def _name(value: Any, vocab_size: int) -> str:
@@ -245,6 +251,7 @@ REQUEST_CHECKS: dict[str, Check] = {
     "rid": _name,
     "custom_logit_processor": _text,
     "lora_id": _text,
+    "lora_path": _adapter,
     "sampling_params": _mapping,
     # Seconds since 1970.
     "received_time": _number(-MAX_TIME, MAX_TIME),
@@ -282,7 +289,6 @@ UNCHECKED = {
     "routed_experts_start_len",
     "modalities",
     "session_params",
-    "lora_path",
     "bootstrap_pair_key",
     "decode_tp_size",
     "require_reasoning",
@@ -339,6 +345,9 @@ def check_request(
     if not disaggregated:
         return
     _check_unicode(obj, params)
+    if obj.bootstrap_host != FAKE_BOOTSTRAP_HOST and (obj.rid or "").startswith(HEALTH_CHECK_RID_PREFIX):
+        # A busy scheduler drops it without a word.
+        raise ValueError(f"rid must not begin with {HEALTH_CHECK_RID_PREFIX}, got {obj.rid!r:.80}.")
     if obj.bootstrap_room == 0 and obj.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
         # Decode reads it as metadata that is not there yet.
         raise ValueError("bootstrap_room must not be 0.")

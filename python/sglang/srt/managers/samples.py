@@ -127,17 +127,18 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
     """Make a batch with a prompt for each sample of ``obj``, which has been normalised: prompt by prompt, as answered.
 
     rid: what the client has called it. A prompt's samples are called by it and their number, in as many digits as the
-    greatest needs, since a worker aborts all whose name begins with the one it is given.
+    greatest needs, so that none begins with another.
     Raises ValueError where a list is too short, and for a rid that is none.
     """
     if not all(isinstance(one, str) and one for one in (rid if isinstance(rid, list) else [rid or "none"])):
         raise ValueError(f"rid must be a string that is not empty, got {rid!r:.80}.")
     prompts, n = obj.batch_size, obj.parallel_sample_num
+    exact = {"extra_key": prompts, "lora_path": prompts * n}
     for name in _LISTS:
         values = getattr(obj, name)
         # An empty one is as good as none: chat requests have such modalities. Not of what the router gives each prompt.
         if isinstance(values, list) and (values or name.startswith("bootstrap_")):
-            if len(values) < prompts or (name == "extra_key" and len(values) != prompts):
+            if len(values) < prompts or len(values) != exact.get(name, len(values)):
                 raise ValueError(f"The request has no entry {len(values)} in one of its lists: {name}")
             # Where the engine has an entry for each sample, it has all prompts, n times.
             setattr(obj, name, [values[prompt] for prompt in range(prompts) for _ in range(n)])

@@ -215,8 +215,15 @@ class ScheduleBatch(engine.ScheduleBatch):
                 self._evict_swa(req, req.seqlen - 1)
 
     def process_prebuilt(self, server_args, future_map) -> None:
-        """The batch knows where overlapped steps leave what the next draft starts from."""
+        """The batch knows where overlapped steps leave what the next draft starts from; resumes keep their grammars.
+
+        The engine gives a grammar the last token of a request that comes back, unless it has noted one: only xgrammar's
+        own does. To those of reasoning and of other backends that is a second one.
+        """
         ScheduleBatch.future_map = future_map
+        for req in self.reqs:
+            if req.grammar is not None and req.retracted_stain and req.decode_prefix_len is not None:
+                req.grammar.current_token = req.output_ids[-1]
         super().process_prebuilt(server_args, future_map)
 
     def release_req(self, idx: int, remaing_req_count: int, server_args) -> None:

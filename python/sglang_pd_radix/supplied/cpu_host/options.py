@@ -48,6 +48,7 @@ def _patch_server_args(module: Any) -> None:
                 instance.attention_backend = "torch_native" if instance.enable_torch_compile else attention.NAME
             if instance.attention_backend == attention.NAME:
                 instance.disable_cuda_graph = True  # as the engine does for torch_native
+                attention.shares_prefixes()  # a value that says nothing is told of before a model is loaded
             if not instance.enable_torch_compile:
                 # Small functions of the engine are compiled at their first call, whatever the options. On a CPU that
                 # takes a C++ compiler and, for the first TP request, up to a minute.

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import sglang_pd_radix
 from sglang_pd_radix.tools.cluster import named_gateway
 
 from .host import Host, ask_driver
@@ -23,6 +24,7 @@ _PACKAGES = (
 )
 # By which an engine, or what it transfers over, is set up.
 _VARIABLES = ("SGLANG_", "SGL_", "CUDA_VISIBLE_DEVICES", "MC_", "UCX_", "NIXL_", "NCCL_")
+_INSTALLED = Path(sglang_pd_radix.__file__).parent
 _GPU = ("index", "name", "driver_version", "memory.total", "power.limit", "pcie.link.gen.max", "pcie.link.width.max")
 
 
@@ -63,6 +65,10 @@ def versions(host: Host, router: str | None) -> dict[str, str]:
         changes = _changes(host.checkout)
         if changes:
             found["checkout"] += f" (changes {changes})"
+    else:
+        # Two builds of one release have the same number.
+        files = sorted(_INSTALLED.rglob("*.py"))
+        found["files of the package"] = digest(word for path in files for word in (path.name, _digest_of_file(path)))
     return found
 
 

@@ -7,17 +7,54 @@ is known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import requests
 from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import computed_rooms, refusal
-from sglang.srt.disaggregation.common.authentication import middleware, secret, unreadable
+from sglang.srt.disaggregation.common.authentication import SignedRequests, middleware, secret, unreadable
 from sglang.srt.disaggregation.common.drafts import describe_draft
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 from sglang.srt.managers import samples
+
+logger = logging.getLogger(__name__)
+
+# What a rank adds to its registration: the version of the decode prefix that it understands.
+RANK_VERSION = "decode_prefix_version"
+
+
+class BootstrapRequests(SignedRequests):
+    """Questions to bootstrap servers, signed where there is a secret; a rank that registers says its version."""
+
+    def put(self, url: str, **kwargs: Any) -> requests.Response:
+        """As ``requests.put``, with which the engine registers ranks and does nothing else."""
+        kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION}
+        return super().put(url, **kwargs)
+
+
+def note_rank(without_prefix: set[str], rank: Mapping[str, Any]) -> None:
+    """Note whether a rank that has registered understands the decode prefix of this process, its prefill's front.
+
+    It may be the bare engine, which answers a request for the end of a prompt with its start. without_prefix: the
+    names of those that do not. rank: the registration, which the engine has taken.
+    """
+    dp_rank = rank["attn_dp_rank"] if rank["system_dp_size"] == 1 else rank["system_dp_rank"]
+    name = f"DP{dp_rank} CP{rank['attn_cp_rank']} TP{rank['attn_tp_rank']} PP{rank['pp_rank']}"
+    if rank.get(RANK_VERSION) == DECODE_PREFIX_VERSION:
+        without_prefix.discard(name)
+        return
+    without_prefix.add(name)
+    logger.warning(
+        "Rank %s at %s:%s takes no decode prefix, so that this prefill sends whole prompts: it runs without "
+        "sglang-pd-radix, or with another version of it. Start all ranks with the same.",
+        name,
+        rank["rank_ip"],
+        rank["rank_port"],
+    )
 
 
 def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
@@ -49,13 +86,13 @@ async def capabilities(
 ) -> dict[str, int | str]:
     """What this prefill can do, as it tells decode.
 
-    version: of the decode prefix that its transfer backend understands. cp_size: of attention, None before ranks have
-    registered. pieces, digests, queued: whether the backend asks for staging memory piece by piece, sends digests of
-    pages, and hears from decode what waits there. Raises HTTPServiceUnavailable as long as no rank has.
+    version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
+    before they have all registered. pieces, digests, queued: whether the backend asks for staging memory piece by
+    piece, sends digests of pages, and hears from decode what waits there. Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
-        # Decode would take what it is told for good.
-        raise web.HTTPServiceUnavailable(text="no rank of this prefill has registered yet")
+        # Decode would take what it is told for good, and one that is to come may be the bare engine.
+        raise web.HTTPServiceUnavailable(text="not all ranks of this prefill have registered yet")
     # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
     # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
@@ -69,7 +106,12 @@ async def capabilities(
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
     answer: dict[str, int | str] = {"version": 0 if shared_out else version}
-    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1}
+    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 1}
+    # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
+    answer["waiting_timeout"] = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+    answer["bootstrap_timeout"] = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+    if cp_size != 1:
+        answer["all_cp_ranks"] = int(shared_out)
     reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)
     if reads is not None:
         answer["reads"] = reads

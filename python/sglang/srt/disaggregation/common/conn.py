@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.authentication import SigningSocket, VerifyingSocket, secret
-from sglang.srt.disaggregation.common.bootstrap_routes import add_routes, capabilities
+from sglang.srt.disaggregation.common.bootstrap_routes import BootstrapRequests, add_routes, capabilities, note_rank
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
 from sglang.srt.disaggregation.common.end_notices import EndNotices
@@ -30,7 +31,7 @@ from sglang.srt.disaggregation.common.peer_watch import (
     Unclaimed,
     ports_of,
 )
-from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes, requests
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# `requests` puts the engine's questions to bootstrap servers, signed where there is a secret.
+# The engine's questions to bootstrap servers, and the registration of a prefill's ranks.
+requests = BootstrapRequests()
+
 __all__ = [
     "CommonKVBootstrapServer",
     "CommonKVManager",
@@ -148,12 +151,12 @@ class CommonKVManager(engine.CommonKVManager):
 
     @property
     def transfer_timeout(self) -> float:
-        """Seconds for which decode waits for KV that it has asked for; the same on both sides."""
+        """Seconds for which prefill may write KV that it has been asked for. It tells decode, which keeps pages so."""
         return envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
 
     @property
     def handshake_timeout(self) -> float:
-        """Seconds that a request may wait for its prefill to know of it; the same on prefill."""
+        """Seconds that a request may wait for its prefill to know of it."""
         return envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
 
     def forget_connections(self, addr: str) -> None:
@@ -365,5 +368,17 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
         super()._setup_routes()
+        # The names of ranks that have registered and do not understand it.
+        self.without_prefix: set[str] = set()
+        add_routes(self.app, self._capabilities)
+
+    async def _handle_route_put(self, request: web.Request) -> web.StreamResponse:
+        """Adds that it is noted whether the rank that registers understands a decode prefix."""
+        reply = await super()._handle_route_put(request)
+        note_rank(self.without_prefix, await request.json())
+        return reply
+
+    async def _capabilities(self) -> dict[str, int | str]:
+        version = 0 if self.without_prefix else self.decode_prefix_version
         able = self.asks_for_pieces, self.sends_digests, self.hears_of_waiting
-        add_routes(self.app, lambda: capabilities(self.decode_prefix_version, self.attn_cp_size, self.pp_size, *able))
+        return await capabilities(version, self.attn_cp_size if self._is_ready() else None, self.pp_size, *able)

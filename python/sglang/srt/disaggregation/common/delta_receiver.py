@@ -104,6 +104,15 @@ def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> st
     return f"its metadata buffer holds that of room {in_buffer}" if in_buffer else "its metadata has not come"
 
 
+def _quarantine_s(receiver: DeltaReceiver) -> float:
+    """Seconds after which prefill begins no write for a request that has been given up, whatever it has heard.
+
+    Its own time-out, which began before that, where it has told that; and never less than this worker's.
+    """
+    manager = receiver.kv_mgr
+    return max(manager.waiting_timeout, manager.prefills.of(receiver.bootstrap_addr).waiting_timeout)
+
+
 # The engine's class comes behind.
 Base: Any = object
 
@@ -119,6 +128,7 @@ class DeltaReceiver(Base):
     metadata_room: Callable[[], int] | None = None
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
     fenced = False
+    quarantine_s = property(_quarantine_s)
     # Whether prefill has been told of the end in another way, and is told in this one if it goes on all the same.
     tells_later = False
     # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
@@ -126,6 +136,8 @@ class DeltaReceiver(Base):
     required_prefill_response_num = 0
     # The delta, from when prefill is asked for a digest of it until that has been found right.
     digest_pages: npt.NDArray[np.int32] | None = None
+    # The frames by which prefill compares the request's prompt with its own, where it does.
+    prompt: tuple[bytes, ...] = ()
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
         """Notes when it was made, and forgets what an earlier request has left of its room."""
@@ -228,7 +240,7 @@ class DeltaReceiver(Base):
     def send_requests(self, frames: Callable[[bool], list[bytes]]) -> None:
         """Send every prefill rank the request for KV. frames: for a dummy rank or not. Raises NotTaken."""
         for peer in self.bootstrap_infos or []:
-            self._send_to(peer, frames(peer["is_dummy"]))
+            self._send_to(peer, [*frames(peer["is_dummy"]), *self.prompt])
             self.state.asked = True
 
     def announce(self) -> None:
@@ -328,7 +340,7 @@ class DeltaReceiver(Base):
         """
         state = self.state
         if not state.over and state.await_writers(
-            self.bootstrap_room, self.bootstrap_addr, self.kv_mgr.waiting_timeout, self._cancel_at, self._nobody_writes
+            self.bootstrap_room, self.bootstrap_addr, self.quarantine_s, self._cancel_at, self._nobody_writes
         ):
             state.over = True
             self.end()

@@ -12,14 +12,14 @@ import dataclasses
 import enum
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
+from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, prompt_digest
 from sglang.srt.disaggregation.room_notes import COMPUTED
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 # Of a failure of which nobody has said why.
 NO_REASON = "no reason was recorded"
+# Each worker makes the tokens of a prompt itself.
+OTHER_PROMPT = (
+    "the prompts of prefill and decode differ. Likely causes: a chat template with the time in it, clocks or time "
+    "zones (TZ) that differ, tokenizers or templates of two versions"
+)
 
 
 class Phase(enum.IntEnum):
@@ -55,8 +60,8 @@ class SenderState:
     """What a prefill rank knows of one request. Only commands of its sender change it.
 
     asked: what each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
-    due_at: when decode has given the request up, by the clock that began when its request was found here; decode's
-    began a little earlier. digests: of the chunks sent so far, when decode asked for it. reason: why it failed.
+    due_at: until when KV may be written, by the clock that began when its request was found here; decode's began a
+    little earlier. digests: of the chunks sent so far, when decode asked for it. reason: why it failed.
     """
 
     phase: Phase = Phase.WAITING
@@ -105,14 +110,17 @@ class SenderState:
         return True
 
     def overdue(self, timeout_s: float) -> str | None:
-        """Why decode, if it is alive, has given the request up: it had its KV for longer to come than it waits.
+        """Why nothing more is written: its KV has had as long to come as this worker says that it may take.
 
-        No write over NIXL to a worker that stands still ends by itself. None for a decode worker without the flag, for
-        which nothing changes.
+        Decode keeps its pages for so long. No write over NIXL to a worker that stands still ends by itself. None for a
+        decode worker without the flag, for which nothing changes.
         """
         if time.monotonic() < self.due_at:
             return None
-        return f"decode has not got all of its KV in the {timeout_s:g} s for which it waits"
+        return (
+            f"not all of its KV has been sent in the {timeout_s:g} s for which it waits, by "
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT on prefill"
+        )
 
 
 def names_prefix(asked: Iterable[Any]) -> bool:
@@ -149,6 +157,16 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
     return prefix_len
 
 
+def check_prompt(asked: Mapping[str, Any], prompt_ids: Sequence[int], prompt_len: int) -> None:
+    """Raise ValueError where decode's prompt, as far as it has said which that is, is not this worker's.
+
+    prompt_ids, prompt_len: as for `prompt_digest`.
+    """
+    said = {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
+    if said and said != {prompt_digest(prompt_ids, prompt_len)}:
+        raise ValueError(OTHER_PROMPT)
+
+
 # The engine's class comes behind.
 Base: Any = object
 
@@ -163,6 +181,8 @@ class DeltaSender(Base):
     init_time = SinceThen()
     # Tokens of the prompt.
     prompt_len: int | None = None
+    # Its tokens, before images are padded.
+    prompt_ids: Sequence[int] = ()
     # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
     is_cut: bool = False
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
@@ -226,6 +246,7 @@ class DeltaSender(Base):
                 if self.is_cut:
                     # The last page of decode's prompt would not be filled.
                     raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
+                check_prompt(state.asked, self.prompt_ids, self.prompt_len or 0)
                 # No word that decode has given it up has been missed until then, and decode keeps pages for so long.
                 due_at = min(info.heard_until for info in state.asked.values()) + manager.transfer_timeout
         except ValueError as e:
@@ -256,7 +277,7 @@ class DeltaSender(Base):
         return self.kv_mgr.rooms.refused.get(self.bootstrap_room) or self.overdue()
 
     def overdue(self) -> str | None:
-        """Why decode must have given this request up, if so."""
+        """Why nothing may be written for this request any more, if so."""
         return self.state.overdue(self.kv_mgr.transfer_timeout)
 
     # ---- commands ----
@@ -333,7 +354,7 @@ class DeltaSender(Base):
         return self.state.reason or default
 
     def fail_if_refused(self) -> None:
-        """Fail if decode's request for this room could not be used, or decode has given it up, or must have.
+        """Fail if decode's request for this room could not be used, or decode has given it up, or its time is over.
 
         This worker may have stood still for so long: nothing is written then to what decode may have given away.
         """
@@ -343,7 +364,7 @@ class DeltaSender(Base):
                 self.fail(reason)
 
     def fail_if_overdue(self) -> None:
-        """Fail this request, whose prompt has been computed, if decode must have given it up."""
+        """Fail this request, whose prompt has been computed, if its time is over."""
         reason = None if self.has_failed() else self.overdue()
         # The poll may find that all has been written, or fail it itself, for the same reason, and close its books.
         if reason is not None and self.poll() != KVPoll.Success:

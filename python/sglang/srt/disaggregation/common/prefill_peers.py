@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.peer_watch import host_and_port
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.no_prefill import PrefillGone
 from sglang.srt.disaggregation.peer_calls import in_background
+from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,10 @@ class Capabilities:
     version: of the decode prefix that it understands, 0 for none. pieces: it asks for each piece of staging memory.
     digests: it sends digests of pages. queued: it wants to hear what waits on decode. drops: it drops a request whose
     prompt decode computes. drafts, draft_model: what it speculates with, empty without. reads: it reads KV that it
-    lacks from decode, where that is so many tokens or more; 0 where it does not.
+    lacks from decode, where that is so many tokens or more; 0 where it does not. prompts: it compares digests of
+    prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked
+    for, and for which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all
+    of its context-parallel ranks send; None without such ranks, or where it does not say.
     """
 
     version: int = 0
@@ -56,6 +60,10 @@ class Capabilities:
     drafts: str = ""
     draft_model: str = ""
     reads: int = 0
+    prompts: bool = False
+    waiting_timeout: int = 0
+    bootstrap_timeout: int = 0
+    all_cp_ranks: bool | None = None
 
     @property
     def takes_prefix(self) -> bool:
@@ -81,10 +89,28 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     def can(*names: str) -> bool:
         return takes and any(answer.get(name) for name in names)
 
+    def number(name: str) -> int:
+        said = answer.get(name) if takes else 0
+        return said if type(said) is int and said > 0 else 0
+
     each = can("pieces"), can("digests", "stage_digests"), can("queued"), can("drops")
-    reads = answer.get("reads") if takes and not needs_state else 0
-    reads = reads if isinstance(reads, int) and reads > 0 else 0
-    return Capabilities(version, *each, drafts, draft_model, reads)
+    waits = number("waiting_timeout"), number("bootstrap_timeout")
+    # Whatever its version, which is 0 where all send.
+    all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
+    reads = 0 if needs_state else number("reads")
+    return Capabilities(version, *each, drafts, draft_model, reads, can("prompts"), *waits, all_cp_ranks)
+
+
+def check_cp_ranks(theirs: Capabilities) -> None:
+    """Raise ValueError where a prefill's context-parallel ranks do not all send, or wait, as this worker has it."""
+    ours = envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+    if theirs.all_cp_ranks is not None and theirs.all_cp_ranks != ours:
+        # Those that are not asked would wait for ever, or this worker for those that send nothing.
+        raise ValueError(
+            f"of its context-parallel ranks, {'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this "
+            f"decode worker asks {'all' if ours else 'the first'}. Give both the same "
+            "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
+        )
 
 
 def check_drafts(theirs: Capabilities, server_args: Any) -> None:
@@ -215,7 +241,7 @@ class PrefillPeers:
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
         answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
-        secret, and ValueError where they do not speculate alike.
+        secret, and ValueError where they do not speculate alike, or not all context-parallel ranks send that are asked.
         """
         try:
             reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -233,6 +259,7 @@ class PrefillPeers:
         except Exception as e:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
+        check_cp_ranks(found)
         check_drafts(found, self._server_args())
         self.capabilities[addr] = found
         return found.version

@@ -26,6 +26,8 @@ QUEUED = b"queued"
 DIGEST = b"digest"
 # Frame behind that: what prefill may read follows in two more.
 OFFER = b"offer"
+# Last frame but one of decode's request for KV; behind it stands `prompt_digest` of its prompt.
+PROMPT = b"prompt"
 # Frames of the engine's own request for KV; those of the prefix come behind them.
 ENGINE_FRAMES = 8
 
@@ -125,7 +127,9 @@ class Reader(Generic[Peer]):
         if frames[4:] == [QUEUED]:
             return Queued(room, frames[1].decode("ascii"), wire_int(frames[2], "port"))
         try:
+            frames, prompt = split_prompt(frames)
             info = self.info(frames)
+            info.prompt = prompt
             return Request(room, self.name(info), self.peer(frames), info)
         except (ValueError, IndexError) as e:
             return Unusable(room, self._peer_or_none(frames), len(frames) > ENGINE_FRAMES, str(e))
@@ -183,6 +187,13 @@ def check_prefix_frames(message: list[bytes]) -> None:
         raise ValueError(f"whether this rank is a dummy is not 0 or 1: {message[9][:32]!r}")
     if message[10:] not in ([], [DIGEST]):
         raise ValueError(f"its last frame is unknown: {message[10][:32]!r}")
+
+
+def split_prompt(message: list[bytes]) -> tuple[list[bytes], bytes | None]:
+    """The message without what it says of decode's prompt, which are its last two frames, and that."""
+    if len(message) < ENGINE_FRAMES + 4 or message[-2] != PROMPT:
+        return message, None
+    return message[:-2], message[-1]
 
 
 def split_offer(message: list[bytes]) -> tuple[list[bytes], Offer | None]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
+from sglang.srt.disaggregation.common.handshakes import fitting
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
@@ -210,9 +211,9 @@ class NixlKVManager(engine.NixlKVManager):
             raise ValueError(f"it does not start with {engine.GUARD!r}; is something else using this port?")
         message = READER.read(frames[1:])
         if isinstance(message, Registration):
-            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message.frames))
+            self._add_remote_peer(wire.read_registration(engine.KVArgsRegisterInfo.from_zmq, message.frames))
             return
-        self.inbox.take(message)
+        self.inbox.take(fitting(message, self))
 
     def _add_remote_peer(self, decode_kv_args) -> None:
         """Wraps the engine's registration: one that NIXL refuses must not stay behind as if it had been made."""
@@ -489,12 +490,11 @@ class NixlKVSender(engine.NixlKVSender):
 
 
 def _header(receiver: Any) -> list[bytes]:
-    manager = receiver.kv_mgr
-    header = room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, manager.agent.name)
-    return [engine.GUARD, *header]
+    room, manager = receiver.bootstrap_room, receiver.kv_mgr
+    return [engine.GUARD, *room_header(room, manager.local_ip, manager.rank_port, manager.agent.name)]
 
 
-class NixlKVReceiver(engine.NixlKVReceiver):
+class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
     carries_prefix = True

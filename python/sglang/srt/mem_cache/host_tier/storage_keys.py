@@ -50,14 +50,16 @@ def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[
     return page_hashes(token_ids, page_size, before)
 
 
-def weights_id(model_path: str, revision: str | None, named_by: str = "--model-path") -> str:
+def weights_id(
+    model_path: str, revision: str | None, named_by: str = "--model-path", args: ServerArgs | None = None
+) -> str:
     """A digest of which weights ``model_path`` names: of each file, its name, size and content or time of change.
 
     Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. named_by:
-    the option that gives the path. Raises ValueError if the files are not on this machine.
+    the option that gives the path. args: see `model_files`. Raises ValueError if the files are not on this machine.
     """
     digest = hashlib.sha256()
-    for file in model_files(model_path, revision, "--hicache-storage-backend", named_by):
+    for file in model_files(model_path, revision, "--hicache-storage-backend", named_by, args):
         blob, stat = file.resolve(), file.stat()
         content = blob.name if file.is_symlink() and blob.parent.name == "blobs" else stat.st_mtime_ns
         digest.update(f"{file.name}\0{stat.st_size}\0{content}\n".encode())
@@ -86,7 +88,7 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
     if args.load_format == "dummy":
         # These are made up at start.
         options["random_seed"] = args.random_seed
-    options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision)}
+    options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision, args=args)}
     # A name that is given is of these too.
     options |= experts_apart(
         args, lambda path: Path(path).name if weights else weights_id(path, None, "--kt-weight-path")
@@ -119,7 +121,7 @@ def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
         return found
     if weights:
         return [*found, Path(path).name]
-    return [*found, weights_id(path, revision, path_option)]
+    return [*found, weights_id(path, revision, path_option, args)]
 
 
 def rank_folder(model: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:

@@ -72,13 +72,22 @@ _LATER_OPTIONS = (
 # Values of these that change nothing: "fake" experts are chosen by chance.
 _CHANGE_NOTHING = ("default", "static", "dynamic")
 _ENVIRONMENT = (
+    envs.SGLANG_DISABLED_MODEL_ARCHS,
     envs.SGLANG_EXTERNAL_MODEL_PACKAGE,
+    envs.SGLANG_FORCE_FP8_MARLIN,
     envs.SGLANG_FP8_IGNORED_LAYERS,
     envs.SGLANG_INT4_WEIGHT,
+    envs.SGLANG_MAMBA_CONV_DTYPE,
     envs.SGLANG_MAMBA_SSM_DTYPE,
     envs.SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN,
+    envs.SGLANG_NVFP4_CKPT_FP8_NEXTN_MOE,
+    envs.SGLANG_QUANT_ALLOW_DOWNCASTING,
+    envs.SGLANG_ROCM_DISABLE_LINEARQUANT,
+    # With it, the KV of what is generated is that of other tokens.
+    envs.SGLANG_SIMULATE_ACC_LEN,
     envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR,
     envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR,
+    envs.SGLANG_USE_AITER_FP8_PER_TOKEN,
 )
 # Of experts that KTransformers computes, of files of their own.
 _EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
@@ -86,6 +95,8 @@ _EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_
 NOT_FROM_FILES = ("remote", "remote_instance")
 # With weights made up at start, these decide which.
 _RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
+# How the names of files end that the engine loads weights from.
+_WEIGHTS = (".bin", ".gguf", ".pt", ".safetensors")
 
 
 def first_hash(extra_key: str | None) -> bytes:
@@ -110,43 +121,61 @@ def page_hashes(token_ids: Sequence[int], page_size: int, before: bytes) -> list
     return hashes
 
 
-def weights_fingerprint(model_path: str, revision: str | None, named_by: str = "--model-path") -> str:
+def weights_fingerprint(
+    model_path: str, revision: str | None, named_by: str = "--model-path", args: ServerArgs | None = None
+) -> str:
     """A digest of which weights ``model_path`` names: of the files of a directory, names, sizes and times of change.
 
-    For the name of a repository that has been downloaded, its snapshot counts. named_by: the option that gives the
-    path. Raises ValueError if neither is there.
+    For the name of a repository that has been downloaded, its snapshots count. named_by: the option that gives the
+    path. args: see `model_files`. Raises ValueError if there is neither, or no weights in them.
     """
     digest = hashlib.sha256()
-    for file in model_files(model_path, revision, "--enable-pegaflow", named_by):
+    for file in model_files(model_path, revision, "--enable-pegaflow", named_by, args):
         stat = file.stat()
         digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
-def model_files(model_path: str, revision: str | None, option: str, named_by: str) -> list[Path]:
-    """The files of the model that ``model_path`` names, or of its snapshot that has been downloaded.
+def model_files(
+    model_path: str, revision: str | None, option: str, named_by: str, args: ServerArgs | None = None
+) -> list[Path]:
+    """The files of the model that ``model_path`` names, or of its snapshots that have been downloaded.
 
-    option: that needs them. named_by: the one that gives the path. Raises ValueError if they are not on this machine.
+    A config comes from the hub's cache, weights from there or from --download-dir: from which of them depends on the
+    revision, and on what was there before the start. What either has counts, so that the engine's weights always do.
+    option: that needs them. named_by: the one that gives the path. args: of an engine that loads them, which may be
+    from --download-dir. Raises ValueError if they are not on this machine, or if snapshots are without weights that
+    are not made up.
     """
-    path = _found(model_path, revision, option, named_by)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in files if file.is_file() and not file.name.startswith(".")]
-
-
-def _found(model_path: str, revision: str | None, option: str, named_by: str) -> Path:
-    """The folder, or file, of that model. Raises ValueError as `model_files`."""
     path = Path(model_path)
-    if not path.exists():
-        try:
-            from huggingface_hub import snapshot_download
+    download_dir = None if args is None else args.download_dir
+    made_up = args is not None and args.load_format == "dummy"
+    found = [path] if path.exists() else _snapshots(model_path, revision, download_dir)
+    files = [file for one in found for file in (sorted(one.rglob("*")) if one.is_dir() else [one])]
+    files = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    if not found or not (path.exists() or made_up or any(file.suffix in _WEIGHTS for file in files)):
+        raise ValueError(
+            f"{option} cannot tell which weights {model_path!r} has, since they are not on this machine: "
+            f"download them first (`huggingface-cli download`), or give a directory as {named_by}."
+        )
+    return files
 
-            path = Path(snapshot_download(model_path, revision=revision, local_files_only=True))
-        except Exception as error:
-            raise ValueError(
-                f"{option} cannot tell which weights {model_path!r} has, since they are not on this machine: "
-                f"download them first (`huggingface-cli download`), or give a directory as {named_by}."
-            ) from error
-    return path
+
+def _snapshots(model_path: str, revision: str | None, download_dir: str | None) -> list[Path]:
+    """The folders that the hub's cache, and ``download_dir``, have of a repository's ``revision``.
+
+    The hub's own search says of what the engine has downloaded, weights without a README, that it is not there.
+    """
+    from huggingface_hub import constants
+
+    found = []
+    for cache in dict.fromkeys((constants.HF_HUB_CACHE, download_dir or constants.HF_HUB_CACHE)):
+        repository = Path(cache) / f"models--{model_path}".replace("/", constants.REPO_ID_SEPARATOR)
+        ref = repository / "refs" / (revision or "main")
+        commit = ref.read_text().strip() if ref.is_file() else revision
+        if commit and (repository / "snapshots" / commit).is_dir():
+            found.append(repository / "snapshots" / commit)
+    return found
 
 
 def config_file(
@@ -163,16 +192,16 @@ def config_file(
         return None
     path = Path(given.strip())
     if not path.is_absolute():
-        try:
-            model = _found(model_path, revision, named_by, path_option)
-        except ValueError as error:
+        # The engine looks in the hub's cache, where the model's own config is, whatever --download-dir says.
+        found = [Path(model_path)] if Path(model_path).exists() else _snapshots(model_path, revision, None)
+        if not found:
             if weights_named:
                 return given.strip()
             raise ValueError(
                 f"{named_by} {path} is looked for in the folder of {model_path!r}, which is not on this machine: "
                 f"give an absolute path, or a directory as {path_option}."
-            ) from error
-        path = (model.parent if model.is_file() else model) / path
+            )
+        path = (found[0].parent if found[0].is_file() else found[0]) / path
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -233,7 +262,7 @@ def model_namespace(args: ServerArgs) -> str:
     if args.load_format == "dummy":
         options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
     options |= {
-        "weights": None if remote else weights_fingerprint(args.model_path, args.revision),
+        "weights": None if remote else weights_fingerprint(args.model_path, args.revision, args=args),
         "page_size": args.page_size,
         "tp_size": args.tp_size,
         "user": args.pegaflow_namespace,

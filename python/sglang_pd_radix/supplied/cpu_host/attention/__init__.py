@@ -13,8 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_pd_radix.environment import switched_on
+
 #: The value of ``--attention-backend``.
 NAME = "torch_batched"
+#: 0: every request reads its whole KV.
+SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
+
+
+def shares_prefixes() -> bool:
+    """Whether shared KV is read once. Raises ValueError for a value of `SHARE` that is neither yes nor no."""
+    return switched_on(SHARE, "to read shared prefixes once", "to have each request read all of its KV", True)
 
 
 def _patch_registry(module: Any) -> None:

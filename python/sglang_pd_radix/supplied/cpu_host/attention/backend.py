@@ -3,7 +3,6 @@ prompts what is new."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,10 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from . import extend
+from . import extend, shares_prefixes
 from .kernel import Plan, Workspace, decode_attention
 from .plan import Layout
 
-#: 0: every request reads its whole KV.
-SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
 #: On one thread, where a byte is gathered and then read again. Fitted by ``benchmark/decode_attention.py --fit`` to its
 #: times; two threads change all of it alike.
 COSTS = Costs(byte=0.16, product=0.034, score=2.4, piece=20_000, query=30)
@@ -57,7 +54,7 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
             dims=2 * dim,
             kv_bytes=(1 if latent else 2) * kv_heads * dim * keys.element_size(),
         )
-        self._prefixes = RunningPrefixes(self._page_size) if os.environ.get(SHARE) != "0" else None
+        self._prefixes = RunningPrefixes(self._page_size) if shares_prefixes() else None
         self.shares_prefixes = self._prefixes is not None
         self._written = WrittenRows(model_runner.req_to_token_pool)
 
