@@ -95,6 +95,8 @@ _EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_
 NOT_FROM_FILES = ("remote", "remote_instance")
 # With weights made up at start, these decide which.
 _RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
+# Advanced when a name no longer says what it said: as when an option came to names, under whose old ones its KV lies.
+_VERSION = 2
 # How the names of files end that the engine loads weights from.
 _WEIGHTS = (".bin", ".gguf", ".pt", ".safetensors")
 
@@ -266,6 +268,7 @@ def model_namespace(args: ServerArgs) -> str:
         "page_size": args.page_size,
         "tp_size": args.tp_size,
         "user": args.pegaflow_namespace,
+        "version": _VERSION,
     }
     text = json.dumps(options, sort_keys=True, default=str)
     name = Path(args.model_path.rstrip("/")).name or "model"
