@@ -16,7 +16,7 @@ import test_mooncake_wire as mooncake
 import test_nixl_wire as nixl
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import handshakes, prefill_peers
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 
 # Slots of one request on prefill and on decode.
@@ -223,15 +223,6 @@ def test_mooncake_refuses_a_decode_worker_whose_states_have_another_type(over_mo
     assert not any(pool.any() for pool in over_mooncake.decode[0].states)
 
 
-def test_mooncake_fails_a_decode_worker_without_the_flag_whose_states_have_another_type(over_mooncake):
-    """It understands no refusal, but the engine's message that the transfer failed."""
-    halve_states(over_mooncake)
-    request = over_mooncake.request(7, 24, None).bootstrap().send()
-    ours, _ = request.fail()
-    assert re.search(OTHER_TYPES[mooncake], ours)
-    assert not any(pool.any() for pool in over_mooncake.decode[0].states)
-
-
 @pytest.mark.parametrize("radix", [True, False])
 @pytest.mark.parametrize("states", [SLOTS, None])
 def test_nixl_tells_the_sizes_of_states_with_the_flag(monkeypatch, radix, states):
@@ -295,7 +286,7 @@ def test_a_prefill_that_forgets_the_state_of_a_full_hit_is_named_no_prefix(over_
     """One with an earlier version of this package. What it is not named a prefix for, it sends in full."""
     manager, addr = over_mooncake.decode[0].manager, over_mooncake.addr
     assert manager.prefills.of(addr).takes_prefix
-    get = common.requests.get
+    get = prefill_peers.requests.get
 
     def older(url: str, **options):
         reply = get(url, **options)
@@ -303,7 +294,7 @@ def test_a_prefill_that_forgets_the_state_of_a_full_hit_is_named_no_prefix(over_
         reply.json = lambda: answer
         return reply
 
-    monkeypatch.setattr(common.requests, "get", older)
+    monkeypatch.setattr(prefill_peers.requests, "get", older)
     assert manager.prefills.ask_for_prefix(addr) == int(says_so)
     assert manager.prefills.of(addr).takes_prefix == says_so
     manager.kv_args.state_data_ptrs = []

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase
-from sglang.srt.disaggregation.common.handshakes import fitting, unlike_states
+from sglang.srt.disaggregation.common.handshakes import fitting
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
@@ -200,11 +200,8 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         """A state that could not be written fails the room; the engine goes on to report a success.
 
         So it does where decode expects more pages of a window than there are, and sends fewer. Not for a decode worker
-        without the flag, for which nothing changes but with slots of other sizes: a refusal it would not have heard.
+        without the flag, for which nothing changes.
         """
-        if not req.names_prefix and (unlike := unlike_states(self, req.mooncake_session_id)):
-            self.sync_status_to_decode_endpoint(req.endpoint, req.dst_port, req.room, KVPoll.Failed, self._rank)
-            raise RuntimeError(unlike)
         ours, theirs = len(prefill_state_indices), len(req.dst_state_indices)
         if req.names_prefix and ours != theirs:
             raise RuntimeError(f"there are {ours} pages of its state or window, and decode expects {theirs}")
