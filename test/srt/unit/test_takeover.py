@@ -183,7 +183,7 @@ def test_one_that_has_been_taken_over_can_be_aborted():
     """Before its admission, and between two slices."""
 
     def abort(loop: Loop) -> None:
-        loop.scheduler.abort_request(AbortReq(rid="r"))
+        loop.scheduler.abort_request(AbortReq(rid="r1"))
 
     for turn, computed in ((4, []), (6, [("r1", 0, 8)])):
         script = {1: arrive([1] * 24, shakes_hands=False), 3: lambda loop: lose(in_queue(loop)), turn: abort}
