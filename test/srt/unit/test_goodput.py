@@ -17,24 +17,25 @@ from hypothesis import strategies as st
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, parted, workload
+from sglang_pd_radix.tools.bench.rates import PRECISION, Search, Trial, search_all
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
 SLO = goodput.Slo(2.0, 0.03)
 
 
+def trial(rate, kept):
+    return Trial(rate, 100, kept, rate, 0.1, 0.2, 0.01, 0.02)
+
+
+def searched(measure):
+    searches = {"off": Search()}
+    search_all(searches, lambda name, rate: measure(rate))
+    return searches
+
+
 def made(key="e", **sizes):
     return dataclasses.replace(workload.KINDS[key](), **sizes).make(key, TOKENS)
-
-
-def trial(rate, kept):
-    return goodput.Trial(rate, 100, kept, rate, 0.1, 0.2, 0.01, 0.02)
-
-
-def searched(names, server):
-    searches = {name: goodput.Search() for name in names}
-    goodput.search_all(searches, server)
-    return searches
 
 
 # ---- promises ----
@@ -92,76 +93,6 @@ def test_rounds_become_one_and_a_chat_has_no_rate():
         goodput.open_loop(made("c"), 1, 1, TOKENS)
 
 
-# ---- the search ----
-
-
-@given(
-    limits=st.tuples(st.floats(0.1, 900), st.floats(0.1, 1.0)),
-)
-def test_the_rates_are_found(limits):
-    """90% are kept up to a rate, and 99% up to a part of it."""
-    most, part = limits
-
-    def server(name, rate):
-        return trial(rate, 1.0 if rate <= part * most else 0.95 if rate <= most else 0.5)
-
-    search = searched(["one"], server)["one"]
-    for share, limit in ((0.9, most), (0.99, part * most)):
-        found = search.goodput(share)
-        if limit < goodput.LEAST_RATE:
-            assert found is None
-        else:
-            assert found is not None and found.rate <= limit < found.rate * goodput.PRECISION
-    assert len(search.trials) <= 60
-
-
-def test_no_rate_is_low_enough():
-    search = searched(["one"], lambda name, rate: trial(rate, 0.0))["one"]
-    rates = [8, 4, 2, 1, 0.5, 0.25, 0.125, 0.0625]
-    assert search.goodput(0.9) is None and [t.rate for t in search.trials] == [r for r in rates for _ in range(2)]
-
-
-def test_every_rate_is():
-    search = searched(["one"], lambda name, rate: trial(rate, 1.0))["one"]
-    assert search.goodput(0.99).rate == goodput.MOST_RATE
-
-
-def test_a_rate_that_failed_by_chance_bounds_what_is_claimed():
-    """Of measurements that contradict each other the lower one counts."""
-    search = goodput.Search()
-    for rate, kept in ((1, 1.0), (2, 0.5), (4, 1.0)):
-        search.told(trial(rate, kept))
-    assert search.best(0.9) == (1, 2)
-    # But it is measured again first, and the better one counts.
-    assert search.next_rate() == 2
-    search.told(trial(2, 0.95))
-    assert search.best(0.9) == (4, math.inf) and search.goodput(0.9).rate == 4
-    search.told(trial(8, 0.0))
-    assert search.next_rate() == 8
-    search.told(trial(8, 0.1))
-    assert search.next_rate() == pytest.approx(math.sqrt(4 * 8))
-    assert search.rates()[8].kept == 0.1
-
-
-def test_sides_take_turns():
-    asked = []
-
-    def server(name, rate):
-        asked.append(name)
-        return trial(rate, float(rate < 50))
-
-    searched(["off", "on"], server)
-    assert asked[:6] == ["off", "on"] * 3
-
-
-def test_no_rate_above_the_most_is_tried():
-    for most in (5.0, 8.0, 50.0):
-        search = goodput.Search(most=most)
-        goodput.search_all({"one": search}, lambda name, rate: trial(rate, 1.0))
-        assert search.goodput(0.99).rate == max(t.rate for t in search.trials) == most
-    assert goodput.Search(most=goodput.LEAST_RATE / 2).next_rate() is None
-
-
 # ---- a server ----
 
 
@@ -185,7 +116,7 @@ def measured_alone(monkeypatch, run_once, asked, seconds=30.0):
     monkeypatch.setattr(goodput, "run_once", run_once)
     made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
     deployment = SimpleNamespace(variants=made_of, step_times=lambda variant: [])
-    return goodput.measure(deployment, None, asked, SLO, seconds, TOKENS, 16, SHOW, exact=True)
+    return goodput.measure(deployment, None, asked, goodput.Plan(SLO, seconds), TOKENS, 16, SHOW, exact=True)
 
 
 @pytest.mark.parametrize("requests, seconds", [(80, 30), (1000, 30), (4000, 30), (4000, 2)])
@@ -201,7 +132,7 @@ def test_a_burst_that_is_over_before_its_queue_costs_anything_is_no_rate(request
         assert "too few requests for 16 s" in note and "--set e.requests=" in note and not found["problems"]
         assert f"- Note: {note}" in goodput.markdown({"setting": {}, "workloads": [found]})
     else:
-        assert 30 < found["goodput"]["off"]["0.9"] < 40 * goodput.PRECISION and not found["problems"]
+        assert 30 < found["goodput"]["off"]["0.9"] < 40 * PRECISION and not found["problems"]
         assert "at least" not in row[1]
 
 
@@ -263,9 +194,11 @@ class Served:
     def step_times(self, variant):
         return [{"target_ms": 30.0}] if variant.name == "target" else []
 
-    def measure(self, exact=True):
-        asked = made(requests=400, prompt=4, answer=40)
-        return goodput.measure(self.deployment, None, asked, SLO, 20.0, TOKENS, 16, SHOW, exact)
+    def measure(self, exact=True, rates=(), requests=400):
+        asked = made(requests=requests, prompt=4, answer=40)
+        return goodput.measure(
+            self.deployment, None, asked, goodput.Plan(SLO, 20.0, rates=rates), TOKENS, 16, SHOW, exact
+        )
 
 
 def test_the_goodput_of_three_sides(monkeypatch):
@@ -276,6 +209,22 @@ def test_the_goodput_of_three_sides(monkeypatch):
     assert at_90["target"] > 2 * at_90["off"] and at_90["target"] >= at_90["on"]
     assert all(rates["0.99"] <= rates["0.9"] for rates in found["goodput"].values())
     assert found["problems"] == []
+
+
+def test_rates_that_are_given_are_those_measured(monkeypatch):
+    asked = [("off", 2.0), ("target", 8.0), ("off", 1.0), ("off", 16.0)]
+    found = Served(monkeypatch).measure(rates=asked)
+    rates = {name: [t["rate"] for t in trials] for name, trials in found["trials"].items()}
+    assert rates == {"off": [2.0, 1.0, 16.0], "on": [], "target": [8.0]}
+    assert [share["0.9"] for share in found["goodput"].values()] == [2.0, None, 8.0]
+    assert any("rates were given" in note for note in found["notes"]) and not found["problems"]
+    assert not any("rates were given" in note for note in Served(monkeypatch).measure()["notes"])
+
+
+def test_a_rate_that_is_given_and_has_too_few_requests_is_told(monkeypatch):
+    """160 s at 2 requests/s are 320; it may be kept only because fewer came."""
+    notes = Served(monkeypatch).measure(rates=[("off", 2.0)], requests=30)["notes"]
+    assert any("too few requests" in note for note in notes)
 
 
 def test_what_is_paid_where_off_is_bounded(monkeypatch, tmp_path):
@@ -485,7 +434,7 @@ def test_the_report_says_all_of_it(monkeypatch, tmp_path):
 
 def test_what_is_not_known_is_null_to_machines(tmp_path):
     """JSON has no NaN: jq and JavaScript refuse a report with one."""
-    search = searched(["off"], lambda name, rate: dataclasses.replace(trial(rate, 0.0), itl_mean_s=math.nan))
+    search = searched(lambda rate: dataclasses.replace(trial(rate, 0.0), itl_mean_s=math.nan))
     entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
     goodput.write({"setting": {}, "workloads": [entry]}, tmp_path)
 
@@ -497,17 +446,17 @@ def test_what_is_not_known_is_null_to_machines(tmp_path):
 
 
 def test_a_side_without_goodput_is_told_as_such():
-    search = searched(["off"], lambda name, rate: trial(rate, 0.0))
+    search = searched(lambda rate: trial(rate, 0.0))
     entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
     assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
 
 
 def test_what_was_not_measured_is_not_said_to_be_too_much():
     """The search of a side ends at a request that fails, and where somebody interrupts it."""
-    search = goodput.Search()
+    search = Search()
     for rate, kept in ((8.0, 0.5), (8.0, 0.7), (4.0, 0.95)):
         search.told(trial(rate, kept))
-    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search, "off": goodput.Search()}, [])
+    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search, "off": Search()}, [])
     (_, *of_on), of_off = goodput.table(entry)[1]
     assert (of_on[0], of_on[3:], of_off[1]) == ("4.00", ["below 4", "", ""], "not measured")
 
@@ -535,7 +484,7 @@ def test_a_rate_that_was_not_sent_is_not_kept(monkeypatch):
     asked = made(requests=4000, prompt=4)
     found = measured_alone(monkeypatch, sending(50.0, one_by_one(100.0)), asked)
     # Late by a fiftieth of a second where two come at once, and by ever more above 50/s.
-    assert 40 < found["goodput"]["off"]["0.9"] < 50 * goodput.PRECISION
+    assert 40 < found["goodput"]["off"]["0.9"] < 50 * PRECISION
     (note,) = found["notes"]
     assert "the load generator sent a tenth of them later than by" in note and "200 are allowed" in note
     assert not found["problems"]

@@ -23,28 +23,18 @@ from . import parted
 from .chart import Chart, Line
 from .deploy import Deployment, Side
 from .measure import LoadGenerator, Run, run_once
+from .rates import LATE, LEAST_RATE, MOST_RATE, SHARES, Search, Trial, measure_given, search_all
 from .report import as_json
-from .stats import percentile
 from .workload import Request, Tokens, Workload
 
 if TYPE_CHECKING:
     from .turns import Show
 
-#: Parts of requests that are to keep both promises.
-SHARES = (0.9, 0.99)
-#: A rate is known when one that is by this part higher is too high. And the first that is tried, the least, the most.
-PRECISION = 1.15
-FIRST_RATE, LEAST_RATE, MOST_RATE = 8.0, 1 / 16, 1024.0
-#: Measurements of a rate before it counts as too high, of which the best counts: other guests of a machine spoil some.
-TRIES = 2
 #: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
 LEAST_REQUESTS = 20
 #: Times the promised TTFT that requests of a measurement come, at least: at a rate that is by `PRECISION` too high, who
 #: comes after t seconds waits (PRECISION - 1) t, and that costs a tenth of them the TTFT after 7.4 times as long only.
 LASTING = 8.0
-#: A measurement is not of its rate where a tenth of the requests were sent later than by this part of the promised
-#: TTFT: the load generator was too slow, or had no processor. If it is late but once, a crowd comes, which is harder.
-LATE = 0.1
 #: By which size a workload gets more requests, where that is not ``requests``.
 SIZE_OF_REQUESTS = {"b": "prefixes", "d": "herds"}
 ITL_OPTION, TTFT_OPTION = "--disaggregation-decode-itl-target", "--disaggregation-decode-ttft-target"
@@ -55,6 +45,7 @@ TARGET_PART = 0.9
 BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
 #: Points of the exchange curve are measured at so many times the greatest rate that was tried, where a bound is full.
 BEYOND = 2.0
+RATES_GIVEN = "the rates were given: of a side that keeps its greatest, a greater one was not tried"
 NOT_COMPARED = "answers are not compared: in this type rounding parts them (in float32 they are)"
 COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
 MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
@@ -94,6 +85,20 @@ class Slo:
         return f"TTFT {1000 * self.ttft_s:g} ms, ITL {1000 * self.itl_s:g} ms"
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured of a workload.
+
+    seconds: of one measurement, which is longer where `lasting_s` is. every_s: between two looks at the workers.
+    rates: of sides, per second, to be measured in this order in place of a search.
+    """
+
+    slo: Slo
+    seconds: float
+    every_s: float = 0.5
+    rates: Sequence[tuple[str, float]] = ()
+
+
 def bounded_sides(text: str) -> list[Side]:
     """The sides of the exchange curve of ``off``, of ``N,N,...``. Raises PdRadixError."""
     numbers = [part.strip() for part in text.split(",")]
@@ -101,113 +106,6 @@ def bounded_sides(text: str) -> list[Side]:
     if not right or len({int(number) for number in numbers}) < len(numbers):
         raise PdRadixError(f"--slo-curve {text}: write different numbers of requests above 0, as in 8,16,32")
     return [Side(f"{BOUND_NAME}{int(n)}", False, (BOUND_OPTION, str(int(n)))) for n in numbers]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One measurement of a side.
-
-    rate: at which requests were to come, per second. kept: the part that kept both promises. late_p90_s: by which they
-    were sent late, seconds. on_time: whether that is little enough to be of that rate.
-    """
-
-    rate: float
-    requests: int
-    kept: float
-    requests_per_s: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    itl_mean_s: float
-    itl_p90_s: float
-    late_p90_s: float = 0.0
-    on_time: bool = True
-
-    @property
-    def kept_at_rate(self) -> float:
-        """`kept`, of which nothing is known where requests came at another rate."""
-        return self.kept if self.on_time else 0.0
-
-    @property
-    def good_per_s(self) -> float:
-        """Requests within both promises, per second of the measurement."""
-        return self.kept * self.requests_per_s
-
-    @classmethod
-    def of(cls, rate: float, run: Run, slo: Slo) -> Trial:
-        late = percentile(run.late_s, 90) if run.late_s else 0.0
-        pairs = list(zip(run.ttft_s, run.tpot_s, strict=True))
-        return cls(
-            rate,
-            len(pairs),
-            sum(slo.kept(ttft, itl) for ttft, itl in pairs) / len(pairs),
-            run.figures["requests_per_s"],
-            percentile(run.ttft_s, 50),
-            percentile(run.ttft_s, 90),
-            sum(run.tpot_s) / len(pairs),
-            percentile(run.tpot_s, 90),
-            late,
-            late <= LATE * slo.ttft_s,
-        )
-
-
-class Search:
-    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far.
-
-    most: the greatest rate that is tried, per second.
-    """
-
-    def __init__(
-        self,
-        shares: Sequence[float] = SHARES,
-        precision: float = PRECISION,
-        tries: int = TRIES,
-        most: float = MOST_RATE,
-    ) -> None:
-        self.shares, self.precision, self.tries, self.most = shares, precision, tries, most
-        self.trials: list[Trial] = []
-
-    def told(self, trial: Trial) -> None:
-        self.trials.append(trial)
-
-    def best(self, share: float) -> tuple[float, float]:
-        """The greatest rate known to be kept below the least that is known not to be, and that; 0 and infinity."""
-        kept = {rate: found.kept_at_rate for rate, found in self.rates().items()}
-        wrong = min((rate for rate, part in kept.items() if part < share), default=math.inf)
-        right = max((rate for rate, part in kept.items() if part >= share and rate < wrong), default=0.0)
-        return right, wrong
-
-    def rates(self) -> dict[float, Trial]:
-        """The best measurement of each rate."""
-        found: dict[float, Trial] = {}
-        for trial in self.trials:
-            if trial.rate not in found or trial.kept_at_rate > found[trial.rate].kept_at_rate:
-                found[trial.rate] = trial
-        return found
-
-    def next_rate(self) -> float | None:
-        """What to measure next; None when all is known."""
-        for share in self.shares:
-            right, wrong = self.best(share)
-            if sum(trial.rate == wrong for trial in self.trials) in range(1, self.tries):
-                return wrong
-            if not right:
-                rate = min(FIRST_RATE, self.most) if wrong == math.inf else wrong / 2
-            elif right == self.most:
-                continue
-            elif wrong == math.inf:
-                rate = min(2 * right, self.most)
-            elif wrong / right > self.precision:
-                rate = math.sqrt(right * wrong)
-            else:
-                continue
-            if LEAST_RATE <= rate <= self.most:
-                return rate
-        return None
-
-    def goodput(self, share: float) -> Trial | None:
-        """The measurement at the greatest rate; None where no rate is low enough."""
-        right, _ = self.best(share)
-        return self.rates().get(right)
 
 
 def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -> Workload:
@@ -252,7 +150,7 @@ def most_rate(workload: Workload, slo: Slo) -> float:
 def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> list[str]:
     """What is to be said where the search ended for want of requests."""
     most = most_rate(workload, slo)
-    ended = [name for name, search in searches.items() if any(search.best(share)[0] == most for share in SHARES)]
+    ended = [name for name, search in searches.items() if any(search.best(share)[0] >= most for share in SHARES)]
     if most == MOST_RATE or (most >= LEAST_RATE and not ended):
         return []
     size = SIZE_OF_REQUESTS.get(workload.key, "requests")
@@ -276,19 +174,6 @@ def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
                     "the side may take more than is found here"
                 )
     return found
-
-
-def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial | None]) -> None:
-    """Find the rates of each side; the sides take turns. One that could not be measured is left at what is known."""
-    left = list(searches)
-    while left:
-        for name in list(left):
-            rate = searches[name].next_rate()
-            trial = None if rate is None else measure(name, rate)
-            if trial is None:
-                left.remove(name)
-            else:
-                searches[name].told(trial)
 
 
 @dataclass
@@ -354,22 +239,20 @@ def measure(
     deployment: Deployment,
     load: LoadGenerator,
     workload: Workload,
-    slo: Slo,
-    seconds: float,
+    plan: Plan,
     tokens: Tokens,
     page_size: int,
     show: Show,
     exact: bool,
-    every_s: float = 0.5,
 ) -> dict[str, Any]:
-    """What the report has of one workload. seconds: of one measurement, which is longer where `lasting_s` is.
+    """What the report has of one workload.
 
     exact: as of `turns.measure_all`; answers are compared only there. That a request fails is a problem of the report,
     which has what was found.
     """
-    seconds = max(seconds, lasting_s(slo))
+    slo, seconds = plan.slo, max(plan.seconds, lasting_s(plan.slo))
     show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
-    measured = Measurements(deployment, load, workload, slo, seconds, tokens, page_size, show, every_s)
+    measured = Measurements(deployment, load, workload, slo, seconds, tokens, page_size, show, plan.every_s)
     measured.warm_up()
     sides, problems = measured.sides, measured.problems
     most_tried = most_rate(workload, slo)
@@ -378,7 +261,10 @@ def measure(
     bounded: dict[str, Trial] = {}
     compared = Compared()
     try:
-        search_all(searches, measured.trial)
+        if plan.rates:
+            measure_given(searches, plan.rates, measured.trial)
+        else:
+            search_all(searches, measured.trial)
         most = max((trial.rate for search in searches.values() for trial in search.trials), default=most_tried)
         for name in sides:
             trial = None if name in searches else measured.trial(name, min(MOST_RATE, BEYOND * most))
@@ -391,7 +277,8 @@ def measure(
         interrupted = True
         problems.add("interrupted before all rates were found and all answers compared")
     show.end()
-    notes = [*([] if exact else [NOT_COMPARED]), *compared.notes, *sent_late(searches, slo)]
+    known = [NOT_COMPARED] * (not exact) + [RATES_GIVEN] * bool(plan.rates)
+    notes = [*known, *compared.notes, *sent_late(searches, slo)]
     few = too_few(workload, slo, searches)
     if any(search.trials for search in searches.values()):
         notes += few
