@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+from multiprocessing.context import get_spawning_popen
+from typing import SupportsIndex
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
@@ -136,9 +138,14 @@ class ServerArgs(engine.ServerArgs):
     pegaflow_namespace: str = ""
     pegaflow_allow_non_loopback: bool = False
 
-    def __reduce__(self) -> tuple:
-        """They go to processes with the same build of this package only: others would read the same wire otherwise."""
-        return loader.same_build, (loader.build(), type(self), vars(self).copy())
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
+        """Wraps the engine's: a process that is started with them has to have the same build of this package.
+
+        Another would read the same wire otherwise. What a dump of requests holds can be read by any, and without it.
+        """
+        if get_spawning_popen() is None:
+            return super().__reduce_ex__(protocol)
+        return loader.OfThisBuild(self).__reduce__()
 
     def __post_init__(self) -> None:
         """Notes first whether the radix cache is off because that was asked for."""

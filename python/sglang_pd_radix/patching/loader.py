@@ -13,10 +13,12 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +29,8 @@ from sglang_pd_radix.errors import PatchError
 ENGINE_VERSION = "0.5.10.post1"
 BUILT_IN_SINCE = (0, 5, 11)
 WAY_OUT = "Set SGLANG_PD_RADIX=0 to run the engine without the patch set."
+# Parts of the package that no worker runs; the patch tree itself, in a wheel, is read as one.
+_NOT_IN_A_WORKER = ("tools", "_patches")
 # Set once the reason for staying inert has been told, so that the engine's child processes do not repeat it.
 _TOLD = "SGLANG_PD_RADIX_TOLD"
 
@@ -36,8 +40,10 @@ class _State:
     active: bool = False
     reason: str = "the engine has not been imported in this process"
     engine_root: Path | None = None
-    #: Of the patch tree when the engine was imported; empty while it has not been.
+    #: What `build` says of the files that were there when the engine was imported; empty while it has not been.
     build: str = ""
+    #: This process, where `end_with_children` was called in it; else 0.
+    ends_with_children: int = 0
 
 
 _state = _State()
@@ -90,25 +96,60 @@ def active() -> bool:
 
 
 def build() -> str:
-    """What tells this process's patch tree from any other: 16 digits of a SHA-256 of its files; "" while inactive."""
+    """What tells this process's build of the package from any other: 16 digits of a SHA-256; "" while inactive.
+
+    It is of the Python files that a worker may run: of the patch tree, and of this package but for its tools.
+    """
     return _state.build
 
 
-def same_build(made_by: str, made: type, state: dict[str, Any]) -> Any:
-    """What an object that goes to a process which this one has started is unpickled by: ``made`` with ``state``.
+def end_with_children() -> None:
+    """Have a process that this one starts from now on, and that has another build, end this one by SIGQUIT.
 
-    Raises PatchError where the other process, of build ``made_by``, has the patch set and this one has it not or
-    another. Without the package at all there is no such function, which ends the process as well.
+    For a process that waits for what it has started without looking whether that lives.
     """
+    _state.ends_with_children = os.getpid()
+
+
+class OfThisBuild:
+    """Pickles as the object that it is made with, for a process with the same build of this package only."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is unpickled is the object itself."""
+        state = vars(self.obj).copy()
+        return same_build, (_state.build, type(self.obj), state, _state.ends_with_children)
+
+
+def same_build(made_by: str, made: type, state: dict[str, Any], ends_with_me: int = 0) -> Any:
+    """What `OfThisBuild` is unpickled by: ``made`` with ``state``.
+
+    ends_with_me: id of the process that is to end, if it has started this one, where this raises. Raises PatchError
+    where the other process, of build ``made_by``, has the patch set and this one has it not or another. Without the
+    package at all there is no such function, which ends the process as well.
+    """
+    try:
+        _check_build(made_by)
+    except PatchError as error:
+        if ends_with_me and ends_with_me == os.getppid():
+            # Said before: what ends there may end this process too.
+            print(f"sglang-pd-radix: {error}", file=sys.stderr, flush=True)
+            os.kill(ends_with_me, signal.SIGQUIT)
+        raise
+    obj: Any = object.__new__(made)
+    vars(obj).update(state)
+    return obj
+
+
+def _check_build(made_by: str) -> None:
     if made_by != _state.build:
         here = f"build {_state.build}" if _state.build else f"none ({_state.reason})"
         raise PatchError(
             f"a process that was started by one with build {made_by} of sglang-pd-radix has {here}: the package was "
             "being installed meanwhile. Start the worker again when that is over."
         )
-    obj: Any = object.__new__(made)
-    vars(obj).update(state)
-    return obj
 
 
 def status() -> dict[str, Any]:
@@ -153,10 +194,10 @@ def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
     """Every file of the patch tree, in the order of its path.
 
     ``engine`` is the engine's package directory and is only looked at, never imported. Raises PatchError for a file
-    that would hide a package of the engine.
+    that would hide a package of the engine, and for a folder that cannot be read.
     """
     root = root or patch_root()
-    for path in sorted((root / "sglang").rglob("*.py")):
+    for path in _python_files(root / "sglang"):
         relative = path.relative_to(root / "sglang")
         target = engine / relative
         parts = ("sglang", *relative.with_suffix("").parts)
@@ -170,11 +211,38 @@ def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
         yield PatchFile(".".join(parts), path, target.is_file())
 
 
+def _python_files(folder: Path) -> list[Path]:
+    """Every Python file below ``folder``, by its path; none of a name, or in a folder, that begins with a dot.
+
+    These are left there by editors and notebooks, and may be links to nowhere.
+    """
+    with _reading(folder):
+        found = sorted(folder.rglob("*.py"))
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
+def _digest(path: Path) -> bytes:
+    with _reading(path):
+        return hashlib.sha256(path.read_bytes()).digest()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PatchError(
+            f"{path} of sglang-pd-radix cannot be read: {error.strerror}. If the package is being installed, start "
+            f"again when that is over; if not, remove what is no part of it, or install it again. {WAY_OUT}"
+        ) from error
+
+
 def activate(engine: ModuleType) -> None:
     """Prepare everything before the code of ``engine`` (the top-level package ``sglang``) runs.
 
     Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing. Raises
-    PdRadixError where SGLANG_PD_RADIX says neither yes nor no.
+    PdRadixError where SGLANG_PD_RADIX says neither yes nor no, and PatchError for a file that cannot be read; whoever
+    imports the engine again then meets the same.
     """
     reason = inert_reason(engine_version())
     if reason:
@@ -191,32 +259,44 @@ def activate(engine: ModuleType) -> None:
     cpu_host.install()
     torch_layers.install()
     root = Path(engine.__file__).parent
-    first = not _state.active
+    if not _state.active:
+        _register(root)
     _state.active, _state.reason, _state.engine_root = True, f"applied to sglang {ENGINE_VERSION}", root
     _extend_packages()
-    if first:
-        _register(root)
 
 
 def _register(root: Path) -> None:
     import wrapt
 
-    tree = hashlib.sha256()
-    for file in patch_files(root):
-        digest = hashlib.sha256(file.path.read_bytes()).digest()
-        tree.update(file.module.encode() + digest)
+    # All is read before the first hook is registered: after a failure nothing is half done.
+    files = [(file, _digest(file.path)) for file in patch_files(root)]
+    packages = _packages()
+    _state.build = _build_of(files)
+    for file, digest in files:
         if file.overlay:
             wrapt.register_post_import_hook(partial(_overlay, path=file.path, digest=digest), file.module)
-    _state.build = tree.hexdigest()[:16]
-    for name in _packages():
+    for name in packages:
         # Namespace packages follow their parent's __path__ by themselves.
         if (root.joinpath(*name.split(".")[1:]) / "__init__.py").is_file():
             wrapt.register_post_import_hook(lambda module: _extend_packages(), name)
 
 
+def _build_of(files: list[tuple[PatchFile, bytes]]) -> str:
+    """`build`, of these patch files and their digests."""
+    package, tree = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file, digest in files:
+        tree.update(file.module.encode() + b"\0" + digest)
+    for path in _python_files(package):
+        within = path.relative_to(package)
+        if within.parts[0] not in _NOT_IN_A_WORKER:
+            tree.update(within.as_posix().encode() + b"\0" + _digest(path))
+    return tree.hexdigest()[:16]
+
+
+@cache
 def _packages() -> list[str]:
     root = patch_root()
-    folders = {path.parent for path in (root / "sglang").rglob("*.py")}
+    folders = {path.parent for path in _python_files(root / "sglang")}
     folders |= {parent for folder in folders for parent in folder.parents if root in parent.parents}
     return sorted(".".join(folder.relative_to(root).parts) for folder in folders)
 

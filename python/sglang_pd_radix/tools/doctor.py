@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_pd_radix.environment import patches_engine
-from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.errors import PatchError, PdRadixError
 from sglang_pd_radix.patching import loader, registry
-from sglang_pd_radix.supplied import pegaflow_host
+from sglang_pd_radix.supplied import pegaflow_host, torch_layers
 
 from . import process_group
 
@@ -214,13 +214,17 @@ def _engine() -> Check:
 def _loader(answer: dict[str, Any]) -> Check:
     if answer.get("active"):
         return Check("loader", "ok", f"applied in every Python of this environment; patches: {answer['patch_root']}")
+    variable = "SGLANG_PD_RADIX"
     try:
         if not patches_engine():
-            return Check("loader", "warn", "switched off", "unset SGLANG_PD_RADIX to switch the patch set on")
-    except PdRadixError as error:
-        return Check("loader", "fail", str(error), "unset SGLANG_PD_RADIX")
+            return Check("loader", "warn", "switched off", f"unset {variable} to switch the patch set on")
+        variable = torch_layers.SWITCH
+        torch_layers.wanted()
+    except (PdRadixError, ValueError) as error:
+        return Check("loader", "fail", str(error), f"unset {variable}")
     if "error" in answer:
-        return Check("loader", "fail", f"`import sglang` failed: {answer['error']}", "repair the engine's installation")
+        whose = "sglang-pd-radix" if answer["error"].startswith(PatchError.__name__) else "the engine"
+        return Check("loader", "fail", f"`import sglang` failed: {answer['error']}", f"repair {whose}'s installation")
     reason = answer["reason"]
     return Check(
         "loader", "fail", f"inactive: {reason}", "reinstall sglang-pd-radix beside the engine: its .pth file starts it"

@@ -136,7 +136,8 @@ ENGINE_VARIABLES = (
         "300",
         "prefill, decode",
         "on prefill, seconds for which a request waits while no decode worker has spoken of it; on decode with the "
-        "flag, for which one waits for its handshake. Decode speaks of what waits every quarter of the smaller of both",
+        "flag, for which one waits for its handshake. Decode tells each prefill of what waits for it every quarter of "
+        "the smaller of both ([how short it may be](troubleshooting.md#how-soon-a-failure-is-told))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "5.0", "decode", "seconds between looks at a prefill's HTTP server"
@@ -504,7 +505,9 @@ def as_markdown() -> str:
         "## What an answer says of its prompt",
         "`meta_info.cached_tokens`, and `usage.prompt_tokens_details.cached_tokens`, is the greater of what prefill "
         "and what decode held; without the flag, what prefill held. `meta_info.cached_tokens_details` has "
-        "prefill's hit as `device` and `host`, and from a decode worker with the flag also:",
+        "prefill's hit as `device` and `host`, and from a decode worker with the flag what follows. OpenAI's endpoints "
+        "hand on `device` and `host` alone (`sglext.cached_tokens_details`): these do not count what decode held, and "
+        "may be 0 where `usage` has more.",
         _fields(DETAIL_FIELDS),
         "## Statuses",
         _table(("status", "from", "meaning"), STATUSES),

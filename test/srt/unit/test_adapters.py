@@ -12,6 +12,7 @@ import pytest
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.managers import lora_batch
 from sglang.srt.managers.schedule_batch import Req, keep_extra_key
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -220,6 +221,19 @@ def test_who_comes_back_waits_for_its_adapter_without_kv(overlap):
 
     loop.run(between)
     assert was_retracted and [len(req.output_ids) for req in made] == [52, 50, 60]
+
+
+def test_who_comes_back_need_not_fit_beside_one_that_has_ended(monkeypatch):
+    """With the last step over prompts, which is of this turn: its adapter may have been unloaded."""
+    made = scheduler(monkeypatch, "", "a")
+    made.max_running_requests, made.req_to_token_pool = 9, SimpleNamespace(size=9)
+    last = [Named(lora_id="b"), Named(lora_id="c")]
+    local = SimpleNamespace(launched=SimpleNamespace(reqs=last), waiting=[], reqs=lambda: last)
+    made.disagg_decode_transfer_queue = SimpleNamespace(local=local)
+    assert not lora_batch.joins(made)(Named(lora_id="d"))
+    last[0].over = last[1].over = True
+    joins = lora_batch.joins(made)
+    assert joins(Named(lora_id="d")) and not joins(Named(lora_id="b"))
 
 
 def test_without_the_flag_it_is_the_engines(monkeypatch):

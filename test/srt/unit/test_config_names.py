@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from sglang.srt.mem_cache.host_tier.storage_keys import model_folder
-from sglang.srt.mem_cache.pegaflow.pages import model_namespace
+import torch.distributed as dist
+from sglang.srt.mem_cache.host_tier import storage_keys
+from sglang.srt.mem_cache.host_tier.storage import add_storage
+from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, weights_id
+from sglang.srt.mem_cache.host_tier.storage_options import options_of
+from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
+from sglang.srt.mem_cache.pegaflow import pages
+from sglang.srt.mem_cache.pegaflow.pages import model_namespace, weights_fingerprint
+from storage_world import StorageWorld
 from test_storage_names import options
 
 
@@ -137,3 +145,207 @@ def test_what_the_engine_has_downloaded_of_a_repository_is_enough(caches, name_o
     entry = listing.TreeCacheEntry(size=1, blob_id="0")
     listing.write_tree_cache(str(caches[0] / "models--org--m"), OLD, {"README.md": entry})
     assert name_of() == name
+
+
+def test_a_home_in_the_download_dir_is_the_users(caches, name_of, tmp_path, monkeypatch):
+    """The hub's library writes there; no shell makes a path of ``--download-dir=~/models``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    snapshot(caches[1], OLD, model_safetensors="old")
+    assert name_of(download_dir="~/down") == name_of(download_dir=str(caches[1]))
+
+
+def test_the_weights_of_the_hubs_cache_have_the_same_name_once_they_are_in_the_download_dir_too(caches, name_of):
+    """The engine puts an index there at the first start, and the weights at the second."""
+    hub, down = caches
+    files = {"model_safetensors": "old", "model_safetensors_index_json": "{}"}
+    snapshot(hub, OLD, config_json="{}", **files)
+    names = [name_of(download_dir=str(down))]
+    for name in reversed(files):
+        snapshot(down, OLD, **{name: files[name]})
+        # A copy is of another time, and has the same digest.
+        os.utime(down / "models--org--m" / "blobs" / f"{name}-{files[name]}", (1, 1))
+        names.append(name_of(download_dir=str(down)))
+    assert len(set(names)) == 1
+    snapshot(down, OLD, model_safetensors="new")
+    assert name_of(download_dir=str(down)) != names[0]
+
+
+def test_a_revision_counts_by_the_commit_that_it_names(caches, name_of):
+    def named(revision: str | None) -> str:
+        return name_of(revision=revision, speculative_draft_model_revision=revision)
+
+    repository = snapshot(caches[0], NEW, model_safetensors="new").parents[1]
+    (repository / "refs" / "next").write_text(NEW)
+    snapshot(caches[0], OLD, model_safetensors="old")
+    assert named("next") == named(NEW) != named(OLD) == named("main") == named(None)
+    for nothing in ("other", "c" * 40):
+        with pytest.raises(ValueError, match="cannot tell which weights 'org/m' has"):
+            named(nothing)
+
+
+def test_all_kinds_of_weights_make_a_name(caches, name_of):
+    names = []
+    for kind in ("bin", "gguf", "pt", "safetensors"):
+        snapshot(caches[0], OLD, **{f"model_{kind}": "weights"})
+        names.append(name_of())
+    assert len(set(names)) == 4
+
+
+def test_what_has_no_part_in_what_is_computed_has_none_in_the_name(caches, name_of):
+    """The engine downloads weights and configs; `hf download` the rest of a repository, and git more than that."""
+    snapshot(caches[0], OLD, config_json="{}", model_safetensors="old")
+    name = name_of()
+    snapshot(caches[0], OLD, README_md="a", LICENSE="b", tokenizer_json="{}", vocab_json="{}", tokenizer_model="c")
+    snapshot(caches[0], OLD, merges_txt="d", chat_jinja="e", original_pth="f")
+    assert name_of() == name
+    for file in ("modeling_py", "quantize_json", "more_safetensors"):
+        snapshot(caches[0], OLD, **{file: "g"})
+        assert name_of() != name
+        name = name_of()
+
+
+def test_hidden_folders_of_a_model_have_no_part_in_the_name(model):
+    """git writes to its own with each pull, downloads of `hf` to theirs."""
+    for named in (lambda args: model_folder(args, None), model_namespace):
+        name = named(options(model))
+        for folder in (".git", ".cache/huggingface"):
+            (model / folder).mkdir(parents=True, exist_ok=True)
+            (model / folder / "state.json").write_text("{}")
+        assert named(options(model)) == name
+        (model / "part").mkdir()
+        (model / "part" / "more.safetensors").write_text("")
+        assert named(options(model)) != name
+        (model / "part" / "more.safetensors").unlink()
+        (model / "part").rmdir()
+
+
+def test_of_what_the_engine_does_not_load_by_its_name_all_counts(model, tmp_path):
+    """Experts of KTransformers, or a model for a loader that nobody here knows."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for named in (lambda args: model_folder(args, None), model_namespace):
+        for given in ({"path": other}, {"path": model, "kt_weight_path": str(other)}):
+            names = []
+            if "kt_weight_path" in given:
+                (other / "embed.safetensors").write_text("")
+            for content in ("", "1", "12"):
+                (other / "layer.kt").write_text(content)
+                names.append(named(options(**given)))
+            assert len(set(names)) == 3
+        (other / "embed.safetensors").unlink()
+
+
+def test_weights_that_several_repositories_of_a_hub_share_have_the_digest_of_their_own(tmp_path):
+    """huggingface_hub 1.33 links from a repository's digest to another one, which lies beside all repositories."""
+    names = []
+    for host, digest, shared in (("a", "12", False), ("b", "12", True), ("c", "12", True), ("d", "34", True)):
+        folder = snapshot(tmp_path / host, OLD)
+        blob = folder.parents[1] / "blobs" / digest
+        target = tmp_path / host / "blobs" / "ab" / "abcd" if shared else blob
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("weights")
+        os.utime(target, (len(names), len(names)))
+        if shared:
+            blob.symlink_to("../../blobs/ab/abcd")
+        (folder / "model.safetensors").symlink_to(f"../../blobs/{digest}")
+        # And a folder that somebody has made of links.
+        (tmp_path / host / "mine").mkdir()
+        (tmp_path / host / "mine" / "model.safetensors").symlink_to(folder / "model.safetensors")
+        for path in (folder, tmp_path / host / "mine"):
+            names.append((weights_id(str(path), None), weights_fingerprint(str(path), None)))
+    assert len(set(names[:6])) == 1 and len(set(names[6:])) == 1 and names[0] != names[6]
+
+
+# ---- files that options name, versions ----
+
+
+@pytest.mark.parametrize("option", ["quantization_param_path", "modelopt_checkpoint_restore_path", "rl_quant_profile"])
+def test_a_file_that_an_option_names_counts_by_what_is_in_it(model, tmp_path, option):
+    file = tmp_path / "given"
+    for named in (lambda args: model_folder(args, None), model_namespace):
+        names = [named(options(model))]
+        for content in ("a", "bc"):
+            file.write_text(content)
+            names.append(named(options(model, **{option: str(file)})))
+        assert len(set(names)) == 3
+
+
+def test_scales_of_kv_are_the_same_wherever_they_lie(model, tmp_path):
+    for named in (lambda args: model_folder(args, None), lambda args: model_folder(args, "name"), model_namespace):
+        names = []
+        for place, scale in (("a", "1.0"), ("b", "1.0"), ("c", "0.5")):
+            (tmp_path / place).write_text(scale)
+            os.utime(tmp_path / place, (len(names), len(names)))
+            names.append(named(options(model, quantization_param_path=str(tmp_path / place))))
+        assert names[0] == names[1] != names[2]
+
+
+def test_where_the_user_names_the_weights_a_checkpoint_counts_by_its_path(model, tmp_path):
+    (tmp_path / "given").write_text("a")
+    given = options(model, modelopt_checkpoint_restore_path=str(tmp_path / "given"))
+    name = model_folder(given, "name")
+    os.utime(tmp_path / "given", (1, 1))
+    assert model_folder(given, "name") == name != model_folder(options(model), "name")
+
+
+def test_experts_that_deepgemm_computes_have_a_name_of_their_own(model):
+    """On Blackwell their weights are others; the engine takes DeepGEMM by itself for some exchanges of tokens."""
+    other = [{"moe_runner_backend": "triton", "moe_a2a_backend": "deepep"}, {"moe_a2a_backend": "none"}]
+    same = [{"moe_runner_backend": "deep_gemm"}, {"moe_runner_backend": "auto", "moe_a2a_backend": "nixl"}]
+    for named in (lambda args: model_folder(args, None), model_namespace):
+        assert {named(options(model, **one)) for one in other} == {named(options(model))}
+        assert len({named(options(model, **one)) for one in same} | {named(options(model))}) == 2
+    eagle = {**EAGLE, "speculative_draft_model_path": str(model)}
+    drafts = [{}, {"speculative_moe_runner_backend": "deep_gemm"}, {"moe_a2a_backend": "deepep"}]
+    drafts.append({"speculative_moe_a2a_backend": "none", "moe_a2a_backend": "deepep"})
+    assert len({model_folder(options(model, **eagle, **one), None) for one in drafts}) == 4
+
+
+def test_a_version_of_names_has_names_of_its_own(model, monkeypatch):
+    before = model_folder(options(model), None), model_namespace(options(model))
+    monkeypatch.setattr(storage_keys, "VERSION", storage_keys.VERSION + 1)
+    monkeypatch.setattr(pages, "_VERSION", pages._VERSION + 1)
+    assert not {model_folder(options(model), None), model_namespace(options(model))} & set(before)
+
+
+# ---- copies of a model on several nodes ----
+
+
+def add_on_a_node(rank: int, folder: str, shared: bool, missing: bool) -> tuple[str]:
+    """A rank of two adds its storage, by a copy of the model of its own. The folder, or what it is refused with."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", f"{folder}/kv")
+        patched.setattr(HostPages, "shared", shared)
+        one = StorageWorld(Path(folder) / f"unused{rank}")
+        one.close()
+        copy = Path(folder) / str(rank) / "model"
+        args = options("no/such" if missing and rank == 0 else copy)
+        try:
+            add_storage(one.tree, args, options_of(args), rank, 2, dist.group.WORLD)
+        except ValueError as error:
+            return (str(error),)
+        finally:
+            one.close()
+        return (str(one.tier.storage.threads.files.place),)
+
+
+def add_on_two_nodes(pair, folder: Path, shared: bool, missing: bool = False) -> list[str]:
+    for rank in range(2):
+        copy = folder / str(rank) / "model"
+        copy.mkdir(parents=True, exist_ok=True)
+        (copy / "model.safetensors").write_text("weights")
+        os.utime(copy / "model.safetensors", (rank, rank))
+    return [told for (told,) in pair.run(add_on_a_node, str(folder), shared, missing)]
+
+
+def test_ranks_with_the_same_pages_look_where_the_first_one_writes(pair, tmp_path):
+    """MLA: of the others none writes. Their node's copy of the model may have other times."""
+    first, second = add_on_two_nodes(pair, tmp_path, True)
+    assert first == second and first.endswith("-tpallof1")
+    first, second = add_on_two_nodes(pair, tmp_path, False)
+    assert first != second and first.endswith("-tp0of2") and second.endswith("-tp1of2")
+
+
+def test_what_the_first_rank_is_refused_with_all_are(pair, tmp_path):
+    first, second = add_on_two_nodes(pair, tmp_path, True, missing=True)
+    assert first == second and "cannot tell which weights 'no/such' has" in first

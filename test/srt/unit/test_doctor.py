@@ -64,6 +64,7 @@ def test_healthy_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ("probe", "answer", "check", "status", "way_out"),
     [
         ("loader", {"error": "ImportError: x"}, "loader", "fail", "repair the engine"),
+        ("loader", {"error": "PatchError: patch file x"}, "loader", "fail", "repair sglang-pd-radix"),
         ("loader", {"active": False, "reason": "not imported"}, "loader", "fail", "reinstall sglang-pd-radix"),
         ("nixl", {"error": "ModuleNotFoundError: nixl"}, "nixl", "fail", "pip install nixl"),
         ("nixl", {"plugins": ["POSIX"], "backend": "UCX"}, "nixl", "fail", "NIXL_PLUGIN_DIR"),
@@ -127,6 +128,18 @@ def test_wrong_engine(monkeypatch: pytest.MonkeyPatch, version: str | None) -> N
     assert checks["engine"].status == "fail"
     assert checks["engine"].way_out == "pip install sglang==0.5.10.post1"
     assert checks["drift"].status == "warn"
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_switch_that_says_neither_yes_nor_no_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"error": "ValueError: SGLANG_TORCH_LAYERS is 'off': give 1"}
+    monkeypatch.setenv("SGLANG_TORCH_LAYERS", "off")
+    found = diagnose(monkeypatch, loader=answer)["loader"]
+    assert found.status == "fail" and found.detail.startswith("SGLANG_TORCH_LAYERS is 'off': give 1 to have")
+    assert found.way_out == "unset SGLANG_TORCH_LAYERS"
+    # Then nobody reads it.
+    monkeypatch.setenv("SGLANG_PD_RADIX", "0")
+    assert diagnose(monkeypatch, loader={"active": False, "reason": ""})["loader"].detail == "switched off"
 
 
 def test_drift_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
+from sglang.srt import environ
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.mem_cache.host_tier.storage_keys import model_folder
 from sglang.srt.mem_cache.pegaflow.pages import model_namespace
@@ -12,6 +17,8 @@ from test_storage_names import options
 #: Those of which the KV of the same tokens may depend, and a value: which code, weights and numbers compute it.
 CHANGE_KV = {
     "SGLANG_DISABLED_MODEL_ARCHS": "qwen2",
+    # On Blackwell it decides which weights a checkpoint in blocks of fp8 gets.
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "mine",
     "SGLANG_FORCE_FP8_MARLIN": "1",
     "SGLANG_FP8_IGNORED_LAYERS": "model.layers.0",
@@ -38,9 +45,9 @@ CHANGE_NONE = {
         SGLANG_NPU_FORWARD_NATIVE_GEMMA_RMS_NORM SGLANG_USE_AG_AFTER_QLORA SGLANG_NPU_FUSED_MOE_MODE
         SGLANG_IS_FLASHINFER_AVAILABLE SGLANG_FLASHINFER_WORKSPACE_SIZE SGLANG_FLASHINFER_FORCE_POSIX_FD_TRANSPORT
         SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS SGLANG_USE_CUSTOM_TRITON_KERNEL_CACHE SGLANG_ENABLE_TORCH_COMPILE
-        SGLANG_TBO_DEBUG SGLANG_ENABLE_JIT_DEEPGEMM SGLANG_JIT_DEEPGEMM_PRECOMPILE SGLANG_JIT_DEEPGEMM_FAST_WARMUP
+        SGLANG_TBO_DEBUG SGLANG_JIT_DEEPGEMM_PRECOMPILE SGLANG_JIT_DEEPGEMM_FAST_WARMUP
         SGLANG_JIT_DEEPGEMM_COMPILE_WORKERS SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE SGLANG_DG_CACHE_DIR SGLANG_DG_USE_NVRTC
-        SGLANG_USE_DEEPGEMM_BMM SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
+        SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
         SGLANG_DEEPEP_LL_COMBINE_SEND_NUM_SMS SGLANG_BLACKWELL_OVERLAP_SHARED_EXPERTS_OUTSIDE_SBO
         SGLANG_NIXL_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK
         USE_VLLM_CUTLASS_W8A8_FP8_KERNEL USE_TRITON_W8A8_FP8_KERNEL SGLANG_MOE_PADDING SGLANG_CUTLASS_MOE
@@ -53,9 +60,9 @@ CHANGE_NONE = {
         SGLANG_MOE_NVFP4_DISPATCH SGLANG_DEEPEP_BF16_DISPATCH SGLANG_NIXL_EP_BF16_DISPATCH
     """,
     "no code of the engine reads them": """
-        SGLANG_CPU_QUANTIZATION SGLANG_USE_DYNAMIC_MXFP4_LINEAR SGLANG_PER_TOKEN_GROUP_QUANT_8BIT_V2
-        SGLANG_SYNC_TOKEN_IDS_ACROSS_TP SGLANG_DATA_PARALLEL_BUDGET_INTERVAL SGLANG_FORCE_SHUTDOWN
-        SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK SGLANG_AUTO_NUMA_BIND
+        SGLANG_CPU_QUANTIZATION SGLANG_USE_DEEPGEMM_BMM SGLANG_USE_DYNAMIC_MXFP4_LINEAR
+        SGLANG_PER_TOKEN_GROUP_QUANT_8BIT_V2 SGLANG_SYNC_TOKEN_IDS_ACROSS_TP SGLANG_DATA_PARALLEL_BUDGET_INTERVAL
+        SGLANG_FORCE_SHUTDOWN SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK SGLANG_AUTO_NUMA_BIND
     """,
     "of sparse attention (NSA), whose pool is refused by both": """
         SGLANG_NSA_FUSE_TOPK SGLANG_NSA_ENABLE_MTP_PRECOMPUTE_METADATA SGLANG_USE_FUSED_METADATA_COPY
@@ -130,6 +137,84 @@ CHANGE_NONE = {
         SGLANG_ENABLE_EPLB_BALANCEDNESS_METRIC SGLANG_ENABLE_METRICS_DEVICE_TIMER SGLANG_ENABLE_METRICS_DP_ATTENTION
     """,
 }
+#: The same of variables that the engine reads past its list, by the names in its text.
+DIRECTLY_CHANGE_KV = {
+    # Numbers that ranks send each other, experts and attention take, or the scale of these: in how many bits.
+    "ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
+    "SGLANG_AITER_FP8_PREFILL_ATTN": "0",
+    "SGLANG_CUTEDSL_MOE_SCALAR_INPUT_SCALE": "false",
+    "SGLANG_MORI_DISPATCH_DTYPE": "fp4",
+    "SGLANG_MORI_FP4_DISP": "1",
+    "SGLANG_MORI_FP8_COMB": "1",
+    "SGLANG_MORI_FP8_DISP": "0",
+    "SGL_USE_DEEPGEMM_BMM": "1",
+}
+DIRECTLY_CHANGE_NONE = {
+    "where files of the model come from, and how they are read: the files themselves count": """
+        AWS_ENDPOINT_URL HF_HUB_OFFLINE RUNAI_STREAMER_CONCURRENCY RUNAI_STREAMER_MEMORY_LIMIT
+        RUNAI_STREAMER_S3_ENDPOINT RUNNER_TEMP SGLANG_CI_VALIDATE_VERBOSE SGLANG_WAIT_WEIGHTS_READY_TIMEOUT TMPDIR
+    """,
+    "which kernels compute it, on which processor and in which order: by rounding alone": """
+        DG_JIT_CACHE_DIR DG_JIT_USE_NVRTC FLASHINFER_CUDA_ARCH_LIST FLASHINFER_DISABLE_VERSION_CHECK FLA_CACHE_RESULTS
+        FLA_CI_ENV FLA_COMPILER_MODE FLA_USE_CUDA_GRAPH FLA_USE_FAST_OPS GDN_RECOMPUTE_SUPPRESS_LEVEL NCCL_ALGO
+        MODELOPT_MAX_TOKENS_PER_EXPERT ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB
+        SGLANG_AITER_MLA_PERSIST SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_COMPARISON_TEST
+        SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT
+        SGLANG_CACHE_DIR SGLANG_CI_DISABLE_MOE_FUSED_FUNC SGLANG_CPU_OMP_THREADS_BIND SGLANG_DEEPGEMM_ON_H20
+        SGLANG_FLASHINFER_USE_TENSOR_CORE SGLANG_FUSED_MLA_ENABLE_ROPE_FUSION SGLANG_MASKED_GEMM_FAST_ACT
+        SGLANG_MOE_CONFIG_DIR SGLANG_TORCH_COMPILE_MODE SGLANG_TORCH_DYNAMIC_SHAPE SGLANG_USE_AITER_AR
+        SGLANG_USE_AITER_UNIFIED_ATTN SGLANG_USE_CPU_ENGINE SGLANG_USE_JIT_ALL_REDUCE SGLANG_USE_ROCM700A
+        SGLANG_USE_SGL_XPU SGL_CPU_QUANTIZATION SGL_DG_USE_NVRTC TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
+        TRTLLM_ENABLE_PDL
+    """,
+    "of NPUs and other hosts that the flag is not for": """
+        ASCEND_MF_STORE_URL ASCEND_MF_TRANSFER_PROTOCOL ASCEND_USE_FIA DEEPEP_HCCL_BUFFSIZE
+        DEEP_NORMAL_MODE_USE_INT8_QUANT DEVICE_ID HCCL_BUFFSIZE MS_NODE_ID MS_ROLE MS_SCHED_HOST MS_SCHED_PORT
+        MS_WORKER_NUM SGLANG_USE_FIA_NZ
+    """,
+    "how many tokens experts are sent at once": """
+        SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK SGLANG_MOONCAKE_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
+        SGLANG_MORI_DISPATCH_INTER_KERNEL_SWITCH_THRESHOLD SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK
+    """,
+    "no code of the engine reads it": """
+        CK_MOE
+    """,
+    "of images, which have tokens of their own by what is made of them": """
+        REQUEST_TIMEOUT SGLANG_CPU_WORKERS SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU SGLANG_ENCODER_MM_LOAD_WORKERS
+        SGLANG_IO_WORKERS TIMM_FUSED_ATTN VIDEO_MAX_PIXELS
+    """,
+    "how a text becomes tokens, and tokens a text; what is sampled": """
+        EXA_API_KEY SGLANG_DETOKENIZER_MAX_STATES SYNC_TOKEN_IDS_ACROSS_TP TOKENIZERS_PARALLELISM
+    """,
+    "when, where and in which batch a request runs; where ranks and layers are": """
+        AIP_PREDICT_ROUTE CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES HOSTNAME HOST_IP
+        IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD LOCAL_RANK LOCAL_SIZE
+        MASTER_ADDR MASTER_PORT NCCL_CUMEM_ENABLE NCCL_NVLS_ENABLE RANK SGLANG_BLOCK_NONZERO_RANK_CHILDREN
+        SGLANG_DP_RANK SGLANG_HEALTH_CHECK_TIMEOUT SGLANG_HOST_IP SGLANG_LOCAL_IP_NIC SGLANG_MSCCLPP_MAX_BYTES
+        SGLANG_NCCL_SO_PATH SGLANG_OLLAMA_CHAT_ROUTE SGLANG_OLLAMA_GENERATE_ROUTE SGLANG_OLLAMA_ROOT_ROUTE
+        SGLANG_OLLAMA_SHOW_ROUTE SGLANG_OLLAMA_TAGS_ROUTE SGLANG_PORT SGLANG_PP_LAYER_PARTITION SGLANG_RUN_ID
+        SGLANG_SKIP_P2P_CHECK SGLANG_TMP_NCCL_COMM_VALUE SGL_FORCE_SHUTDOWN WORLD_SIZE
+    """,
+    "how KV is sent and kept": """
+        AWS_DEFAULT_BUCKET DISAGGREGATION_TEST_FAILURE_PROB LOCAL_HOSTNAME MORI_RDMA_DEVICES
+        SGLANG_HICACHE_NIXL_BACKEND_PLUGIN SGLANG_MORI_NUM_WORKERS SGLANG_MORI_POST_BATCH_SIZE
+        SGLANG_MORI_QP_PER_TRANSFER
+    """,
+    "what is logged, measured, checked or tested": """
+        CUTE_DSL_LOG_LEVEL CUTE_DSL_LOG_TO_CONSOLE DUMPER_SERVER_PORT GITHUB_REPOSITORY GITHUB_RUN_ID
+        LLGUIDANCE_LOG_LEVEL LMCACHE_CONFIG_FILE LMCACHE_USE_EXPERIMENTAL PROMETHEUS_MULTIPROC_DIR
+        SGLANG_BUCKET_EVICTION_DURATION SGLANG_BUCKET_LOAD_BACK_DURATION SGLANG_DEEPGEMM_SANITY_CHECK
+        SGLANG_DUMP_LOADER_DIR SGLANG_DUMP_STEP3P5_INTERMEDIATE SGLANG_LOGGING_CONFIG_PATH SGLANG_NSYS_PROFILING
+        SGLANG_OPERATIONS_ENABLE_PROFILE SGLANG_PREFILL_DELAYER_DEBUG_LOG SGLANG_RINGBUFFER_WARNING_INTERVAL
+        SGLANG_ROUTING_KEY_POLICY_DEBUG_LOG TENSOR_DUMP_LAYERS_MODULE_NAME TENSOR_DUMP_TOP_LEVEL_MODULE_NAME
+        WAVE_DUMP_MLIR
+    """,
+}
+_READ = re.compile(
+    # By whatever function: the engine has several.
+    r"""\w*env\w*(?:\.\w+)?\s*[(\[]\s*["']([A-Z]\w+)["']"""
+    r"""|["'](\w+)["']\s+(?:not\s+)?in\s+os\.environ"""
+)
 
 
 def test_of_each_variable_it_is_known_whether_kv_depends_on_it():
@@ -139,15 +224,31 @@ def test_of_each_variable_it_is_known_whether_kv_depends_on_it():
     assert set(listed) == {name for name, field in vars(Envs).items() if isinstance(field, EnvField)}
 
 
+def test_of_each_variable_that_is_read_past_the_engines_list_it_is_known_too():
+    """A new one stops here as well. Of the parts that serve a model of text; tests and measurements are none."""
+    listed = [*DIRECTLY_CHANGE_KV, *" ".join(DIRECTLY_CHANGE_NONE.values()).split()]
+    assert len(listed) == len(set(listed))
+    engine = Path(inspect.getfile(environ.EnvField)).parents[1]
+    found = set()
+    for part in ("srt", "jit_kernel"):
+        for file in (engine / part).rglob("*.py"):
+            if not {"tests", "benchmark"} & set(file.relative_to(engine).parts):
+                found.update(one or other for one, other in _READ.findall(file.read_text(encoding="utf-8")))
+    assert set(listed) == found - {name for name, field in vars(Envs).items() if isinstance(field, EnvField)}
+
+
 @pytest.mark.parametrize("named", [lambda args: model_folder(args, None), model_namespace], ids=["folder", "pegaflow"])
 def test_what_kv_depends_on_has_a_part_in_the_name(model, monkeypatch, named):  # noqa: F811
-    for variable in CHANGE_KV:
+    change_kv = {**CHANGE_KV, **DIRECTLY_CHANGE_KV}
+    for variable in change_kv:
         monkeypatch.delenv(variable, raising=False)
     before = named(options(model))
-    for variable, value in CHANGE_KV.items():
+    for variable, value in change_kv.items():
         monkeypatch.setenv(variable, value)
         assert named(options(model)) != before, variable
         monkeypatch.delenv(variable)
         assert named(options(model)) == before
     monkeypatch.setenv("SGLANG_INT4_WEIGHT", "0")  # which it is anyway
+    assert named(options(model)) == before
+    monkeypatch.setenv("SGLANG_CUTEDSL_MOE_SCALAR_INPUT_SCALE", "1")  # and this
     assert named(options(model)) == before

@@ -130,6 +130,7 @@ def test_decode_has_none_without_the_flag(parse):
         ([*DECODE, "--enable-streaming-session"], "--enable-streaming-session"),
         ([*DECODE, "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
         ([*DECODE, "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading"),
+        ([*DECODE, "--enable-return-routed-experts"], "--enable-return-routed-experts"),
         ([*DECODE, "--enable-hisparse"], "--enable-hisparse"),
         # The engine would make an ordinary server of it.
         ([*DECODE, "--dllm-algorithm", "LowConfidence"], "--dllm-algorithm"),

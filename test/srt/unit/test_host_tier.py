@@ -853,6 +853,7 @@ def options(**given: Any) -> Any:
                 "enable_lmcache",
                 "enable_streaming_session",
                 "enable_lora_overlap_loading",
+                "enable_return_routed_experts",
                 "speculative_algorithm",
                 "model_path",
                 "speculative_draft_model_path",

@@ -61,7 +61,7 @@ def test_who_runs_is_not_asked_for_parts_that_nobody_has(scheduler):
 def test_a_request_with_parts_of_its_own_is_noted_when_it_comes(scheduler, monkeypatch, part):
     scheduler.server_args = SimpleNamespace(enable_custom_logit_processor=False)
     monkeypatch.setattr(ENGINE, "handle_generate_request", lambda self, req: None)
-    plain = {"custom_logit_processor": None, "return_hidden_states": False, "return_routed_experts": False}
+    plain = {"rid": "r", "custom_logit_processor": None, "return_hidden_states": False, "return_routed_experts": False}
     scheduler.handle_generate_request(SimpleNamespace(**plain))
     assert not scheduler.has_optional_parts
     scheduler.handle_generate_request(SimpleNamespace(**{**plain, part: True}))

@@ -76,6 +76,25 @@ def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop
     assert [scheduler.steps for scheduler in loop.schedulers] == [loop.schedulers[0].steps] * loop.ranks.size
 
 
+def test_who_has_the_rid_of_one_that_is_lost_goes_on(loop: PrefillLoop):
+    """A gateway's that has tried again, or another client's: it failed with the reason of the first."""
+    for reqs in (loop.arrive(100, ROOM), loop.arrive(100, OTHER)):
+        for req in reqs:
+            req.rid = "same"
+
+    def during(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == 2 and scheduler.tp_rank == 0:
+            lose(loop)
+
+    loop.during = during
+    loop.run(30)
+    for scheduler in loop.schedulers:
+        assert_told(scheduler)
+        ((other, _),) = [told for told in scheduler.told if told[0].bootstrap_room == OTHER]
+        assert other.finished_reason.to_json()["type"] == "length"
+        scheduler.assert_nothing_held()
+
+
 def messages_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the ranks count, each of them as if it were the one that does."""
     counted: list[str] = []
@@ -282,9 +301,10 @@ def test_pages_of_what_is_lost_are_kept_while_they_are_read(loop: PrefillLoop):
     assert_ends(loop, 4, "decode is gone")
 
 
-def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop):
     """Decode stands still: no write over NIXL ends by itself. Its pages are kept until one does."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "1000")
+    for scheduler in loop.schedulers:
+        scheduler.kv_manager().transfer_timeout = 1000
     reqs = loop.arrive(20, ROOM)
     loop.wire.wire.held = True
     loop.run(6)

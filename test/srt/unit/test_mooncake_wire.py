@@ -411,9 +411,11 @@ def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
         enable_staging=False,
         staging=None,
         page_digests=None,
+        prefills=SimpleNamespace(of=lambda addr: Capabilities(version=1)),
         awaited_rooms=AwaitedRooms(),
     )
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
+    receiver.bootstrap_addr = ""
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}]
     return receiver
 

@@ -398,9 +398,11 @@ def bare(dummy: bool = False) -> NixlKVReceiver:
             kv_data_ptrs=[1, 2], aux_data_ptrs=[3], state_data_ptrs=[], gpu_id=0, engine_rank=1, kv_item_lens=[64]
         ),
         page_digests=None,
+        prefills=SimpleNamespace(of=lambda addr: Capabilities(version=1)),
         update_transfer_status=lambda: None,
     )
     receiver.bootstrap_room, receiver.required_dst_info_num, receiver.required_prefill_response_num = 2**62, 2, 1
+    receiver.bootstrap_addr = ""
     receiver.bootstrap_infos = [{"rank_ip": "10.0.0.2", "rank_port": 5, "is_dummy": dummy}] * 2
     return receiver
 

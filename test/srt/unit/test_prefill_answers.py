@@ -15,7 +15,7 @@ import pytest
 import requests
 from aiohttp import web
 from prefill_front import bootstrap_server
-from sglang.srt.disaggregation.common import conn, prefill_peers
+from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
 from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
@@ -99,18 +99,28 @@ class Ranks:
     def __init__(self, port: int, count: int) -> None:
         self.port, self.count = port, count
 
-    def register(self, rank: int) -> None:
+    def register(self, rank: int, bare: bool = False) -> None:
+        """bare: by the engine's own function, which says nothing of ours."""
         sizes = {"attn_tp_size": self.count, "attn_cp_size": 1, "attn_dp_size": 1, "pp_size": 1, "system_dp_size": 1}
         places = {"attn_tp_rank": rank, "attn_cp_rank": 0, "attn_dp_rank": 0, "pp_rank": 0, "system_dp_rank": 0}
         own = {"local_ip": "127.0.0.1", "rank_port": 1 + rank, "kv_args": SimpleNamespace(page_size=1)}
         server = {"dist_init_addr": None, "bootstrap_host": "127.0.0.1", "bootstrap_port": self.port}
         own["server_args"] = SimpleNamespace(kv_cache_dtype="auto", load_balance_method="auto")
-        conn.CommonKVManager.register_to_bootstrap(SimpleNamespace(**sizes, **places, **own, **server))
+        with pytest.MonkeyPatch.context() as patch:
+            if bare:
+                patch.setattr(conn, "requests", requests)
+            conn.CommonKVManager.register_to_bootstrap(SimpleNamespace(**sizes, **places, **own, **server))
 
     def answer(self) -> tuple[int, int | None]:
         """The status, and the version that the front says."""
         reply = requests.get(f"http://127.0.0.1:{self.port}{DECODE_PREFIX_ROUTE}", timeout=30)
         return reply.status_code, reply.json()["version"] if reply.ok else None
+
+    def route(self) -> int:
+        """The status of the engine's own first question."""
+        ranks = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+        url = f"http://127.0.0.1:{self.port}/route"
+        return requests.get(url, params=dict.fromkeys(ranks, "-1"), timeout=30).status_code
 
 
 @pytest.mark.parametrize("server", [MooncakeKVBootstrapServer, NixlKVBootstrapServer])
@@ -124,22 +134,72 @@ def test_a_front_speaks_for_its_ranks_once_all_have_come(server):
         assert ranks.answer() == (200, DECODE_PREFIX_VERSION)
 
 
+def test_a_front_waits_for_all_ranks_however_often_one_comes():
+    """The engine counts registrations: one that had come twice stood for one that was still to come, and be bare."""
+    with bootstrap_server(server=NixlKVBootstrapServer) as port:
+        ranks = Ranks(port, 2)
+        ranks.register(0)
+        ranks.register(0)
+        assert ranks.answer() == (503, None)
+        ranks.register(1)
+        assert ranks.answer() == (200, DECODE_PREFIX_VERSION)
+
+
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("bare", [0, 1])
-def test_a_front_of_which_a_rank_is_the_bare_engine_takes_no_prefix(monkeypatch, caplog, bare):
-    """That rank would write the start of the prompt to where its end belongs, and say that it went well."""
+def test_a_prefill_of_which_a_rank_is_the_bare_engine_serves_nothing(monkeypatch, caplog, first, bare):
+    """Its ranks waited for each other for ever at the first failed request: the bare one does not say what it knows."""
+    last = 1 - first
+    with bootstrap_server(server=NixlKVBootstrapServer) as port:
+        ranks = Ranks(port, 2)
+        ranks.register(first, bare=first == bare)
+        ranks.register(last, bare=last == bare)
+        assert ranks.answer() == (503, None) and ranks.route() == 503
+        why = f"Rank DP0 CP0 TP{last} PP0 at 127.0.0.1:{1 + last} is not taken into this prefill"
+        assert requests.get(f"http://127.0.0.1:{port}{DECODE_PREFIX_ROUTE}", timeout=30).text.startswith(why)
+        # The front's, and that of the rank, which is the engine's and has it in its text.
+        told = [record.getMessage() for record in caplog.records if why in record.getMessage()]
+        assert len(told) == 2 and "409" in told[1]
+        # Its process is started again with the package as the other one has it.
+        ranks.register(last, bare=first == bare)
+        assert ranks.answer() == (200, 0 if first == bare else DECODE_PREFIX_VERSION) and ranks.route() == 200
+
+
+def test_bare_ranks_alone_serve_and_take_no_prefix(caplog):
+    """Each would write the start of the prompt to where its end belongs, and say that it went well."""
     with bootstrap_server(server=NixlKVBootstrapServer) as port:
         ranks = Ranks(port, 2)
         for rank in (0, 1):
-            with monkeypatch.context() as patch:
-                if rank == bare:
-                    patch.setattr(conn, "requests", requests)
-                ranks.register(rank)
-        assert ranks.answer() == (200, 0)
-        (told,) = [one.getMessage() for one in caplog.records if "takes no decode prefix" in one.getMessage()]
-        assert f"DP0 CP0 TP{bare} PP0 at 127.0.0.1:{1 + bare} " in told
-        # It comes again, patched.
-        ranks.register(bare)
-        assert ranks.answer() == (200, DECODE_PREFIX_VERSION)
+            ranks.register(rank, bare=True)
+        assert ranks.answer() == (200, 0) and ranks.route() == 200
+        told = [one.getMessage() for one in caplog.records if "takes no decode prefix" in one.getMessage()]
+        assert "DP0 CP0 TP0 PP0 at 127.0.0.1:1 " in told[0] and "DP0 CP0 TP1 PP0 at 127.0.0.1:2 " in told[1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_front_says_the_time_outs_of_its_ranks(monkeypatch, first, bare):
+    """Each has those of its node; the front said its own, and decode gave pages away that a rank still wrote to."""
+    with bootstrap_server(server=NixlKVBootstrapServer) as port:
+        ranks = Ranks(port, 2)
+        for rank in (first, 1 - first):
+            for name, seconds in {"WAITING": (30, 300), "BOOTSTRAP": (40, 20)}.items():
+                monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}_TIMEOUT", str(seconds[rank]))
+            ranks.register(rank, bare)
+        for name, seconds in {"WAITING": 70, "BOOTSTRAP": 80}.items():
+            monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}_TIMEOUT", str(seconds))
+        answer = requests.get(f"http://127.0.0.1:{port}{DECODE_PREFIX_ROUTE}", timeout=30).json()
+        # Ranks that do not say have those of the front, as far as is known.
+        assert (answer["waiting_timeout"], answer["bootstrap_timeout"]) == ((70, 80) if bare else (300, 20))
+
+
+@pytest.mark.parametrize("said", [None, "300", True, 0, -1, 1.5, []])
+def test_a_time_out_that_is_none_counts_for_nothing(said):
+    ranks = bootstrap_routes.RegisteredRanks()
+    place = {"attn_dp_rank": 0, "system_dp_size": 1, "attn_cp_rank": 0, "pp_rank": 0, "rank_ip": "h", "rank_port": 1}
+    for rank, seconds in enumerate((said, 200, 100)):
+        ranks.note({**place, "attn_tp_rank": rank, "waiting_timeout": seconds, "bootstrap_timeout": seconds})
+    assert ranks.timeouts() == {"waiting_timeout": 200, "bootstrap_timeout": 100}
 
 
 def test_one_that_would_not_send_the_state_is_sent_none():

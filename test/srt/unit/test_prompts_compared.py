@@ -1,9 +1,13 @@
-"""Each worker makes the tokens of a prompt itself: prefill sends no KV of another prompt than decode's."""
+"""Each worker makes the tokens of a prompt itself: prefill sends no KV of another prompt than decode's.
+
+Images it may have fetched another time: what it computes with others it sends, and decode keeps nothing of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +16,19 @@ import numpy as np
 import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
+import torch
+from decode_world import World
+from sglang.srt.disaggregation import decode_prefix
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import delta_sender
 from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
-from sglang.srt.disaggregation.decode_prefix import prompt_digest
+from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, pages, prompt_digest, say_images
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
+from test_traps import Prefill
 
 PROMPT = [7] * 5 + [*range(100, 121)]
 IMAGE = range(2, 8)
@@ -46,23 +55,28 @@ class Pair:
             known = rank.manager.prefills.capabilities
             known |= {addr: dataclasses.replace(can, prompts=said) for addr, can in known.items()}
 
-    def arrive(self, of_prefill: Req, of_decode: Req, room: int = 1) -> Any:
-        """A request of both, of which decode holds two pages, up to where decode has asked."""
+    def arrive(self, of_prefill: Req, of_decode: Req, room: int = 1, longest: int = 1000) -> Any:
+        """A request of both, of which decode holds its ``transfer_prefix_len``, up to where decode has asked.
+
+        longest: tokens of a prompt from which on prefill cuts it.
+        """
         request = self.world.request(room, len(of_prefill.origin_input_ids), 8).start_prefill()
         queue = object.__new__(PrefillBootstrapQueue)
-        queue.scheduler = SimpleNamespace(max_req_input_len=1000)
+        queue.scheduler = SimpleNamespace(max_req_input_len=longest)
         self.monkeypatch.setattr(PrefillBootstrapQueue.__mro__[1], "add", lambda *args: None)
         for sender in request.senders:
             of_prefill.disagg_kv_sender = sender
             queue.add(of_prefill, 1)
         request.start_decode()
+        delta = len(of_decode.origin_input_ids) - of_decode.transfer_prefix_len
         for receiver in request.receivers:
+            num_pages = pages(delta, receiver.kv_mgr.kv_args.page_size)
             PrefillDeltas._ask(
                 SimpleNamespace(
                     req=of_decode,
                     kv_receiver=receiver,
                     metadata_buffer_index=1,
-                    page_indices=np.arange(34, 34 + request.num_pages - 2, dtype=np.int32),
+                    page_indices=np.arange(34, 34 + num_pages, dtype=np.int32),
                     state_indices=None,
                     advance=lambda phase: None,
                 )
@@ -82,7 +96,10 @@ class Pair:
 def make(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 
-    def build(**sizes: int) -> Pair:
+    def build(page_size: int = 4, **sizes: int) -> Pair:
+        if request.param is mooncake_wire:
+            sizes["page_size"] = page_size
+        monkeypatch.setattr(nixl_wire, "PAGE", page_size)
         made.append(Pair(monkeypatch, request.param.World(monkeypatch, **sizes)))
         return made[0]
 
@@ -92,26 +109,153 @@ def make(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pai
             pair.world.close()
 
 
-@pytest.mark.parametrize(
-    "of_decode",
-    [[*PROMPT[:3], 8, *PROMPT[4:]], [*PROMPT[:-1], 1], [*PROMPT, 121], PROMPT[:-1]],
-    ids=["in the prefix", "in the last page", "a token more in the last page", "one less"],
-)
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_another_prompt_fails_its_request_on_both_sides(make, prefill_tp, decode_tp, of_decode):
-    pair = make(prefill_tp=prefill_tp, decode_tp=decode_tp)
-    request = pair.arrive(req_of(PROMPT), req_of(of_decode))
+def reasons(request: Any) -> list[str]:
+    """Why ``request`` has failed, of each rank of both workers."""
     request.wait_senders(KVPoll.Failed)
     request.wait_receivers(KVPoll.Failed)
-    for reason in mooncake_wire.reasons([*request.senders, *request.receivers]):
+    return mooncake_wire.reasons([*request.senders, *request.receivers])
+
+
+@pytest.mark.parametrize(
+    ("of_decode", "page_size", "prefix_len"),
+    [
+        ([*PROMPT[:3], 8, *PROMPT[4:]], 4, 8),
+        ([*PROMPT[:-1], 1], 4, 8),
+        ([*PROMPT, 121], 4, 8),
+        (PROMPT[:-1], 4, 8),
+        ([*PROMPT, *range(121, 125)], 4, 8),
+        ([*PROMPT, 121], 1, 8),
+        (PROMPT[:-1], 1, 8),
+        ([*PROMPT, *range(121, 131)], 4, 32),
+    ],
+    ids=[
+        "in the prefix",
+        "in the last page",
+        "a token more in the last page",
+        "one less",
+        "a page more",
+        "page size 1",
+        "page size 1, one less",
+        "prefix beyond the prompt",
+    ],
+)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_another_prompt_fails_its_request_on_both_sides(make, prefill_tp, decode_tp, of_decode, page_size, prefix_len):
+    pair, req = make(page_size, prefill_tp=prefill_tp, decode_tp=decode_tp), req_of(of_decode)
+    req.transfer_prefix_len = prefix_len
+    for reason in reasons(pair.arrive(req_of(PROMPT), req)):
         assert "refused decode's request for KV: the prompts of prefill and decode differ" in reason
-        assert "chat template" in reason
+        assert "chat template" in reason and "--reasoning-parser" in reason
     pair.serve(pair.arrive(req_of(PROMPT), req_of(PROMPT), room=2))
+
+
+def test_a_prompt_that_prefill_has_cut_is_told_as_that(make):
+    """The same tokens but for those that were cut: another length, and another digest."""
+    request = make().arrive(req_of(PROMPT), req_of([*PROMPT, *range(121, 135)]), longest=len(PROMPT))
+    for reason in reasons(request):
+        assert "prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)" in reason
+
+
+def test_what_cannot_be_right_is_told_as_that_by_who_does_not_say_its_prompt(make):
+    pair = make()
+    pair.compares(False)
+    for reason in reasons(pair.arrive(req_of(PROMPT), req_of([*PROMPT, *range(121, 125)]))):
+        assert "leaves 5 pages of a prompt of 26 tokens, but decode allocated 6" in reason
 
 
 def test_an_image_whose_features_differ_in_the_last_bit_is_sent(make):
     pair = make()
     pair.serve(pair.arrive(req_of(PROMPT, image=2**40), req_of(PROMPT, image=2**40 + 1)))
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "said"), [(None, None, 0), (5, 5, 0), (5, 6, 1), (None, 6, 1), (5, None, 1)]
+)
+def test_prefill_says_in_the_metadata_whether_it_has_other_images(make, of_prefill, of_decode, said):
+    pair, req = make(), req_of(PROMPT, of_prefill)
+    request = pair.arrive(req, req_of(PROMPT, of_decode))
+    request.wait_senders(KVPoll.WaitingForInput)
+    # An earlier request of this row had.
+    buffers = SimpleNamespace(output_ids=torch.zeros((3, 16), dtype=torch.int32))
+    buffers.output_ids[2, OTHER_IMAGES] = 1
+    req.metadata_buffer_index = 2
+    for req.disagg_kv_sender in request.senders:
+        say_images(req, buffers)
+        assert buffers.output_ids[2].tolist() == [said if i == OTHER_IMAGES else 0 for i in range(16)]
+
+
+def test_to_a_decode_worker_that_does_not_say_its_prompt_it_says_nothing_of_images(make):
+    pair = make()
+    pair.compares(False)
+    request = pair.arrive(req_of(PROMPT, 5), req_of(PROMPT, 6))
+    request.wait_senders(KVPoll.WaitingForInput)
+    assert not any(sender.other_images for sender in request.senders)
+
+
+@pytest.mark.parametrize("prefix_len", [0, 16])
+def test_it_is_said_on_a_full_hit_too(prefix_len):
+    prefill = Prefill(16, prefix_len)
+    prefill.disagg_metadata_buffers.output_ids = torch.zeros((1, 16), dtype=torch.int32)
+    prefill.req.metadata_buffer_index, prefill.req.disagg_kv_sender.other_images = 0, True
+    prefill.prefill(8)
+    assert prefill.metadata_set == 1 and prefill.disagg_metadata_buffers.output_ids[0, OTHER_IMAGES] == 1
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("retracted", [False, True])
+@pytest.mark.parametrize("states", [None, 6])
+def test_what_prefill_computed_with_other_images_is_served_and_not_kept(caplog, held, retracted, states):
+    world = World(size=192, page_size=4, states=states)
+    prompt = [7] * 22
+
+    def serve(tokens: list[int], other: int) -> int:
+        """Tokens of the prompt that decode held."""
+        decode_req = world.arrive(tokens)
+        req, receiver = decode_req.req, decode_req.kv_receiver
+        world.handshake(decode_req)
+        world.step()
+        world.complete(decode_req)
+        world.meta.output_ids[receiver.aux_index, OTHER_IMAGES] = other
+        world.check()
+        assert world.step() == [req]
+        world.decode()
+        if retracted:
+            world.retract(req)
+            assert world.step() == [req]
+        while world.running:
+            world.check()
+            world.decode()
+        assert len(req.output_ids) == 4
+        world.check()
+        return receiver.prefix_len
+
+    if held:
+        assert serve(prompt[:8], 0) == 0
+    assert serve(prompt, 1) == serve(prompt, 0) == (8 if held else 0)
+    assert serve(prompt, 0) == 20
+    assert caplog.text.count("the images of prefill and decode differ, so none of its KV is kept on decode") == 1
+    assert world.tree.locks_taken == world.tree.locks_released
+
+
+def test_the_digest_is_made_when_a_request_arrives(make, monkeypatch):
+    """On prefill once a decode worker has asked with one, and not a second time when it is asked for."""
+    made = []
+    for module in (decode_prefix, delta_sender):
+        monkeypatch.setattr(module, "prompt_digest", lambda *args: made.append(args) or prompt_digest(*args))
+    pair = make()
+    first = pair.arrive(req_of(PROMPT), req_of(PROMPT))
+    first.wait_senders(KVPoll.WaitingForInput)
+    assert len(made) == 2
+    sender = pair.world.request(2, len(PROMPT), 8).start_prefill().senders[0]
+    sender.prompt_len, sender.prompt_ids = len(PROMPT), PROMPT
+    sender.expect_question(PROMPT)
+    assert len(made) == 3 and sender.own_prompt == prompt_digest(PROMPT, len(PROMPT))
+    receiver, req = first.receivers[0], req_of(PROMPT, 5)
+    PrefillDeltas.expect(SimpleNamespace(req=req, kv_receiver=receiver))
+    assert len(made) == 5 and len(receiver.own_prompt) == 32
+    pair.compares(False)
+    PrefillDeltas.expect(SimpleNamespace(req=req, kv_receiver=receiver))
+    assert len(made) == 5
 
 
 def test_a_decode_worker_that_does_not_say_its_prompt_is_served(make):
@@ -145,7 +289,10 @@ def test_any_token_and_the_length_count():
     assert prompt_digest([1, 2, 3], 4) != digest, "an image that is padded to more tokens"
     # Some models mark images by numbers that are no tokens.
     assert prompt_digest([1, -200], 2) != prompt_digest([1, -201], 2)
+    numbers = (1).to_bytes(8, "little") + (-200).to_bytes(8, "little", signed=True)
+    assert prompt_digest([1, -200], 2) == hashlib.sha256(b"2 " + numbers).digest()[:16]
     assert prompt_digest([1, 2**40], 2) != prompt_digest([1, 2**41], 2)
+    assert prompt_digest([1, 2**70], 2) != prompt_digest([1, 2**71], 2)
 
 
 def test_it_is_said_only_where_prefill_has_said_that_it_compares():

@@ -111,6 +111,12 @@ def test_a_request_that_waited_while_prefill_stood_still_is_not_begun(world, rea
     request.start_prefill().assert_fails(OVER)
 
 
+def test_the_time_for_which_prefill_may_write_is_read_once(world, monkeypatch: pytest.MonkeyPatch):
+    """Each step asks for it with each request that waits: 1 ms with 1000 of them."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "1")
+    assert world.prefill[0].manager.transfer_timeout == 300
+
+
 def test_of_several_decode_ranks_the_one_heard_first_counts(monkeypatch: pytest.MonkeyPatch):
     """The others may have asked after the standstill, and that one has given its pages away."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")

@@ -22,18 +22,16 @@ from fastapi import HTTPException
 from prefill_front import bootstrap_server
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
-from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
-from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers import request_checks
-from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import (
     KEY_CHECKS,
     LOGPROB_CHECKS,
@@ -54,7 +52,6 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -363,58 +360,8 @@ def test_an_empty_logit_processor_is_none(monkeypatch):
     monkeypatch.setattr(Scheduler.__bases__[-1], "handle_generate_request", lambda self, req: taken.append(req))
     scheduler = object.__new__(Scheduler)
     scheduler.tree_cache, scheduler.server_args = None, SimpleNamespace(enable_custom_logit_processor=True)
-    scheduler.handle_generate_request(SimpleNamespace(custom_logit_processor=""))
+    scheduler.handle_generate_request(SimpleNamespace(rid="r", custom_logit_processor=""))
     assert [req.custom_logit_processor for req in taken] == [None]
-
-
-@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
-def test_only_the_request_that_is_named_is_aborted(mode):
-    """The engine aborts those as well whose rids begin with it, which may be other clients'."""
-    aborted: list[str] = []
-
-    def req(rid: str) -> SimpleNamespace:
-        sender = SimpleNamespace(abort=lambda: aborted.append(rid))
-        to_release = {"mamba_pool_idx": None, "metadata_buffer_index": -1, "kv_cache_cpu": []}
-        return SimpleNamespace(
-            rid=rid, finished=bool, to_finish=None, grammar=None, disagg_kv_sender=sender, **to_release
-        )
-
-    def in_queue(rid: str) -> SimpleNamespace:
-        lose = lambda reason: None  # noqa: E731
-        return SimpleNamespace(req=req(rid), kv_receiver=SimpleNamespace(abort=lambda: aborted.append(rid)), lose=lose)
-
-    scheduler = object.__new__(Scheduler)
-    scheduler.disaggregation_mode, scheduler.tree_cache = mode, object.__new__(DecodeRadixCache)
-    scheduler.enable_hicache_storage = scheduler.enable_hisparse = False
-    scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda message, of: aborted.append(message.rid))
-    scheduler.grammar_manager = GrammarManager.__new__(GrammarManager)
-    grammars = [req("1"), req("1g")]
-    for one in grammars:
-        one.set_finish_with_abort = lambda reason, rid=one.rid: aborted.append(rid)
-    scheduler.grammar_manager.grammar_queue = grammars
-    running, current = [req("1"), req("10")], [req("11"), req("1")]
-    scheduler.running_batch, scheduler.cur_batch = SimpleNamespace(reqs=running), SimpleNamespace(reqs=current)
-    if mode == DisaggregationMode.PREFILL:
-        scheduler.waiting_queue, scheduler.req_to_metadata_buffer_idx_allocator = [req("12")], None
-        scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[req("1"), req("13")])
-        scheduler.disagg_prefill_inflight_queue = [req("14"), req("1")]
-    else:
-        scheduler.waiting_queue = []
-        queue = SimpleNamespace(queue=[in_queue("1"), in_queue("13")], retracted_queue=[req("1"), req("15")])
-        scheduler.disagg_decode_prealloc_queue = queue
-        waiting = [SimpleNamespace(req=req("16")), SimpleNamespace(req=req("1"))]
-        local = object.__new__(LocalPrefills)
-        local.waiting = waiting
-        scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
-        running += [one.req for one in waiting]
-    scheduler.abort_request(AbortReq(rid="1"))
-    assert set(aborted) == {"1"} and len(aborted) == (3 if mode == DisaggregationMode.PREFILL else 4)
-    assert {one.rid for one in [*running, *current] if one.to_finish} == {"1"}
-    assert [one.rid for one in (*grammars, *running[:2], *current)] == ["1", "1g", "1", "10", "11", "1"]
-    aborted.clear()
-    scheduler.waiting_queue = []
-    scheduler.abort_request(AbortReq(abort_all=True))
-    assert {"1g", "13", "14"} <= set(aborted) and all(one.to_finish for one in [*running, *current])
 
 
 def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():

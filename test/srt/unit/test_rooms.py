@@ -60,6 +60,20 @@ def test_a_refusal_waits_for_its_sender_and_is_read_once() -> None:
     assert rooms.take_refusal(1) == "no such agent" and rooms.take_refusal(1) is None
 
 
+@pytest.mark.parametrize("given_up", [GIVEN_UP, f"refused decode's request for KV: {GIVEN_UP}"])
+def test_that_decode_gives_a_room_up_hides_no_reason_for_it(given_up: str) -> None:
+    rooms = Rooms()
+    rooms.refuse(1, given_up)
+    rooms.refuse(1, "its states do not fit")
+    rooms.refuse(1, given_up)
+    rooms.refuse(1, "its states do not fit either")
+    assert rooms.take_refusal(1) == "its states do not fit"
+    rooms.begin(2, sender(2))
+    rooms.refuse(2, "its states do not fit")
+    rooms.give_up(2)
+    assert rooms.take_refusal(2) == "its states do not fit" and len(rooms.given_up) == 1
+
+
 def test_nothing_is_kept_of_a_refusal_that_nobody_will_read() -> None:
     """A room that has failed has no sender to come; one that ended well may be used again."""
     rooms = Rooms()

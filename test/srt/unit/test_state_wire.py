@@ -223,6 +223,53 @@ def test_mooncake_refuses_a_decode_worker_whose_states_have_another_type(over_mo
     assert not any(pool.any() for pool in over_mooncake.decode[0].states)
 
 
+def test_nixl_fails_no_other_workers_request_for_states_that_do_not_fit(over_nixl):
+    """A gateway has sent a request again with its room; the first was failed in the place of the second."""
+    first = over_nixl.request(7).bootstrap()
+    (one,) = over_nixl.decode
+    two = nixl.Rank(over_nixl, nixl.DisaggregationMode.DECODE, 0, 1)
+    for name in ("prefill_info_table", "prefills"):
+        setattr(two.manager, name, getattr(one.manager, name))
+    over_nixl.decode = [two]
+    halve_states(over_nixl)
+    other = over_nixl.request(7, prefix_len=0).start_decode().ask()
+    other.wait_receivers(KVPoll.Failed)
+    assert "another decode worker has asked for this room" in str(other.receivers[0].failure())
+    first.send()
+    first.wait_senders(KVPoll.Success)
+    first.wait_receivers(KVPoll.Success)
+
+
+def test_mooncake_fails_no_other_workers_request_for_states_that_do_not_fit(over_mooncake):
+    first = over_mooncake.request(7, 24, 8).bootstrap()
+    two = mooncake.Rank(over_mooncake, mooncake.DisaggregationMode.DECODE, 0, 1)
+    mooncake.until(lambda: two.manager.try_ensure_parallel_info(over_mooncake.addr), "answer")
+    ones, over_mooncake.decode = over_mooncake.decode, [two]
+    halve_states(over_mooncake)
+    other = over_mooncake.request(7, 24, 0).start_decode().ask()
+    other.wait_receivers(KVPoll.Failed)
+    assert "another decode worker has asked for this room" in str(other.receivers[0].failure())
+    assert first.senders[0].failure_reason() is None
+    over_mooncake.decode = [*ones, two]
+    first.send()
+    first.finish()
+
+
+@pytest.mark.parametrize("kind", [nixl, mooncake])
+def test_prefill_says_the_same_cause_when_decode_asks_before_its_request_is_there(monkeypatch, kind):
+    """Decode, told of the refusal, gives the request up; that was all that prefill's client heard."""
+    world = kind.World(monkeypatch, states=SLOTS)
+    halve_states(world)
+    request = world.request(7, 26, 8).start_decode().ask()
+    request.wait_receivers(KVPoll.Failed)
+    rooms = world.prefill[0].manager.rooms
+    request.receivers[0].cancel()
+    nixl.until(lambda: rooms.has_ended(7), "decode has given it up")
+    request.start_prefill().wait_senders(KVPoll.Failed)
+    assert re.search(OTHER_TYPES[kind], request.senders[0].failure_reason())
+    getattr(world, "close", lambda: None)()
+
+
 @pytest.mark.parametrize("radix", [True, False])
 @pytest.mark.parametrize("states", [SLOTS, None])
 def test_nixl_tells_the_sizes_of_states_with_the_flag(monkeypatch, radix, states):

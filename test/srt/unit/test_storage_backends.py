@@ -710,6 +710,7 @@ def test_a_tree_is_built_with_what_its_storage_takes(container, monkeypatch):
     monkeypatch.setattr(kv_cache_builder, "add_host_tier", lambda *given: told.append(given))
     for name in "add_storage", "get_attention_tp_rank", "get_attention_tp_size":
         monkeypatch.setattr(kv_cache_builder, name, lambda *given: None)
+    monkeypatch.setattr(kv_cache_builder, "get_attention_tp_group", lambda: SimpleNamespace(cpu_group=None))
     engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
     runner: Any = SimpleNamespace(token_to_kv_pool=None)
     kv_cache_builder.build(cache_support.DECODE, engines, args, runner, lambda: 0, lambda: None)

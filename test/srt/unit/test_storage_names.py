@@ -197,6 +197,9 @@ CHANGE_KV = {
     "enable_precise_embedding_interpolation": True,
     "flashinfer_mxfp4_moe_precision": "bf16",
     "ep_dispatch_algorithm": "fake",
+    "fp8_gemm_runner_backend": "triton",
+    "moe_runner_backend": "deep_gemm",
+    "moe_a2a_backend": "deepep",
 }
 #: Those that count too, in a way of their own, which tests here or of configs go through; or the layout of a page (TP).
 IN_A_WAY_OF_THEIR_OWN = """
@@ -204,6 +207,7 @@ IN_A_WAY_OF_THEIR_OWN = """
     speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format
     speculative_draft_model_quantization kt_weight_path kt_method kt_num_gpu_experts kt_max_deferred_experts_per_token
     decrypted_config_file decrypted_draft_config_file mamba_ssm_dtype pegaflow_namespace
+    speculative_moe_runner_backend speculative_moe_a2a_backend
 """
 #: And those that change no KV of the same tokens but by rounding (kernels, parallelism, batches); by an adapter or an
 #: image, which have an `extra_key` or tokens of their own; or of a model whose tree or pool is refused with both.
@@ -234,13 +238,13 @@ CHANGE_NONE = """
     nnodes node_rank preferred_sampling_params enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules
     lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size
     experts_shared_outer_loras attention_backend decode_attention_backend prefill_attention_backend sampling_backend
-    grammar_backend mm_attention_backend fp8_gemm_runner_backend fp4_gemm_runner_backend nsa_prefill_backend
+    grammar_backend mm_attention_backend fp4_gemm_runner_backend nsa_prefill_backend
     nsa_decode_backend disable_flashinfer_autotune mamba_backend speculative_num_steps speculative_eagle_topk
     speculative_num_draft_tokens speculative_accept_threshold_single speculative_accept_threshold_acc
-    speculative_token_map speculative_attention_mode speculative_draft_attention_backend speculative_moe_runner_backend
-    speculative_moe_a2a_backend speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
+    speculative_token_map speculative_attention_mode speculative_draft_attention_backend
+    speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
     speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity enable_multi_layer_eagle
-    ep_size moe_a2a_backend moe_runner_backend enable_flashinfer_allreduce_fusion
+    ep_size enable_flashinfer_allreduce_fusion
     enforce_disable_flashinfer_allreduce_fusion enable_aiter_allreduce_fusion deepep_mode ep_num_redundant_experts
     init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
     eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode

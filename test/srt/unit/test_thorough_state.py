@@ -129,11 +129,15 @@ def test_parts_are_of_the_same_model(tmp_path):
     assert found_with("org/model") == found_with("org/model")
 
 
-def test_parts_are_of_the_same_build(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "_INSTALLED", tmp_path)
+@pytest.mark.parametrize("place", ["package", "package/supplied/cpu_host", "sglang/srt"])
+def test_parts_are_of_the_same_build(tmp_path, monkeypatch, place):
+    """The patch tree is beside the package where that is installed to be edited."""
+    monkeypatch.setattr(facts, "_INSTALLED", tmp_path / "package")
+    monkeypatch.setattr(facts.loader, "patch_root", lambda: tmp_path)
+    (tmp_path / place).mkdir(parents=True)
     told = []
     for content in ("right = 1\n", "right = 2\n"):
-        (tmp_path / "kernel.py").write_text(content)
+        (tmp_path / place / "kernel.py").write_text(content)
         told.append(facts.versions(Host(True, checkout=None), None)["files of the package"])
     assert told[0] != told[1]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import test_mooncake_wire
@@ -17,10 +20,11 @@ from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, parse_capabilities
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from waiting import until
 
@@ -71,6 +75,11 @@ def shaken_hands(world: Any) -> None:
     manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer, False))
 
 
+def refuse(peer: dict, frames: list[bytes]) -> None:
+    """Instead of a message."""
+    raise NotTaken("the way is cut")
+
+
 @pytest.mark.parametrize("backend", WORLDS)
 def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.MonkeyPatch, backend: str):
     """Decode gives up after 30 s and cannot say so: others had its pages at 60 s, and prefill wrote until 300 s."""
@@ -82,18 +91,38 @@ def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.Mon
     request.ask()
     request.wait_senders(KVPoll.WaitingForInput)
     (receiver,) = request.receivers
-    receiver.fenced = True
-
-    def cut(peer: dict, frames: list[bytes]) -> None:
-        raise NotTaken("the way is cut")
-
-    receiver._send_to = cut
+    receiver.fenced, receiver._send_to = True, refuse
     receiver.fail("timed out")
     assert receiver.poll() == KVPoll.Failed
     receiver.cancel()
     given_up_at = receiver.state.given_up_at
     assert request.senders[0].state.due_at < given_up_at + 300
     for ago, done in ((31, False), (299, False), (301, True)):
+        receiver.state.given_up_at = given_up_at - ago
+        assert receiver.writers_done() == done
+
+
+@pytest.mark.parametrize("other", [Capabilities(version=1, waiting_timeout=30), Capabilities()], ids=["30 s", "404"])
+@pytest.mark.parametrize("backend", WORLDS)
+def test_pages_are_kept_for_as_long_where_another_prefill_has_its_address(
+    monkeypatch: pytest.MonkeyPatch, backend: str, other: Capabilities
+):
+    """What is said there by then is not said of the one that was asked, which stood still and may go on."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
+    world: Any = WORLDS[backend](monkeypatch)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "600")
+    request = world.request(1, 24, 8).start_prefill().start_decode()
+    shaken_hands(world)
+    request.ask()
+    request.wait_senders(KVPoll.WaitingForInput)
+    (receiver,) = request.receivers
+    receiver.fenced, receiver._send_to = True, refuse
+    receiver.fail("its prefill is lost")
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    world.decode[0].manager.prefills.capabilities[receiver.bootstrap_addr] = other
+    given_up_at = receiver.state.given_up_at
+    for ago, done in ((31, False), (599, False), (601, True)):
         receiver.state.given_up_at = given_up_at - ago
         assert receiver.writers_done() == done
 
@@ -112,24 +141,127 @@ def test_pages_are_kept_for_as_long_where_an_error_hides_whether_prefill_writes(
     assert len(errors) == 3
 
 
+class Waits:
+    """A request that waits on decode for prefill ``addr``; when that was told of it, by the clock of the test."""
+
+    def __init__(self, clock: Any, manager: Any, room: int, addr: str = test_nixl_wire.ADDR):
+        self.kv_receiver = NixlKVReceiver(manager, addr, room)
+        self.kv_receiver.init(0)
+        assert self.kv_receiver.poll() == KVPoll.WaitingForInput
+        self.told: list[float] = []
+        self.kv_receiver._send_to = lambda peer, frames: self.told.append(clock.now)
+
+    def lose(self, error: Exception | str) -> None:
+        raise AssertionError(error)
+
+
+class Telling:
+    """Decode's words to prefills, step by step of 0.25 s and 4 words; every second request waits for the second."""
+
+    SECOND, STEP_S = "10.0.0.10:8998", 0.25
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first_s: int, second_s: int):
+        """first_s, second_s: the prefills' SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT."""
+        monkeypatch.setattr(decode_handshakes, "ANNOUNCEMENTS", 4)
+        self.manager = test_nixl_wire.World(monkeypatch).decode[0].manager
+        monkeypatch.setattr(decode_handshakes, "time", self)
+        table, known = self.manager.prefill_info_table, self.manager.prefills.capabilities
+        table[self.SECOND] = table[test_nixl_wire.ADDR]
+        for addr, seconds in ((test_nixl_wire.ADDR, first_s), (self.SECOND, second_s)):
+            known[addr] = Capabilities(version=1, queued=True, bootstrap_timeout=seconds)
+        self.now = self.began = time.monotonic()
+        self.announcements: Any = decode_handshakes.Announcements(300 / 4)
+        self.first = [self.arrive() for _ in range(60)]
+        self.second = [self.arrive(self.SECOND) for _ in range(60)]
+        self.waiting = [request for both in zip(self.first, self.second, strict=True) for request in both]
+        for request in self.waiting:
+            self.announcements.add(request)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def arrive(self, addr: str = test_nixl_wire.ADDR) -> Any:
+        return Waits(self, self.manager, len(self.manager.request_status) + 1, addr)
+
+    def step(self, seconds: float) -> int:
+        """Returns in how many steps prefills were told of anything."""
+        telling = 0
+        for _ in range(int(seconds / self.STEP_S)):
+            before = self._words()
+            self.announcements.announce(self.waiting)
+            words = self._words() - before
+            assert words <= 4
+            telling += words > 0
+            self.now += self.STEP_S
+        return telling
+
+    def _words(self) -> int:
+        return sum(len(request.told) for request in (*self.first, *self.second))
+
+    def unheard_s(self, requests: list[Any]) -> float:
+        """The longest for which a prefill has not heard of one of ``requests``."""
+        each = [[self.began, *request.told, self.now] for request in requests]
+        return max(later - before for told in each for before, later in pairwise(told))
+
+
 def test_prefill_hears_of_what_waits_before_its_own_time_is_over(monkeypatch: pytest.MonkeyPatch):
-    """It failed what waited for memory after its 30 s; decode says so every quarter of what it takes to be right."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "30")
-    world: Any = test_nixl_wire.World(monkeypatch)
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=time.monotonic())
-    monkeypatch.setattr(decode_handshakes, "time", clock)
-    request = world.request(1).start_prefill().start_decode()
-    shaken_hands(world)
-    waiting: Any = SimpleNamespace(kv_receiver=request.receivers[0], lose=print)
-    announcements = decode_handshakes.Announcements(300 / 4)
-    announcements.add(waiting)
-    announcements.announce([waiting])
-    rooms = world.prefill[0].manager.rooms
-    until(lambda: 1 in rooms.waiting, "prefill knows of it")
-    (before,) = rooms.waiting[1].values()
-    clock.now += 30 / 4 + 0.1
-    announcements.announce([waiting])
-    until(lambda: max(rooms.waiting[1].values()) > before, "it hears that again")
+    """It failed what waited for memory after its 30 s; decode says so every quarter of what it takes to be right.
+
+    Words began at the head of the queue again before its end had had its turn, so what was far behind was never told.
+    """
+    telling = Telling(monkeypatch, 300, 80)
+    telling.step(620)
+    # As long as it takes to tell of all that are due, beside a quarter of the time.
+    assert telling.unheard_s(telling.second) < 80 / 4 + 32 < 80
+    assert telling.unheard_s(telling.first) < 300 / 4 + 32
+    # And no more often than that.
+    assert max(len(request.told) for request in telling.first) <= 1 + 620 / 75
+    assert max(len(request.told) for request in telling.second) <= 1 + 620 / 20
+
+
+def test_a_prefill_of_little_patience_is_at_nobody_elses_expense(monkeypatch: pytest.MonkeyPatch):
+    """Its requests are more than can be told of in its time; once it has none, words are as rare as without it."""
+    telling = Telling(monkeypatch, 300, 2)
+    telling.step(320)
+    assert telling.unheard_s(telling.first) < 300 / 4 + 10
+    newcomer = telling.arrive()
+    telling.first.append(newcomer)
+    telling.waiting.append(newcomer)
+    telling.announcements.add(newcomer)
+    telling.step(telling.STEP_S)
+    assert newcomer.told
+    telling.waiting = [*telling.first]
+    telling.step(2)
+    assert telling.step(300) <= 4 * len(telling.first)
+    assert telling.unheard_s(telling.first[:-1]) < 300 / 4 + 10
+    assert [*telling.announcements.listeners] == [test_nixl_wire.ADDR]
+
+
+def test_those_whose_hands_are_not_shaken_hold_up_no_words_of_others(monkeypatch: pytest.MonkeyPatch):
+    telling = Telling(monkeypatch, 40, 300)
+    silent = telling.first[1:]
+    for request in silent:
+        request.kv_receiver.bootstrap_infos = None
+    telling.step(320)
+    assert not any(request.told for request in silent)
+    assert telling.unheard_s(telling.first[:1]) < 40 / 4 + 1
+    assert telling.unheard_s(telling.second) < 300 / 4 + 40
+    for request in silent:
+        request.kv_receiver.bootstrap_infos = telling.first[0].kv_receiver.bootstrap_infos
+    telling.step(20)
+    assert all(request.told for request in silent)
+
+
+def test_what_has_ended_is_not_kept_to_be_told_of_again(monkeypatch: pytest.MonkeyPatch):
+    telling = Telling(monkeypatch, 300, 300)
+    telling.step(40)
+    assert all(request.told for request in telling.waiting)
+    gone = [ref(request) for request in telling.waiting]
+    telling.waiting, telling.first, telling.second = [], [], []
+    gc.collect()
+    assert not any(request() for request in gone)
+    telling.step(150)
+    assert not telling.announcements.listeners
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_what_is_raised_can_be_found():
     """Every text that the patch set, or what it supplies to a host, raises an error with is quoted."""
     quoted = [message for message, _ in SPOKEN if " " in message]
     missing = []
-    for error in raised(PATCH, PACKAGE / "supplied", PACKAGE / "environment.py"):
+    for error in raised(PATCH, PACKAGE / "supplied", PACKAGE / "patching", PACKAGE / "environment.py"):
         text = error.text.strip(HOLE + " :.,")
         if len(text) < 8 or any(word in error.text for word in NO_USERS):
             continue

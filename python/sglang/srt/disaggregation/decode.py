@@ -42,7 +42,7 @@ from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, measured, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
-from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
+from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.prefix_loads import PrefixLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
@@ -275,11 +275,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # From here on the tree knows what is waited for.
         self.schedule.entry_of(decode_req)
         self.announcements.add(decode_req)
-        req = decode_req.req
-        if is_warmup(req):
-            return
-        self.rooms[req.bootstrap_room] = decode_req
-        self.loads.begin(decode_req)
+        if not is_warmup(decode_req.req):
+            self.rooms[decode_req.req.bootstrap_room] = decode_req
+            self.loads.begin(decode_req)
+            self.admission.deltas.expect(decode_req)
 
     def _all_requests(self) -> list[DecodeRequest]:
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
@@ -482,7 +481,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
     def _poll_transfers(self) -> list[Req]:
         polls, released = poll_transfers(self.queue, self.quarantine, self.tree_cache.tier, self.gloo_group)
-        self.quarantine = [dr for dr in self.quarantine if dr not in released]
+        left = set(map(id, released))
+        self.quarantine = [dr for dr in self.quarantine if id(dr) not in left]
         arrived: list[Req] = []
         ended: list[Req] = []
         still: list[DecodeRequest] = []
@@ -503,11 +503,11 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 # Another request's metadata came into its buffer, or its own cannot be used.
                 self.policy.leave(decode_req.entry)
                 ended.append(decode_req.req)
-                closed = decode_req.kv_receiver is None or is_warmup(decode_req.req)
-                self._set_aside(decode_req, released, closed)
+                self._set_aside(decode_req, released, decode_req.kv_receiver is None or is_warmup(decode_req.req))
             else:
                 # First: what it waits for no longer need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
+                keep_same_images(decode_req, self.metadata_buffers.output_ids)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache)
                 note_known(decode_req.req.last_node)

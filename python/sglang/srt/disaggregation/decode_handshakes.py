@@ -6,11 +6,13 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); in
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -56,45 +58,116 @@ class LiveRooms(WeakValueDictionary[int, Any]):
         return True
 
 
-class Announcements:
-    """Tells prefills of the requests that wait here."""
+class Listener:
+    """What one prefill has still to be told of the requests that wait for it here.
+
+    again_s: seconds after which it is told again of each.
+    """
 
     def __init__(self, again_s: float):
-        """again_s: after how long they are told again of all that wait, if none that is told gives up before."""
         self.again_s = again_s
-        # Requests that prefill has not been told of, and when all that wait were last looked at.
+        # Those that it has not been told of, and those of them whose handshake was not done when that was tried.
+        self.new: deque[DecodeRequest] = deque()
+        self.unreached: deque[DecodeRequest] = deque()
+        # When it was told of each of the others, the one of longest ago first. They may have ended since: what they
+        # hold is not kept for this.
+        self.told: deque[tuple[float, ref[DecodeRequest]]] = deque()
+
+    def due_at(self) -> float:
+        """When it is to be told of the next one, by the monotonic clock."""
+        if self.new or self.unreached:
+            return -math.inf
+        return self.told[0][0] + self.again_s if self.told else math.inf
+
+    def take(self, now: float, known: Container[int]) -> DecodeRequest | None:
+        """The next one that it is to be told of, which leaves the book; None if there is none now.
+
+        known: the ids of the requests that wait.
+        """
+        while self.new:
+            if id(decode_req := self.new.popleft()) in known:
+                return decode_req
+        while self.told and self.told[0][0] + self.again_s < now:
+            told = self.told.popleft()[1]()
+            if told is not None and id(told) in known:
+                return told
+        while self.unreached:
+            # Behind those it has heard of: there may be as many as can be told of in a step, in each step.
+            if id(decode_req := self.unreached.popleft()) in known:
+                return decode_req
+        return None
+
+
+class Announcements:
+    """Tells prefills of the requests that wait here: of each soon, and again before its prefill gives it up.
+
+    In a step of at most ANNOUNCEMENTS requests. Prefills take turns, so that one that has more to hear of than that, or
+    less time, is at nobody else's expense.
+    """
+
+    def __init__(self, again_s: float):
+        """again_s: after how long a prefill is told again of a request, if it does not give up before."""
+        self.again_s = again_s
+        # Requests that have come since the last step, and the prefills that others wait for, by address; the one whose
+        # turn it is first.
         self.unannounced: list[DecodeRequest] = []
-        self.announced_at = time.monotonic()
+        self.listeners: dict[str, Listener] = {}
+        # When the first of them is to be told something.
+        self.due_at = math.inf
 
     def add(self, decode_req: DecodeRequest) -> None:
         """Have prefill told of a request at the end of the step, if it waits then."""
         self.unannounced.append(decode_req)
 
     def announce(self, waiting: Sequence[DecodeRequest]) -> None:
-        """Tell prefills of those of ``waiting`` that they do not know of."""
+        """Tell prefills of those of ``waiting`` that they have not heard of, or not for long."""
         now = time.monotonic()
-        if now - self.announced_at > self.again_s:
-            self.announced_at, self.unannounced = now, [*waiting]
-        if not self.unannounced:
+        if not self.unannounced and now <= self.due_at:
             return
-        known, later = {id(dr) for dr in waiting}, []
-        for decode_req in self.unannounced[:ANNOUNCEMENTS]:
-            receiver = decode_req.kv_receiver
-            if id(decode_req) not in known or not isinstance(receiver, CommonKVReceiver):
+        self._sort_in()
+        known = {id(dr) for dr in waiting}
+        turns = deque(addr for addr, listener in self.listeners.items() if listener.due_at() < now)
+        tried, unreached = 0, []
+        while turns and tried < ANNOUNCEMENTS:
+            addr = turns.popleft()
+            listener = self.listeners[addr]
+            decode_req = listener.take(now, known)
+            if decode_req is None:
                 continue
-            try:
-                # Behind the window it is not polled.
-                receiver.shake_hands()
-                if receiver.bootstrap_infos is None:
-                    # The handshake is not done.
-                    later.append(decode_req)
-                else:
-                    receiver.announce()
-                    waits_s = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).bootstrap_timeout
-                    self.again_s = min(self.again_s, waits_s / 4 or self.again_s)
-            except Exception as e:
-                decode_req.lose(e)
-        self.unannounced = [*self.unannounced[ANNOUNCEMENTS:], *later]
+            tried += 1
+            turns.append(addr)
+            # In the next step it comes after those that were not reached in this one.
+            self.listeners[addr] = self.listeners.pop(addr)
+            if not self._tell(listener, decode_req, now):
+                unreached.append((listener, decode_req))
+        for listener, decode_req in unreached:
+            listener.unreached.append(decode_req)
+        dues = {addr: listener.due_at() for addr, listener in self.listeners.items()}
+        self.listeners = {addr: self.listeners[addr] for addr, due_at in dues.items() if due_at < math.inf}
+        self.due_at = min(dues.values(), default=math.inf)
+
+    def _sort_in(self) -> None:
+        for decode_req in self.unannounced:
+            if isinstance(decode_req.kv_receiver, CommonKVReceiver):
+                addr = decode_req.kv_receiver.bootstrap_addr
+                self.listeners.setdefault(addr, Listener(self.again_s)).new.append(decode_req)
+        self.unannounced.clear()
+
+    def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float) -> bool:
+        """Tell a prefill of a request, unless the handshake is not done; returns whether it is."""
+        receiver = decode_req.kv_receiver
+        try:
+            # Behind the window it is not polled.
+            receiver.shake_hands()
+            if receiver.bootstrap_infos is None:
+                return False
+            receiver.announce()
+            waits_s = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).bootstrap_timeout
+            listener.again_s = min(self.again_s, waits_s / 4 or self.again_s)
+            listener.told.append((now, ref(decode_req)))
+        except Exception as e:
+            decode_req.lose(e)
+        return True
 
 
 def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:

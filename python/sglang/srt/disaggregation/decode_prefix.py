@@ -11,6 +11,7 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,21 @@ __all__ = [
     "KvTransferCounters",
     "check_decode_prefix",
     "count_runs",
+    "images_digest",
     "pages",
     "prompt_digest",
+    "prompt_digests",
+    "say_images",
 ]
 
 # Where a prefill's bootstrap server says that it understands a decode prefix, and in which version.
 DECODE_PREFIX_ROUTE = "/decode_prefix"
 DECODE_PREFIX_VERSION = 1
+# The bytes of a `prompt_digest`.
+DIGEST_SIZE = 16
+# Of a request's row of `MetadataBuffers.output_ids`, a number that the engine sends and nobody reads: 1 if prefill has
+# computed it with other images than decode's.
+OTHER_IMAGES = 12
 
 
 def pages(num_tokens: int, page_size: int) -> int:
@@ -54,13 +63,42 @@ def prompt_digest(token_ids: Sequence[int], prompt_len: int) -> bytes:
     token_ids: before images are padded with hashes of their features, of which two hosts may differ in the last bit.
     prompt_len: tokens with the images.
     """
-    try:
-        # Of an unsigned type a list is read several times as fast as by NumPy: 128K tokens take a millisecond in all.
-        tokens = array("I", token_ids).tobytes()
-    except OverflowError:
-        # A number of the model's own, which is no token, in the place of an image.
-        tokens = repr([*token_ids]).encode()
-    return hashlib.sha256(b"%d " % prompt_len + tokens).digest()[:16]
+    digest = hashlib.sha256(b"%d " % prompt_len)
+    digest.update(_packed(token_ids))
+    return digest.digest()[:DIGEST_SIZE]
+
+
+def _packed(token_ids: Sequence[int]) -> array[int] | bytes:
+    # 128K tokens take 1.0 ms in all: 0.7 for reading the list, 0.3 for the hash. NumPy, and each signed type, reads it
+    # in 2 to 2.4.
+    for code in "I", "q":
+        try:
+            return array(code, token_ids)
+        except OverflowError:
+            # A number of the model's own, which is no token, in the place of an image: 3.4 ms.
+            continue
+    return repr([*token_ids]).encode()
+
+
+def prompt_digests(req: Any) -> bytes:
+    """The `prompt_digest` of a request's prompt; behind it, with images, `images_digest` of these."""
+    digest = prompt_digest(req.origin_input_ids_unpadded, len(req.origin_input_ids))
+    return digest + images_digest(req.origin_input_ids, req.origin_input_ids_unpadded)
+
+
+def images_digest(padded: Sequence[int], unpadded: Sequence[int]) -> bytes:
+    """What says which images are where in a prompt, 16 bytes; empty where the engine has not made another list of it.
+
+    padded: its tokens, with hashes of features in the places of images, by which a tree knows them.
+    """
+    return b"" if padded is unpadded else prompt_digest(padded, len(padded))
+
+
+def say_images(req: Any, buffers: Any) -> None:
+    """Write into the metadata of ``req`` whether prefill has computed it with other images than decode has."""
+    sender = req.disagg_kv_sender
+    if hasattr(sender, "other_images"):
+        buffers.output_ids[req.metadata_buffer_index, OTHER_IMAGES] = sender.other_images
 
 
 def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int) -> None:

@@ -6,7 +6,7 @@ Upstream: sgl-project/sglang#29471 (open), a resume that matches again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,41 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["Resumption"]
 
 logger = logging.getLogger(__name__)
+
+
+class BudgetOfStep:
+    """What a step has to give to those that come back and do not decode at once, as `DecodeAdder` has it.
+
+    Made when it is first asked for, which takes a look at all that live, and from then on kept up by plans.
+    """
+
+    def __init__(self, accounts: Accounts, live: LiveReqs, loading: Callable[[], Iterable[TreeNode]]):
+        """live: those that wait to come back are left out, for they hold nothing. loading: see `Accounts.budget`."""
+        self._accounts, self._live, self._loading = accounts, live._replace(retracted=()), loading
+        self._joined: list[Req] = []
+        self._budget: Budget | None = None
+
+    def now(self) -> Budget:
+        """After all that has come back in this step."""
+        if self._budget is None:
+            live = self._live._replace(running=[*self._live.running, *self._joined])
+            self._budget = self._accounts.budget(live, self._loading())
+        return self._budget
+
+    def add(self, req: Req, plan: AdmissionPlan) -> None:
+        """``req`` has come back; to decode at once, if nobody has asked yet.
+
+        One that decodes counts as on its way where the budget is there already, which is a little less to give.
+        """
+        if self._budget is None:
+            self._joined.append(req)
+        else:
+            self._budget.admit(plan, self._accounts.reserved)
 
 
 class Resumption:
@@ -83,12 +114,13 @@ class Resumption:
         # A look at each that runs: from here on a resume takes its window of it, and one that fails gives its own back.
         windows = self._accounts.free(live.running).windows
         load = None if self._gate is None else self._gate.load(live)
-        # Those who wait to come back hold nothing.
-        joins, live = self._joins(), live._replace(retracted=())
+        joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.nodes_in_use)
         for req in retracted:
+            if self._memory.rows.available_size() <= 0:
+                break
             free = Memory(self._accounts.free(()).kv, windows)
-            budget = None if (joined := joins(req)) else self._accounts.budget(live, self._tree.nodes_in_use())
-            if self._memory.rows.available_size() <= 0 or self._is_blocked(req, free, kept, budget, version):
+            budget = None if joins(req) else waiting
+            if self._is_blocked(req, free, kept, budget, version):
                 break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
             try:
@@ -113,7 +145,7 @@ class Resumption:
                 continue
             kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
             windows -= plan.window.now
-            live = live._replace(running=[*live.running, req]) if joined else live._replace(coming=[*live.coming, req])
+            waiting.add(req, plan)
             resumed.append(req)
         if self._gate is not None:
             self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
@@ -131,7 +163,7 @@ class Resumption:
         return False
 
     def _is_blocked(
-        self, req: Req, free: Memory, kept: Memory, budget: Budget | None, version: Callable[[], tuple[int, ...]]
+        self, req: Req, free: Memory, kept: Memory, budget: BudgetOfStep | None, version: Callable[[], tuple[int, ...]]
     ) -> bool:
         """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough.
 
@@ -171,6 +203,6 @@ class Resumption:
         req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
 
 
-def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: Budget | None) -> bool:
+def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: BudgetOfStep | None) -> bool:
     """Whether a retracted request may come back. budget: of an admission, if it would not decode at once."""
-    return free.covers(plan.needed, kept) if budget is None else budget.covers(plan, Memory(0))
+    return free.covers(plan.needed, kept) if budget is None else budget.now().covers(plan, Memory(0))

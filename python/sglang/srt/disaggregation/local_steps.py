@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_time import note_taken_over
 from sglang.srt.managers.lora_batch import AdapterTurns, running_and_waiting
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
 
@@ -146,11 +146,22 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     return batch
 
 
+class Aborted(FINISH_ABORT):
+    """The end of a request whose client, or an operator, has aborted it before its prompt was computed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Leaves out the engine's status, which is null: a streamed chat asks for its name, and breaks off.
+
+        What the engine says of its waiting queue has none either.
+        """
+        return {name: value for name, value in super().to_json().items() if name != "status_code"}
+
+
 def end_aborted(scheduler: Any, local: LocalPrefills) -> None:
     """Release the requests that have been aborted before they were computed to their end."""
     for decode_req in local.take_aborted(scheduler.enable_overlap):
         req = decode_req.req
-        req.finished_reason = req.to_finish
+        req.finished_reason = req.to_finish if req.to_finish.status_code else Aborted(req.to_finish.message)
         decode_req.advance(Phase.RELEASED)
         release_kv_cache(req, scheduler.tree_cache, is_insert=False)
         scheduler.stream_output([req], req.return_logprob)

@@ -18,9 +18,12 @@ __all__ = ["LostReqs", "MessageAhead"]
 
 @dataclass
 class LostReqs:
-    """From the rank that receives to all ranks of a prefill: why requests have failed, by rid."""
+    """From the rank that receives to all ranks of a prefill: why requests have failed, by room.
 
-    reasons: dict[str, str]
+    Two requests may have one rid: a gateway's that has tried again, or two clients'.
+    """
+
+    reasons: dict[int, str]
 
 
 class MessageAhead:

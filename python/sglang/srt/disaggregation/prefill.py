@@ -17,6 +17,7 @@ from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
+from sglang.srt.disaggregation.decode_prefix import say_images
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
 from sglang.srt.disaggregation.kv_weights import know_weights
@@ -81,6 +82,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
             req.disagg_kv_sender.prompt_ids = req.origin_input_ids_unpadded
+            req.disagg_kv_sender.expect_question(req.origin_input_ids)
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
             if self.reads is not None and may_compute(req):
@@ -176,35 +178,40 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         computed = [req for req in (self.chunked_req, *self._in_flight()) if req is not None]
         return any(req.rid == rid for reqs in (*queued, computed, self.disagg_prefill_inflight_queue) for req in reqs)
 
-    def lost_requests(self) -> dict[str, str]:
-        """Why requests have failed, as far as this rank knows, that no queue polls, by rid.
+    def lost_requests(self) -> dict[int, str]:
+        """Why requests have failed, as far as this rank knows, that no queue polls, by room.
 
         Those that wait for their turn, and those of which a part is being computed.
         """
         unpolled = [*self.waiting_queue, self.chunked_req, *self._in_flight()]
-        lost: dict[str, str] = {}
+        lost: dict[int, str] = {}
         for req in unpolled:
             sender = getattr(req, "disagg_kv_sender", None)
             reason = sender.failure_reason() if isinstance(sender, CommonKVSender) and not req.finished() else None
             if reason is not None:
-                lost[req.rid] = reason
+                lost[req.bootstrap_room] = reason
         return lost
 
     def handle_lost_requests(self, recv_req: LostReqs) -> None:
         """End these requests, in the same step on all ranks: nothing more is computed for them."""
 
         def lose(req: Req | None) -> bool:
-            if req is None or req.rid not in recv_req.reasons or not isinstance(req.disagg_kv_sender, CommonKVSender):
+            if req is None or not isinstance(req.disagg_kv_sender, CommonKVSender):
+                return False
+            reason = recv_req.reasons.get(req.bootstrap_room)
+            if reason is None:
                 return False
             # It may have failed here for a reason of its own. Decode is told when nothing is being written.
             req.disagg_kv_sender.fail_if_refused()
-            req.disagg_kv_sender.fail(recv_req.reasons[req.rid])
+            req.disagg_kv_sender.fail(reason)
             req.disagg_kv_sender.poll()
-            self._tell_lost(req, recv_req.reasons[req.rid])
+            self._tell_lost(req, reason)
             return True
 
-        for req in filter(lose, [*self.waiting_queue]):
-            self.waiting_queue.remove(req)
+        lost = [req for req in self.waiting_queue if lose(req)]
+        gone = set(map(id, lost))
+        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in gone]
+        for req in lost:
             engine.release_req_to_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
             if self.enable_hicache_storage:
                 self.tree_cache.release_aborted_request(req.rid)
@@ -275,6 +282,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
             # The last of several pipeline stages, with --pp-async-batch-depth, goes on without having waited for it.
             self.launch_event.synchronize()
+        if last_chunk:
+            say_images(req, self.disagg_metadata_buffers)
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:
             super().send_kv_chunk(req, last_chunk, end_idx)

@@ -7,13 +7,14 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.common.wire import PROMPT
-from sglang.srt.disaggregation.decode_prefix import prompt_digest
+from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, prompt_digests
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import kv_to_page_indices
@@ -21,13 +22,18 @@ from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 from sglang.srt.mem_cache.known_prefixes import unknown_above
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["PrefillDeltas"]
+__all__ = ["PrefillDeltas", "keep_same_images"]
 
+logger = logging.getLogger(__name__)
+
+# Of no tree: see `DecodeRadixCache.accepts`.
+NO_GENERATION = -1
 DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
 
 
@@ -47,6 +53,20 @@ def _least_read(receiver: Any) -> int:
 def _compares_prompts(receiver: Any) -> bool:
     """Whether a receiver's prefill takes a digest of the request's prompt."""
     return hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
+
+
+def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor) -> None:
+    """Have the tree take nothing of a request that has just arrived if prefill has computed it with other images.
+
+    It is served: its client sees what it gets, and two hosts may compute features that differ in the last bit. But the
+    tree would keep KV of prefill's images for all who come with decode's. output_ids: int32 [buffers, 16].
+    """
+    req = decode_req.req
+    if output_ids[decode_req.metadata_buffer_index, OTHER_IMAGES] and not is_warmup(req):
+        logger.warning(
+            "Request %s: the images of prefill and decode differ, so none of its KV is kept on decode", req.rid
+        )
+        req.kv_generation = NO_GENERATION
 
 
 class PrefillDeltas:
@@ -70,6 +90,16 @@ class PrefillDeltas:
     def room(self) -> int:
         """Requests that it can take on now."""
         return self._buffer_indices.available_size()
+
+    @staticmethod
+    def expect(decode_req: DecodeRequest) -> None:
+        """Make the digest of the prompt of a request that has just arrived, if its prefill is known to compare them.
+
+        Requests come one by one, and all that wait for the same prefix are asked for in one step.
+        """
+        receiver = decode_req.kv_receiver
+        if _compares_prompts(receiver):
+            receiver.own_prompt = prompt_digests(decode_req.req)
 
     def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
         """Ask for the delta of a request that has its memory, now or when the step behind ``fence`` is over."""
@@ -134,15 +164,17 @@ class PrefillDeltas:
                 except Exception as e:
                     decode_req.lose(e)
 
-    @staticmethod
-    def _ask(decode_req: DecodeRequest) -> None:
+    @classmethod
+    def _ask(cls, decode_req: DecodeRequest) -> None:
         """Send prefill the message that names what it is to write."""
         decode_req.advance(ASKED)
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
             if _compares_prompts(receiver):
-                receiver.prompt = PROMPT, prompt_digest(req.origin_input_ids_unpadded, len(req.origin_input_ids))
+                if not hasattr(receiver, "own_prompt"):
+                    cls.expect(decode_req)
+                receiver.prompt = PROMPT, receiver.own_prompt
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

@@ -26,10 +26,12 @@ __all__ = [
     "REFUSED_ROUTE",
     "RefusedReq",
     "RefusedRooms",
+    "is_at_fault",
     "listen",
     "rooms_refused",
     "take_refusal",
     "tell_prefill",
+    "words_for_decode",
 ]
 
 # On a prefill's bootstrap server.
@@ -44,17 +46,26 @@ MOST_CHARACTERS = 1000
 # Seconds that a prefill has to answer.
 ANSWER_S = 5.0
 
+# How the reason begins that prefill notifies decode of where the request itself is at fault; and how decode takes it.
+AT_FAULT = "the request is refused: "
+_TOLD_AT_FAULT = f"prefill reported: {AT_FAULT}"
+
 _tellers = PeerCalls("tell-refusal")
 _listeners: list[Callable[[int, str], None]] = []
 
 
 @dataclass
 class RefusedReq:
-    """To prefill's scheduler: a room that decode has refused, or this prefill itself."""
+    """To prefill's scheduler: a room that decode has refused, or this prefill itself.
+
+    at_fault: of what this prefill has refused, whether the request itself is: decode answers its client 400 then, as
+    prefill has, and not 500, after which a router asks other workers.
+    """
 
     room: int
     reason: str
     by_decode: bool
+    at_fault: bool = False
 
 
 class RefusedRooms(RoomNotes[str]):
@@ -66,6 +77,16 @@ class RefusedRooms(RoomNotes[str]):
     def reason(self, room: int | None) -> str | None:
         """Why, or None if it was not refused of late."""
         return self.of(room)
+
+
+def words_for_decode(refused: RefusedReq) -> str:
+    """Why decode's request for KV fails that asks for what this prefill has refused."""
+    return f"{AT_FAULT}{refused.reason}" if refused.at_fault else refused.reason
+
+
+def is_at_fault(reason: str) -> bool:
+    """Whether a transfer has failed, for ``reason``, since prefill says that the request itself is at fault."""
+    return _TOLD_AT_FAULT in reason
 
 
 def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tuple[int, Any, Any]]:

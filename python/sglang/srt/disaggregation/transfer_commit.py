@@ -50,10 +50,20 @@ def keep_draft_start(req: Req) -> None:
 
 
 def note_transfer(req: Req, counters: KvTransferCounters) -> None:
-    """Count a transfer, and what decode held to the tokens that count as cached."""
+    """Count a transfer, and what decode held to the tokens that count as cached.
+
+    With the decode tree, what of the first token stayed on prefill has an empty entry: each other is then its own
+    token's.
+    """
     prompt_len = len(req.origin_input_ids)
     counters.committed(prompt_len, req.transfer_prefix_len or 0)
     if req.transfer_prefix_len is not None:
         # A token that either worker held was cached. They are not added: what both hold would count twice.
         req.prefill_cached_tokens = req.cached_tokens
         req.cached_tokens = min(max(req.cached_tokens, req.transfer_prefix_len), prompt_len)
+        if req.return_logprob and req.token_ids_logprob is not None:
+            req.output_token_ids_logprobs_val.append([])
+            req.output_token_ids_logprobs_idx.append([])
+        if req.return_hidden_states:
+            # The prompt's, which the engine has in the place of the first token's.
+            req.hidden_states.append([])

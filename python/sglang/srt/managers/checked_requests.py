@@ -25,7 +25,7 @@ from sglang.srt.managers.request_checks import check_labels, check_names, check_
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CheckedRequests", "reason_of"]
+__all__ = ["CheckedRequests", "endpoint_of", "reason_of"]
 
 # The engine's tokenizer manager comes behind.
 Base: Any = object
@@ -37,10 +37,15 @@ def reason_of(error: Exception) -> str:
     return str(said or repr(error))[: refusal.MOST_CHARACTERS]
 
 
+def endpoint_of(request: Any) -> str:
+    """What the engine calls the endpoint that an HTTP request came to; empty of any other request."""
+    scope = getattr(request, "scope", None) or {}
+    return getattr(scope.get("endpoint"), "__name__", "")
+
+
 def _has_no_types(request: Any) -> bool:
     """Whether the engine has made a request of an object that FastAPI has not checked: for Vertex AI."""
-    scope = getattr(request, "scope", None) or {}
-    return getattr(scope.get("endpoint"), "__name__", "") == "vertex_generate"
+    return endpoint_of(request) == "vertex_generate"
 
 
 class CheckedRequests(Base):
@@ -82,7 +87,7 @@ class CheckedRequests(Base):
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
             # First, or the peer would learn only of the others' end.
-            told = self._tell_peer(obj, reason_of(e), states) if refused else []
+            told = self._tell_peer(obj, reason_of(e), states, at_fault=isinstance(e, ValueError)) if refused else []
             if end_others and told:
                 asyncio.create_task(self._abort_once_told(told, states))
             elif end_others:
@@ -256,10 +261,13 @@ class CheckedRequests(Base):
 
     # ---- the two workers of a pair ----
 
-    def _tell_peer(self, obj, reason: str, own: Mapping[str, Any] | None = None) -> list[Future]:
+    def _tell_peer(
+        self, obj, reason: str, own: Mapping[str, Any] | None = None, at_fault: bool = False
+    ) -> list[Future]:
         """Tell the other worker that the rooms of this request are refused here.
 
         own: the request's states. A room of a request that is being served is that one's: this was a copy of it.
+        at_fault: as in `refusal.RefusedReq`.
         Returns, of decode, what is done when prefill has been told.
         """
         if self.disaggregation_mode == DisaggregationMode.NULL:
@@ -269,7 +277,7 @@ class CheckedRequests(Base):
         decodes = self.disaggregation_mode == DisaggregationMode.DECODE
         for room, host, port in refusal.rooms_refused(obj, served, decodes):
             if not decodes:
-                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False))
+                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
                 continue
             own_port = self.server_args.disaggregation_bootstrap_port
             if host and (port or own_port):

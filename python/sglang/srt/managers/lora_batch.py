@@ -67,7 +67,9 @@ def _adapter_fits(scheduler: Any, local: Any) -> Callable[[Any], bool]:
     turns = AdapterTurns.of(scheduler)
     running, waiting = running_and_waiting(scheduler)
     launched = getattr(local, "launched", None)
-    fits = turns.joining([*running, *(() if launched is None else launched.reqs)], waiting)
+    # One that has ended with that step needs its adapter no more, which may be unloaded.
+    last = () if launched is None else [req for req in launched.reqs if not req.finished()]
+    fits = turns.joining([*running, *last], waiting)
     for req in turns.in_turn(waiting):
         fits(req)
     return fits

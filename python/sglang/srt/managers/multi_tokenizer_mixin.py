@@ -1,4 +1,4 @@
-"""A prefill with several tokenizer processes hears what decode refuses.
+"""A prefill with several tokenizer processes hears what decode refuses, and these are of one build of this package.
 
 Upstream: none is known.
 """
@@ -12,9 +12,19 @@ from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import multi_tokenizer_mixin as engine
 
+from sglang_pd_radix.patching import loader
+
 logger = logging.getLogger(__name__)
 
-__all__ = ["MultiTokenizerRouter"]
+__all__ = ["MultiTokenizerRouter", "write_data_for_multi_tokenizer"]
+
+
+def write_data_for_multi_tokenizer(port_args, server_args, scheduler_info):
+    """Wraps the engine's, so that tokenizer processes with another build of this package do not read the arguments.
+
+    They take them from memory that is shared, where nobody knows who will read what is pickled.
+    """
+    return engine.write_data_for_multi_tokenizer(port_args, loader.OfThisBuild(server_args), scheduler_info)
 
 
 class MultiTokenizerRouter(engine.MultiTokenizerRouter):

@@ -105,7 +105,7 @@ def _texts(value: Any, vocab_size: int) -> str:
 
 
 def _key(value: Any, vocab_size: int) -> str:
-    return "" if isinstance(value, str) else "must be a string, or a list with one for each prompt"
+    return "" if isinstance(value, str) else "must be a string, or for several prompts a list with one for each"
 
 
 def _adapter(value: Any, vocab_size: int) -> str:

@@ -138,7 +138,9 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
         values = getattr(obj, name)
         # An empty one is as good as none: chat requests have such modalities. Not of what the router gives each prompt.
         if isinstance(values, list) and (values or name.startswith("bootstrap_")):
-            if len(values) < prompts or len(values) != exact.get(name, len(values)):
+            if len(values) != exact.get(name, len(values)):
+                raise ValueError(f"{name} must have an entry for each of the {prompts} prompts.")
+            if len(values) < prompts:
                 raise ValueError(f"The request has no entry {len(values)} in one of its lists: {name}")
             # Where the engine has an entry for each sample, it has all prompts, n times.
             setattr(obj, name, [values[prompt] for prompt in range(prompts) for _ in range(n)])

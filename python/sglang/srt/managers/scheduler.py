@@ -6,19 +6,16 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers, told_of
-from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.kv_pool_state import Pools
+from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
 from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
@@ -30,33 +27,14 @@ from sglang.srt.observability.kv_transfer_metrics import dp_rank_of
 __all__ = ["Scheduler"]
 
 
-@contextmanager
-def _longer_rids_hidden(scheduler: Any, rid: str) -> Iterator[None]:
-    """Meanwhile no request has a rid that begins with ``rid`` and goes on: the engine would abort those, too.
-
-    It did so for the samples of one request. Now each is aborted by its own rid, and the longer ones are other
-    clients': those of "10" to "19" where one that is called "1" leaves. All that the engine goes through is here.
-    """
-    lists = [scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue, scheduler.running_batch.reqs]
-    if scheduler.cur_batch is not None:
-        lists.append(scheduler.cur_batch.reqs)
-    if scheduler.disaggregation_mode == engine.DisaggregationMode.PREFILL:
-        lists += [scheduler.disagg_prefill_bootstrap_queue.queue, scheduler.disagg_prefill_inflight_queue]
-    else:
-        prealloc, transfer = scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue
-        lists += [[dr.req for dr in queue] for queue in (prealloc.queue, transfer.queue)]
-        lists.append(prealloc.retracted_queue)
-    longer = [(req, req.rid) for reqs in lists for req in reqs if req.rid.startswith(rid) and req.rid != rid]
-    for req, _ in longer:
-        req.rid = ""
-    try:
-        yield
-    finally:
-        for req, own in longer:
-            req.rid = own
-
-
-class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, HostStorageScheduler, engine.Scheduler):
+class Scheduler(
+    SchedulerAbortMixin,
+    SchedulerRefusalMixin,
+    SchedulerGaugesMixin,
+    PegaFlowScheduler,
+    HostStorageScheduler,
+    engine.Scheduler,
+):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
 
     What the engine has in its mixins is overridden in their modules.
@@ -161,30 +139,6 @@ class Scheduler(SchedulerRefusalMixin, SchedulerGaugesMixin, PegaFlowScheduler, 
             engine.DisaggregationMode.DECODE: "disagg_decode_prealloc_queue",
         }.get(self.disaggregation_mode)
         return getattr(self, name).kv_manager if name else None
-
-    def abort_request(self, recv_req) -> None:
-        """Aborts the request of this rid only, on prefill and on decode with the flag (`_longer_rids_hidden`).
-
-        One in prefill's waiting queue fails its transfer, or decode would wait for it.
-        """
-        rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid
-        prefill, leaving = self.disaggregation_mode == engine.DisaggregationMode.PREFILL, []
-        if prefill:
-            leaving = [r for r in self.waiting_queue if everything or r.rid == rid]
-        alone = not everything and (prefill or isinstance(self.tree_cache, DecodeRadixCache))
-        with _longer_rids_hidden(self, rid) if alone else nullcontext():
-            super().abort_request(recv_req)
-        local = self._local_prefills()
-        if local is not None:
-            local.abort(lambda req: everything or req.rid == rid)
-            for dr in [*self.disagg_decode_prealloc_queue.queue, *self.disagg_decode_transfer_queue.queue]:
-                if everything or dr.req.rid == rid:
-                    # Whatever becomes of its prefill now.
-                    dr.lose(ABORTED)
-        for req in leaving:
-            if isinstance(req.disagg_kv_sender, CommonKVSender):
-                req.disagg_kv_sender.abort()
-                req.disagg_kv_sender.poll()
 
     # ---- steps ----
 

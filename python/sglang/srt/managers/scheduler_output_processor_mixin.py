@@ -33,6 +33,13 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         if getattr(output, "customized_info", None):
             self.has_optional_parts = True
 
+    def process_batch_result_prebuilt(self, batch) -> None:
+        """Adds the first token, which comes from prefill, to those of its request's reasoning; with the decode tree."""
+        for req in batch.reqs:
+            if req.decode_prefix_len is not None and not req.retracted_stain:
+                self._maybe_update_reasoning_tokens(req, req.output_ids[0])
+        super().process_batch_result_prebuilt(batch)
+
     def _get_cached_tokens_details(self, req) -> dict | None:
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.computed_rooms import REMEMBERED, REMEMBERED_S, ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
-from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill
+from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill, words_for_decode
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
@@ -156,7 +156,7 @@ class SchedulerRefusalMixin(Base):
         manager = self.kv_manager()
         if not recv_req.by_decode:
             if isinstance(manager, CommonKVManager):
-                manager.refuse_room(recv_req.room, recv_req.reason, recv_req.room in self.refused_pairs)
+                manager.refuse_room(recv_req.room, words_for_decode(recv_req), recv_req.room in self.refused_pairs)
             return
         self.refused_rooms.note(recv_req.room, recv_req.reason)
         # Decode asks for nothing.
@@ -199,6 +199,6 @@ class SchedulerRefusalMixin(Base):
         if not room or host == FAKE_BOOTSTRAP_HOST:
             return
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.handle_refused_request(RefusedReq(room, reason, by_decode=False))
+            self.handle_refused_request(RefusedReq(room, reason, by_decode=False, at_fault=True))
         elif self.disaggregation_mode == DisaggregationMode.DECODE and self.attn_tp_rank == 0 and host:
             tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)

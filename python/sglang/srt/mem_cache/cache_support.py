@@ -144,6 +144,8 @@ DECODE = CacheKind(
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.
                 _switch("--enable-lora-overlap-loading"),
+                # They are noted by slot where they are computed, and what prefill sends was computed there.
+                _switch("--enable-return-routed-experts"),
                 DIFFUSION,
                 _speculation(
                     f"--speculative-algorithm {{args.speculative_algorithm}} ({', '.join(SPECULATION)} is)",

@@ -9,8 +9,8 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.prefix_reader import Pairs, PrefixPeek
@@ -39,7 +39,7 @@ class Watch:
 
     __slots__ = (
         *("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "least", "place", "common"),
-        *("text", "like", "alike", "_locked", "_free", "_unlocked"),
+        *("text", "like", "alike", "put", "seen", "best", "_locked", "_free", "_unlocked"),
     )
 
     def __init__(self, token_ids: Sequence[Any], extra_key: str | None, owner: Any, root: TreeNode):
@@ -57,6 +57,10 @@ class Watch:
         self.text = object()
         self.like: object = None
         self.alike = 0
+        # The number of its coming to where it is. Of the leaders of its place, the last that it was compared with, by
+        # that number, and the best of them with what that brings; see `PrefixWatches.leader`.
+        self.put, self.seen = 0, -1
+        self.best: tuple[Watch, int] | None = None
         # The last node on its path that is locked and the first that is not, when the tokens from there were counted.
         self._locked: TreeNode | None = None
         self._free: TreeNode | None = None
@@ -66,6 +70,11 @@ class Watch:
         """Its match ends elsewhere; `length` is told apart."""
         self.node, self.in_last, self.place = node, in_last, place
         self._locked = self._free = None
+        self.forget_leaders()
+
+    def forget_leaders(self) -> None:
+        """The best of them has to be looked for again."""
+        self.seen, self.best = -1, None
 
     def known_with(self, other: Watch) -> int:
         """Tokens from the start, whole pages, that are known to be the same in both prompts; maybe more are."""
@@ -146,6 +155,8 @@ class PrefixWatches:
         # Leaders; and a number that is advanced when one comes or goes.
         self.on_the_way = 0
         self.leader_version = 0
+        # How often a watch has come to a place, or begun to lead there: the leaders of each are in that order.
+        self._puts = 0
 
     def __iter__(self) -> Iterator[Watch]:
         for places in self._at.values():
@@ -173,6 +184,8 @@ class PrefixWatches:
             self.on_the_way -= 1
             for other in group.waiting:
                 other.common.pop(watch.text, None)
+                if other.best is not None and other.best[0] is watch:
+                    other.forget_leaders()
 
     def lead(self, watch: Watch, least: int = 0) -> None:
         """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way.
@@ -181,9 +194,10 @@ class PrefixWatches:
         """
         group = self._at[watch.node][watch.place]
         del group.waiting[watch]
-        group.leading[watch] = None
+        self._join(group.leading, watch)
         watch.leading, watch.least = True, least
         watch.common.clear()
+        watch.forget_leaders()
         self.leader_version += 1
         self.on_the_way += 1
         self._on_leave(watch.node)
@@ -192,14 +206,31 @@ class PrefixWatches:
         """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
 
         Those that bring too little for what they bring in all are passed over, see `lead`, and those that ``may`` says
-        no to. Cost: each pair of prompts is compared once, as far as they share more than is known; and a few steps.
+        no to. Cost: each pair of prompts is compared once, as far as they share more than is known; and a look at those
+        that have come since this was last asked, at all of them where the best has gone or ``may`` is given.
         """
-        best: Watch | None = None
-        most = 0
         if watch.place[1] is None:
             # The tree holds all of it that can be shared.
             return None
-        for other in self._at[watch.node][watch.place].leading:
+        leading = self._at[watch.node][watch.place].leading
+        if may is not None:
+            return self._best(watch, leading, None, may)
+        new = list(takewhile(lambda other: other.put > watch.seen, reversed(leading)))
+        if new:
+            watch.best = self._best(watch, reversed(new), watch.best)
+            watch.seen = new[0].put
+        return watch.best
+
+    def _best(
+        self,
+        watch: Watch,
+        leaders: Iterable[Watch],
+        known: tuple[Watch, int] | None,
+        may: Callable[[Watch], bool] | None = None,
+    ) -> tuple[Watch, int] | None:
+        """The best of ``leaders``, unless one that is ``known`` and was there before brings as much."""
+        best, most = (None, 0) if known is None else known
+        for other in leaders:
             shared = watch.common.get(other.text)
             if shared is None:
                 shared = watch.common[other.text] = self._compare(watch, other)
@@ -335,7 +366,12 @@ class PrefixWatches:
         group = places.get(watch.place)
         if group is None:
             group = places[watch.place] = _Group()
-        group.of(watch)[watch] = None
+        self._join(group.of(watch), watch)
+
+    def _join(self, watches: dict[Watch, None], watch: Watch) -> None:
+        self._puts += 1
+        watch.put = self._puts
+        watches[watch] = None
 
     def _take(self, watch: Watch) -> _Group:
         places = self._at[watch.node]

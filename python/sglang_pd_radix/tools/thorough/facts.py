@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import sglang_pd_radix
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.tools.cluster import named_gateway
 
 from .host import Host, ask_driver
@@ -66,8 +67,8 @@ def versions(host: Host, router: str | None) -> dict[str, str]:
         if changes:
             found["checkout"] += f" (changes {changes})"
     else:
-        # Two builds of one release have the same number.
-        files = sorted(_INSTALLED.rglob("*.py"))
+        # Two builds of one release have the same number. In an editable install the patch tree is beside the package.
+        files = sorted({*_INSTALLED.rglob("*.py"), *(loader.patch_root() / "sglang").rglob("*.py")})
         found["files of the package"] = digest(word for path in files for word in (path.name, _digest_of_file(path)))
     return found
 

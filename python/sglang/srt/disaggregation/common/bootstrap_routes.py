@@ -23,8 +23,18 @@ from sglang.srt.managers import samples
 
 logger = logging.getLogger(__name__)
 
-# What a rank adds to its registration: the version of the decode prefix that it understands.
+# What a rank adds to its registration: the version of the decode prefix that it understands, and its own time-outs.
 RANK_VERSION = "decode_prefix_version"
+# Where ranks differ, which each node's environment may have them do: which decode has to go by to be right for all.
+_WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
+
+
+def _own_timeouts() -> dict[str, int]:
+    """Of this process, in seconds."""
+    return {
+        "waiting_timeout": envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+        "bootstrap_timeout": envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+    }
 
 
 class BootstrapRequests(SignedRequests):
@@ -32,29 +42,86 @@ class BootstrapRequests(SignedRequests):
 
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``, with which the engine registers ranks and does nothing else."""
-        kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION}
+        kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
         return super().put(url, **kwargs)
 
 
-def note_rank(without_prefix: set[str], rank: Mapping[str, Any]) -> None:
-    """Note whether a rank that has registered understands the decode prefix of this process, its prefill's front.
+class RegisteredRanks:
+    """The ranks of a prefill, by name, that have registered with the front of this process, and what they have said.
 
-    It may be the bare engine, which answers a request for the end of a prompt with its start. without_prefix: the
-    names of those that do not. rank: the registration, which the engine has taken.
+    One may be the bare engine, which answers a request for the end of a prompt with its start, and does not meet the
+    patched ones where these tell each other why a request has failed.
     """
+
+    def __init__(self) -> None:
+        self._said: dict[str, Mapping[str, Any]] = {}
+        # Why one may not register that has not come again since, by name.
+        self._refused: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def refusal(self, rank: Mapping[str, Any]) -> str | None:
+        """Why a rank may not register, which is logged; None if it may. rank: its registration.
+
+        All must be alike, whichever comes first: bare ones alone serve as ever.
+        """
+        name = _name(rank)
+        others = {said.get(RANK_VERSION) for other, said in self._said.items() if other != name}
+        if not others or rank.get(RANK_VERSION) in others:
+            return None
+        self._refused[name] = (
+            f"Rank {name} at {rank['rank_ip']}:{rank['rank_port']} is not taken into this prefill, which will serve "
+            f"nothing: it says version {_version(rank.get(RANK_VERSION))} of the decode prefix, and those that came "
+            f"before it {', '.join(sorted(map(_version, others)))}. Start all ranks with the same sglang-pd-radix, or "
+            "all with SGLANG_PD_RADIX=0."
+        )
+        logger.error("%s", self._refused[name])
+        return self._refused[name]
+
+    def note(self, rank: Mapping[str, Any]) -> None:
+        """Note one that may register."""
+        name = _name(rank)
+        self._said[name] = rank
+        self._refused.pop(name, None)
+        if rank.get(RANK_VERSION) != DECODE_PREFIX_VERSION:
+            logger.warning(
+                "Rank %s at %s:%s takes no decode prefix, so that this prefill sends whole prompts: it runs without "
+                "sglang-pd-radix, or with another version of it. Start all ranks with the same.",
+                name,
+                rank["rank_ip"],
+                rank["rank_port"],
+            )
+
+    @property
+    def complaint(self) -> str | None:
+        """Why this prefill serves nothing, if one of them may not register."""
+        return next(iter(self._refused.values()), None)
+
+    @property
+    def take_prefix(self) -> bool:
+        """Whether all of them understand the decode prefix of this process."""
+        return all(said.get(RANK_VERSION) == DECODE_PREFIX_VERSION for said in self._said.values())
+
+    def timeouts(self) -> dict[str, int]:
+        """In seconds, by which decode goes: of ranks that differ, the longest of writes and the shortest of silence.
+
+        Each rank has them from the environment of its node. Those of this process where none says them.
+        """
+        found = {}
+        for name, own in _own_timeouts().items():
+            said = [rank.get(name) for rank in self._said.values()]
+            found[name] = _WORST[name]([one for one in said if type(one) is int and one > 0] or [own])
+        return found
+
+
+def _name(rank: Mapping[str, Any]) -> str:
     dp_rank = rank["attn_dp_rank"] if rank["system_dp_size"] == 1 else rank["system_dp_rank"]
-    name = f"DP{dp_rank} CP{rank['attn_cp_rank']} TP{rank['attn_tp_rank']} PP{rank['pp_rank']}"
-    if rank.get(RANK_VERSION) == DECODE_PREFIX_VERSION:
-        without_prefix.discard(name)
-        return
-    without_prefix.add(name)
-    logger.warning(
-        "Rank %s at %s:%s takes no decode prefix, so that this prefill sends whole prompts: it runs without "
-        "sglang-pd-radix, or with another version of it. Start all ranks with the same.",
-        name,
-        rank["rank_ip"],
-        rank["rank_port"],
-    )
+    return f"DP{dp_rank} CP{rank['attn_cp_rank']} TP{rank['attn_tp_rank']} PP{rank['pp_rank']}"
+
+
+def _version(said: Any) -> str:
+    return "none" if said is None else str(said)
 
 
 def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
@@ -82,13 +149,20 @@ def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[s
 
 
 async def capabilities(
-    version: int, cp_size: int | None, pp_size: int | None, pieces: bool, digests: bool, queued: bool
+    version: int,
+    cp_size: int | None,
+    pp_size: int | None,
+    pieces: bool,
+    digests: bool,
+    queued: bool,
+    timeouts: Mapping[str, int] | None = None,
 ) -> dict[str, int | str]:
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
     before they have all registered. pieces, digests, queued: whether the backend asks for staging memory piece by
-    piece, sends digests of pages, and hears from decode what waits there. Raises HTTPServiceUnavailable before that.
+    piece, sends digests of pages, and hears from decode what waits there. timeouts: of the ranks, without them
+    those of this process. Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -106,10 +180,9 @@ async def capabilities(
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
     answer: dict[str, int | str] = {"version": 0 if shared_out else version}
-    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 1}
     # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
-    answer["waiting_timeout"] = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-    answer["bootstrap_timeout"] = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 1}
+    answer |= timeouts or _own_timeouts()
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
     reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)

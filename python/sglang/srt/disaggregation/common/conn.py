@@ -16,7 +16,12 @@ from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.authentication import SigningSocket, VerifyingSocket, secret
-from sglang.srt.disaggregation.common.bootstrap_routes import BootstrapRequests, add_routes, capabilities, note_rank
+from sglang.srt.disaggregation.common.bootstrap_routes import (
+    BootstrapRequests,
+    RegisteredRanks,
+    add_routes,
+    capabilities,
+)
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
 from sglang.srt.disaggregation.common.end_notices import EndNotices
@@ -80,6 +85,9 @@ class CommonKVManager(engine.CommonKVManager):
         self.rooms = Rooms()
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
+        # Seconds for which prefill may write KV that it has been asked for. It tells decode, which keeps pages so. Read
+        # once: it is asked for of each request in each step.
+        self.transfer_timeout: float = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
@@ -148,11 +156,6 @@ class CommonKVManager(engine.CommonKVManager):
     def why_unreached(self, addr: str, since: float) -> str | None:
         """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer."""
         return self.prefills.why_unreached(addr, since, addr in self.prefill_info_table, self.handshake_timeout)
-
-    @property
-    def transfer_timeout(self) -> float:
-        """Seconds for which prefill may write KV that it has been asked for. It tells decode, which keeps pages so."""
-        return envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
 
     @property
     def handshake_timeout(self) -> float:
@@ -368,17 +371,33 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
         super()._setup_routes()
-        # The names of ranks that have registered and do not understand it.
-        self.without_prefix: set[str] = set()
+        self.ranks = RegisteredRanks()
         add_routes(self.app, self._capabilities)
 
     async def _handle_route_put(self, request: web.Request) -> web.StreamResponse:
-        """Adds that it is noted whether the rank that registers understands a decode prefix."""
+        """Adds that it is noted what the rank that registers says of itself.
+
+        One that is unlike those before it is answered 409, and this prefill stays unready: its first failed request
+        would have patched ranks wait for the bare ones for ever.
+        """
+        rank = await request.json()
+        refusal = self.ranks.refusal(rank)
+        if refusal is not None:
+            return web.Response(text=refusal, status=409)
         reply = await super()._handle_route_put(request)
-        note_rank(self.without_prefix, await request.json())
+        self.ranks.note(rank)
         return reply
 
+    def _all_have_come(self) -> bool:
+        """Whether all ranks have registered. The engine counts registrations, and one may come twice."""
+        if not self._is_ready():
+            return False
+        return len(self.ranks) >= self.dp_size * self.attn_cp_size * self.attn_tp_size * self.pp_size
+
     async def _capabilities(self) -> dict[str, int | str]:
-        version = 0 if self.without_prefix else self.decode_prefix_version
+        if self.ranks.complaint is not None:
+            raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
+        version = self.decode_prefix_version if self.ranks.take_prefix else 0
         able = self.asks_for_pieces, self.sends_digests, self.hears_of_waiting
-        return await capabilities(version, self.attn_cp_size if self._is_ready() else None, self.pp_size, *able)
+        cp_size = self.attn_cp_size if self._all_have_come() else None
+        return await capabilities(version, cp_size, self.pp_size, *able, self.ranks.timeouts())

@@ -37,13 +37,15 @@ TELL_AGAIN_S = 2.0
 class ReceiverState:
     """What a decode rank knows of one transfer beside the engine's `conclude_state`, which says how it ended.
 
-    handshake: with prefill. asked: whether prefill may know where to write. given_up_at: by the monotonic clock, 0
-    before. untold: prefill ranks that have still to be told so, and told_at, when that was last tried. over: whether
-    nobody writes for it any more. complained: whether the log has why one could not be told.
+    handshake: with prefill. asked: whether prefill may know where to write. writes_s: seconds for which it may then, 0
+    where it has not told that. given_up_at: by the monotonic clock, 0 before. untold: prefill ranks that have still to
+    be told so, and told_at, when that was last tried. over: whether nobody writes for it any more. complained: whether
+    the log has why one could not be told.
     """
 
     handshake: Handshake = dataclasses.field(default_factory=Handshake)
     asked: bool = False
+    writes_s: float = 0.0
     given_up_at: float = 0.0
     untold: list[dict] = dataclasses.field(default_factory=list)
     told_at: float = 0.0
@@ -107,10 +109,13 @@ def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> st
 def _quarantine_s(receiver: DeltaReceiver) -> float:
     """Seconds after which prefill begins no write for a request that has been given up, whatever it has heard.
 
-    Its own time-out, which began before that, where it has told that; and never less than this worker's.
+    Its own time-out, which began before that, where it had told that when it was asked: another may have its address
+    since. And never less than this worker's.
     """
     manager = receiver.kv_mgr
-    return max(manager.waiting_timeout, manager.prefills.of(receiver.bootstrap_addr).waiting_timeout)
+    # Asked by another rank only, it goes by what is told now.
+    told_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
+    return max(manager.waiting_timeout, told_s)
 
 
 # The engine's class comes behind.
@@ -241,7 +246,7 @@ class DeltaReceiver(Base):
         """Send every prefill rank the request for KV. frames: for a dummy rank or not. Raises NotTaken."""
         for peer in self.bootstrap_infos or []:
             self._send_to(peer, [*frames(peer["is_dummy"]), *self.prompt])
-            self.state.asked = True
+            self.state.asked, self.state.writes_s = True, self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
 
     def announce(self) -> None:
         """Tell prefill, where it listens, that this request waits here and will be asked for.

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, prompt_digest
+from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix, images_digest, prompt_digest
 from sglang.srt.disaggregation.room_notes import COMPUTED
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ NO_REASON = "no reason was recorded"
 # Each worker makes the tokens of a prompt itself.
 OTHER_PROMPT = (
     "the prompts of prefill and decode differ. Likely causes: a chat template with the time in it, clocks or time "
-    "zones (TZ) that differ, tokenizers or templates of two versions"
+    "zones (TZ) that differ, --chat-template or --reasoning-parser on one of them only, tokenizers or templates of two "
+    "versions, an image that has another size each time it is fetched"
 )
 
 
@@ -157,14 +158,33 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
     return prefix_len
 
 
-def check_prompt(asked: Mapping[str, Any], prompt_ids: Sequence[int], prompt_len: int) -> None:
-    """Raise ValueError where decode's prompt, as far as it has said which that is, is not this worker's.
+def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
+    """The `prompt_digests` of decode's prompt, as its ranks have said them; empty where none has."""
+    return {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
 
-    prompt_ids, prompt_len: as for `prompt_digest`.
-    """
-    said = {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
-    if said and said != {prompt_digest(prompt_ids, prompt_len)}:
+
+def digest_prompt(sender: DeltaSender) -> bytes:
+    """The `prompt_digests` of this worker's prompt, which are made once."""
+    if sender.own_prompt is None:
+        ids = sender.prompt_ids
+        images = b"" if sender.padded_ids is None else images_digest(sender.padded_ids, ids)
+        sender.own_prompt = prompt_digest(ids, sender.prompt_len or 0) + images
+    return sender.own_prompt
+
+
+def check_prompt(sender: DeltaSender) -> None:
+    """Raise ValueError where decode's prompt, as far as it has said which that is, is not this worker's."""
+    if sender.is_cut:
+        # The last page of decode's prompt would not be filled.
+        raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
+    said = said_prompts(sender.state.asked)
+    if not said:
+        return
+    sender.kv_mgr.compares_prompts = True
+    own = digest_prompt(sender)
+    if {digests[:DIGEST_SIZE] for digests in said} != {own[:DIGEST_SIZE]}:
         raise ValueError(OTHER_PROMPT)
+    sender.other_images = said != {own}
 
 
 # The engine's class comes behind.
@@ -181,8 +201,12 @@ class DeltaSender(Base):
     init_time = SinceThen()
     # Tokens of the prompt.
     prompt_len: int | None = None
-    # Its tokens, before images are padded.
+    # Its tokens, before images are padded, and what is computed; and the digests of both, once they have been made.
     prompt_ids: Sequence[int] = ()
+    padded_ids: Sequence[int] | None = None
+    own_prompt: bytes | None = None
+    # Whether decode has said that it has other images.
+    other_images: bool = False
     # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
     is_cut: bool = False
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
@@ -237,16 +261,16 @@ class DeltaSender(Base):
             self.fail(f"two requests of this bootstrap_room have come, and decode has asked for one; {OWN_ROOM}")
             return False
         try:
+            named = names_prefix(state.asked.values())
+            if named:
+                # First: of another prompt, all that is asked for is wrong.
+                check_prompt(self)
             prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
             due_at = math.inf
-            if prefix_len or names_prefix(state.asked.values()):
+            if named:
                 if manager.pp_size > 1 and manager.kv_args.state_type == "swa":
                     # The engine numbers the layers of both pools from 0 on each stage, and writes them over each other.
                     raise ValueError("pipeline stages with sliding windows are not supported; start prefill without")
-                if self.is_cut:
-                    # The last page of decode's prompt would not be filled.
-                    raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
-                check_prompt(state.asked, self.prompt_ids, self.prompt_len or 0)
                 # No word that decode has given it up has been missed until then, and decode keeps pages for so long.
                 due_at = min(info.heard_until for info in state.asked.values()) + manager.transfer_timeout
         except ValueError as e:
@@ -255,6 +279,16 @@ class DeltaSender(Base):
         state.accept(prefix_len, due_at)
         self.fail_if_refused()
         return not self.has_failed()
+
+    def expect_question(self, padded_ids: Sequence[int]) -> None:
+        """Make the digests of the prompt as soon as it is known, if decode workers have asked with theirs before.
+
+        Requests come one by one; many may be asked for at once, when what they wait for on decode has arrived.
+        padded_ids: its tokens, after images are padded.
+        """
+        self.padded_ids = padded_ids
+        if getattr(self.kv_mgr, "compares_prompts", False):
+            digest_prompt(self)
 
     # ---- questions ----
 

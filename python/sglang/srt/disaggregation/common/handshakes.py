@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang.srt.disaggregation.common.wire import OfRoom, Request, Unusable
 from sglang.srt.disaggregation.peer_calls import in_background
 
 logger = logging.getLogger(__name__)
@@ -170,17 +169,6 @@ def _per_slice(sizes: Sequence[int], dims: Sequence[int]) -> list[int]:
 
 def _sizes(sizes: Iterable[int]) -> str:
     return " and ".join(map(str, dict.fromkeys(sizes)))
-
-
-def fitting(message: OfRoom, manager: Any) -> OfRoom:
-    """A decode rank's message to this prefill rank's ``manager``, as one that cannot be used if its states do not fit.
-
-    Not of a decode worker without the flag, which understands no refusal, nor for a dummy rank.
-    """
-    if not isinstance(message, Request) or message.is_dummy or not message.info.names_prefix:
-        return message
-    unlike = unlike_states(manager, message.name)
-    return message if unlike is None else Unusable(message.room, message.peer, True, unlike)
 
 
 class NotConnected(Exception):

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.end_notices import EndNotices
+from sglang.srt.disaggregation.common.handshakes import unlike_states
 from sglang.srt.disaggregation.common.rooms import Rooms, Verdict
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Queued, Request, Unusable
 
@@ -105,8 +106,11 @@ class PrefillInbox(Generic[Peer]):
         if message.name not in asked and not message.is_dummy:
             books.end_notices.begin(room, message.peer, info.names_prefix)
         known = message.name in books.registered
-        stranger = None if known else f"{word} {message.name!r} has not registered its memory"
-        verdict, reason = books.rooms.on_request(message, asked, stranger, self._backend.in_the_way(room))
+        unfit = None if known else f"{word} {message.name!r} has not registered its memory"
+        # A decode worker without the flag understands no refusal, and a dummy rank is sent nothing.
+        if known and info.names_prefix and not message.is_dummy:
+            unfit = unlike_states(self._worker, message.name)
+        verdict, reason = books.rooms.on_request(message, asked, unfit, self._backend.in_the_way(room))
         if verdict in (Verdict.TAKEN, Verdict.READY):
             books.asked.setdefault(room, {})[message.name] = info
             if verdict == Verdict.READY:

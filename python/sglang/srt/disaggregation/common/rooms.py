@@ -153,11 +153,15 @@ class Rooms:
         return self.ended.get(room)
 
     def refuse(self, room: int, reason: str) -> None:
-        """Note that decode's request for ``room`` cannot be used, for a sender that may come only later."""
+        """Note that decode's request for ``room`` cannot be used, for a sender that may come only later.
+
+        The first reason stays, but for that decode has given it up, as it does when it has been told of another.
+        """
         with self.lock:
+            known = self.refused.get(room, GIVEN_UP)
             # Nobody would read it for a room that has failed already.
             if self.failure(room) is None:
-                remember(self.refused, room, reason, REMEMBERED_ROOMS)
+                remember(self.refused, room, reason if known.endswith(GIVEN_UP) else known, REMEMBERED_ROOMS)
 
     def refuse_request(self, room: int, reason: str) -> str:
         """`refuse` it, in the words in which both workers' clients are told; returns them."""
@@ -172,18 +176,22 @@ class Rooms:
             return self.refused.pop(room, None)
 
     def give_up(self, room: int, reason: str = GIVEN_UP) -> None:
-        """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer."""
+        """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer.
+
+        A reason that the sender has not read stays.
+        """
         with self.lock:
-            self.refused[room] = reason
+            self.refused.setdefault(room, reason)
             self.given_up.append(self.live[room])
 
     def on_request(
-        self, message: Request, asked: Mapping[str, Any], stranger: str | None, in_the_way: str | None
+        self, message: Request, asked: Mapping[str, Any], unfit: str | None, in_the_way: str | None
     ) -> Judged:
         """What becomes of a decode rank's request for KV.
 
-        asked: what decode ranks have asked for of this room, by name. stranger: that this one has not said where its
-        memory is, if so. in_the_way: what of an earlier request of the room keeps a new one from beginning, if any.
+        asked: what decode ranks have asked for of this room, by name. unfit: why nothing can be written to this one's
+        memory, if so; a room that is another worker's goes on. in_the_way: what of an earlier request of the room keeps
+        a new one from beginning, if any.
         """
         room, info = message.room, message.info
         with self.lock:
@@ -193,8 +201,8 @@ class Rooms:
             if before is None and info.names_prefix and asked and len(asked) >= _awaited(asked):
                 # What is sent begins where theirs does, and may be under way.
                 return Judged(Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}")
-            if stranger is not None:
-                return Judged(Verdict.REFUSED, stranger)
+            if unfit is not None:
+                return Judged(Verdict.REFUSED, unfit)
             ended = self.failure(room)
             if ended is None and before is None:
                 ended = self.behind.get(room)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase
-from sglang.srt.disaggregation.common.handshakes import fitting
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
@@ -124,7 +123,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                 raise ValueError(f"session id {session!r} does not end in a port")
             self.sessions.remove(session)
             return True
-        self.inbox.take(fitting(message, self))
+        self.inbox.take(message)
         return False
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:

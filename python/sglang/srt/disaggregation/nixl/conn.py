@@ -18,7 +18,6 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.handshakes import fitting
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
@@ -213,7 +212,7 @@ class NixlKVManager(engine.NixlKVManager):
         if isinstance(message, Registration):
             self._add_remote_peer(wire.read_registration(engine.KVArgsRegisterInfo.from_zmq, message.frames))
             return
-        self.inbox.take(fitting(message, self))
+        self.inbox.take(message)
 
     def _add_remote_peer(self, decode_kv_args) -> None:
         """Wraps the engine's registration: one that NIXL refuses must not stay behind as if it had been made."""

@@ -21,7 +21,9 @@ from sglang.srt.mem_cache.pegaflow.pages import (
     NOT_FROM_FILES,
     WEIGHT_OPTIONS,
     config_file,
+    deepgemm_experts,
     experts_apart,
+    files_digest,
     first_hash,
     model_files,
     only_where_set,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_id"]
 
 # Advanced when what is in a file, or how it is named, changes.
-VERSION = 2
+VERSION = 3
 # Options by which the KV of the same tokens of the same model may differ. As they are given: a storage outlives its
 # workers, and what was saved is found by the name that it had then.
 _OPTIONS = (*KV_OPTIONS, *WEIGHT_OPTIONS, "hicache_mem_layout", "page_size", "speculative_algorithm")
@@ -53,17 +55,12 @@ def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[
 def weights_id(
     model_path: str, revision: str | None, named_by: str = "--model-path", args: ServerArgs | None = None
 ) -> str:
-    """A digest of which weights ``model_path`` names: of each file, its name, size and content or time of change.
+    """`files_digest` of the weights that ``model_path`` names.
 
-    Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. named_by:
-    the option that gives the path. args: see `model_files`. Raises ValueError if the files are not on this machine.
+    named_by: the option that gives the path. args: see `model_files`. Raises ValueError if the files are not on this
+    machine.
     """
-    digest = hashlib.sha256()
-    for file in model_files(model_path, revision, "--hicache-storage-backend", named_by, args):
-        blob, stat = file.resolve(), file.stat()
-        content = blob.name if file.is_symlink() and blob.parent.name == "blobs" else stat.st_mtime_ns
-        digest.update(f"{file.name}\0{stat.st_size}\0{content}\n".encode())
-    return digest.hexdigest()
+    return files_digest(model_files(model_path, revision, "--hicache-storage-backend", named_by, args))
 
 
 def model_folder(args: ServerArgs, weights: str | None) -> str:
@@ -105,7 +102,7 @@ def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
     """What a draft's KV depends on, which lies behind the model's in each page."""
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     path_option = "--speculative-draft-model-path"
-    found: list[Any] = [args.speculative_draft_model_quantization]
+    found: list[Any] = [args.speculative_draft_model_quantization, deepgemm_experts(args, "speculative_")]
     config = getattr(args, "decrypted_draft_config_file", None)
     config = config_file(
         config,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,9 @@ __all__ = [
     "NOT_FROM_FILES",
     "WEIGHT_OPTIONS",
     "config_file",
+    "deepgemm_experts",
     "experts_apart",
+    "files_digest",
     "first_hash",
     "model_files",
     "model_namespace",
@@ -65,14 +68,17 @@ _ONLY_HOW = ("enable_multithread_load", "num_threads")
 _LATER_OPTIONS = (
     "enable_precise_embedding_interpolation",
     "ep_dispatch_algorithm",
+    # With DeepGEMM, Blackwell has other weights of those in blocks of fp8.
+    "fp8_gemm_runner_backend",
     "flashinfer_mxfp4_moe_precision",
     "forward_hooks",
     "rl_on_policy_target",
 )
-# Values of these that change nothing: "fake" experts are chosen by chance.
-_CHANGE_NOTHING = ("default", "static", "dynamic")
+# Values of these that change nothing: "fake" experts are chosen by chance; "auto" takes DeepGEMM wherever it can.
+_CHANGE_NOTHING = ("auto", "deep_gemm", "default", "static", "dynamic")
 _ENVIRONMENT = (
     envs.SGLANG_DISABLED_MODEL_ARCHS,
+    envs.SGLANG_ENABLE_JIT_DEEPGEMM,
     envs.SGLANG_EXTERNAL_MODEL_PACKAGE,
     envs.SGLANG_FORCE_FP8_MARLIN,
     envs.SGLANG_FP8_IGNORED_LAYERS,
@@ -89,6 +95,20 @@ _ENVIRONMENT = (
     envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR,
     envs.SGLANG_USE_AITER_FP8_PER_TOKEN,
 )
+# The same of variables that the engine reads past its list: in small letters, what they are where they are not set.
+_READ_DIRECTLY = {
+    "ROCM_QUICK_REDUCE_QUANTIZATION": "none",
+    "SGLANG_AITER_FP8_PREFILL_ATTN": "true",
+    "SGLANG_CUTEDSL_MOE_SCALAR_INPUT_SCALE": "true",
+    "SGLANG_MORI_DISPATCH_DTYPE": "auto",
+    "SGLANG_MORI_FP4_DISP": "",
+    "SGLANG_MORI_FP8_COMB": "false",
+    "SGLANG_MORI_FP8_DISP": "",
+    "SGL_USE_DEEPGEMM_BMM": "false",
+}
+_WORDS = {"0": "false", "1": "true"}
+# Exchanges of tokens among experts with which DeepGEMM computes these where nothing is said.
+_DEEPGEMM_EXCHANGES = ("deepep", "mooncake", "nixl")
 # Of experts that KTransformers computes, of files of their own.
 _EXPERTS_OPTIONS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
 # Load formats with which a worker has the weights of another, or of a server.
@@ -96,9 +116,25 @@ NOT_FROM_FILES = ("remote", "remote_instance")
 # With weights made up at start, these decide which.
 _RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
 # Advanced when a name no longer says what it said: as when an option came to names, under whose old ones its KV lies.
-_VERSION = 2
+_VERSION = 3
 # How the names of files end that the engine loads weights from.
 _WEIGHTS = (".bin", ".gguf", ".pt", ".safetensors")
+# And of what else says what is computed. The rest of a repository comes and goes: the engine downloads less than all.
+_COUNT = (*_WEIGHTS, ".json", ".py")
+# But for what makes tokens of a text, or chooses the next one: KV is kept under tokens.
+_OF_TOKENS = (
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+# Options that are paths: what is there counts.
+_SCALES = "quantization_param_path"
+_PATHS = ("modelopt_checkpoint_restore_path", "rl_quant_profile")
 
 
 def first_hash(extra_key: str | None) -> bytes:
@@ -126,41 +162,77 @@ def page_hashes(token_ids: Sequence[int], page_size: int, before: bytes) -> list
 def weights_fingerprint(
     model_path: str, revision: str | None, named_by: str = "--model-path", args: ServerArgs | None = None
 ) -> str:
-    """A digest of which weights ``model_path`` names: of the files of a directory, names, sizes and times of change.
+    """`files_digest` of the weights that ``model_path`` names, a path or a repository that has been downloaded.
 
-    For the name of a repository that has been downloaded, its snapshots count. named_by: the option that gives the
-    path. args: see `model_files`. Raises ValueError if there is neither, or no weights in them.
+    named_by: the option that gives the path. args: see `model_files`. Raises ValueError if there is neither, or no
+    weights in them.
     """
-    digest = hashlib.sha256()
-    for file in model_files(model_path, revision, "--enable-pegaflow", named_by, args):
+    return files_digest(model_files(model_path, revision, "--enable-pegaflow", named_by, args))
+
+
+def files_digest(files: Sequence[tuple[str, Path]]) -> str:
+    """A digest of files, in any order: of each its name, size and content or time of change.
+
+    Of a file that a hub's cache has by the digest of its content, that counts: it is the same on all hosts. The same
+    file in two snapshots counts once.
+    """
+    lines = set()
+    for name, file in files:
         stat = file.stat()
-        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+        lines.add(f"{name}\0{stat.st_size}\0{_blob(file) or stat.st_mtime_ns}\n")
+    return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _blob(file: Path) -> str | None:
+    """The digest by which a hub's cache has the content of this file; None for a file that is in none.
+
+    The first link to its ``blobs`` has it. From there another may lead to what several repositories share, which has
+    another name.
+    """
+    while file.is_symlink():
+        file = file.parent / file.readlink()
+        if file.parent.name == "blobs":
+            return file.name
+    return None
 
 
 def model_files(
     model_path: str, revision: str | None, option: str, named_by: str, args: ServerArgs | None = None
-) -> list[Path]:
-    """The files of the model that ``model_path`` names, or of its snapshots that have been downloaded.
+) -> list[tuple[str, Path]]:
+    """The files of the model that ``model_path`` names, or of its snapshots that have been downloaded, with names.
 
     A config comes from the hub's cache, weights from there or from --download-dir: from which of them depends on the
     revision, and on what was there before the start. What either has counts, so that the engine's weights always do.
     option: that needs them. named_by: the one that gives the path. args: of an engine that loads them, which may be
-    from --download-dir. Raises ValueError if they are not on this machine, or if snapshots are without weights that
-    are not made up.
+    from --download-dir, and of which it is known what it loads; None, or where nothing of that is there: all count.
+    Raises ValueError if they are not on this machine, or if snapshots are without weights that are not made up.
     """
     path = Path(model_path)
     download_dir = None if args is None else args.download_dir
     made_up = args is not None and args.load_format == "dummy"
     found = [path] if path.exists() else _snapshots(model_path, revision, download_dir)
-    files = [file for one in found for file in (sorted(one.rglob("*")) if one.is_dir() else [one])]
-    files = [file for file in files if file.is_file() and not file.name.startswith(".")]
-    if not found or not (path.exists() or made_up or any(file.suffix in _WEIGHTS for file in files)):
+    files = [file for one in found for file in _below(one)]
+    weights = any(file.suffix in _WEIGHTS for _, file in files)
+    if not found or not (path.exists() or made_up or weights):
         raise ValueError(
             f"{option} cannot tell which weights {model_path!r} has, since they are not on this machine: "
             f"download them first (`huggingface-cli download`), or give a directory as {named_by}."
         )
-    return files
+    if args is None or not (weights or made_up):
+        return files
+    return [(name, file) for name, file in files if file.suffix in _COUNT and file.name not in _OF_TOKENS]
+
+
+def _below(path: Path) -> list[tuple[str, Path]]:
+    """The file ``path``, or those in that folder, each with its name there; without those of git and of downloads."""
+    if not path.is_dir():
+        return [(path.name, path)]
+    files = ((file.relative_to(path), file) for file in sorted(path.rglob("*")))
+    return [
+        (name.as_posix(), file)
+        for name, file in files
+        if file.is_file() and not any(part.startswith(".") for part in name.parts)
+    ]
 
 
 def _snapshots(model_path: str, revision: str | None, download_dir: str | None) -> list[Path]:
@@ -172,7 +244,8 @@ def _snapshots(model_path: str, revision: str | None, download_dir: str | None) 
 
     found = []
     for cache in dict.fromkeys((constants.HF_HUB_CACHE, download_dir or constants.HF_HUB_CACHE)):
-        repository = Path(cache) / f"models--{model_path}".replace("/", constants.REPO_ID_SEPARATOR)
+        # As the hub's library does it.
+        repository = Path(cache).expanduser() / f"models--{model_path}".replace("/", constants.REPO_ID_SEPARATOR)
         ref = repository / "refs" / (revision or "main")
         commit = ref.read_text().strip() if ref.is_file() else revision
         if commit and (repository / "snapshots" / commit).is_dir():
@@ -221,11 +294,44 @@ def only_where_set(args: ServerArgs, weights_named: bool) -> dict[str, Any]:
     found = {name: getattr(args, name, None) for name in _LATER_OPTIONS}
     found = {name: value for name, value in found.items() if value and value not in _CHANGE_NOTHING}
     found |= {field.name: field.get() for field in _ENVIRONMENT if field.get() != field.default}
+    for name, default in _READ_DIRECTLY.items():
+        value = os.environ.get(name, default).strip().lower()
+        if _WORDS.get(value, value) != default:
+            found[name] = value
+    if deepgemm_experts(args):
+        found["experts_by"] = "deep_gemm"
+    found |= _at_paths(args, weights_named)
     config = getattr(args, "decrypted_config_file", None)
     config = config_file(
         config, "--decrypted-config-file", args.model_path, args.revision, "--model-path", weights_named
     )
     return found if config is None else {**found, "config": config}
+
+
+def deepgemm_experts(args: ServerArgs, whose: str = "") -> bool:
+    """Whether DeepGEMM computes experts: then Blackwell has other weights of those in blocks of fp8.
+
+    whose: "speculative_" of a draft's.
+    """
+    runner = getattr(args, f"{whose}moe_runner_backend", None) or "auto"
+    exchange = getattr(args, f"{whose}moe_a2a_backend", None) or getattr(args, "moe_a2a_backend", None)
+    return runner == "deep_gemm" or (runner == "auto" and exchange in _DEEPGEMM_EXCHANGES)
+
+
+def _at_paths(args: ServerArgs, weights_named: bool) -> dict[str, str]:
+    """What is at the paths that options give; a path where nothing is there, as the engine goes on then, stays one.
+
+    weights_named: see `config_file`; weights are then as they are called.
+    """
+    found = {}
+    scales = getattr(args, _SCALES, None)
+    if scales and Path(scales).is_file():
+        found[_SCALES] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+    for name in () if weights_named else _PATHS:
+        path = getattr(args, name, None)
+        if path and Path(path).exists():
+            found[name] = files_digest(_below(Path(path)))
+    return found
 
 
 def experts_apart(args: ServerArgs, weights_of: Callable[[str], str]) -> dict[str, Any]:

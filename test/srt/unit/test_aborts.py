@@ -1,0 +1,218 @@
+"""An abort is for one request, whatever others are called, where both workers of a pair go by that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import test_nixl_wire as nixl_wire
+from decode_world import aborted
+from overlapped_loop import Loop, LoopEnds
+from prefill_loop import PrefillLoop
+from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.disaggregation import heard_reasons
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities
+from sglang.srt.disaggregation.common.rooms import Rooms
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.local_prefill import LocalPrefills
+from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import scheduler_abort_mixin
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+READY = KVPoll.WaitingForInput, KVPoll.Transferring
+
+
+@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
+def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
+    """The engine aborts those as well whose rids begin with it, which may be other clients'."""
+    aborted: list[str] = []
+    monkeypatch.setattr(heard_reasons, "is_alone", lambda group: True)
+
+    def req(rid: str) -> SimpleNamespace:
+        sender = SimpleNamespace(abort=lambda: aborted.append(rid))
+        to_release = {"mamba_pool_idx": None, "metadata_buffer_index": -1, "kv_cache_cpu": []}
+        to_release |= {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": len(rid)}
+        return SimpleNamespace(
+            rid=rid, finished=bool, to_finish=None, grammar=None, disagg_kv_sender=sender, **to_release
+        )
+
+    def in_queue(rid: str) -> SimpleNamespace:
+        lose = lambda reason: None  # noqa: E731
+        receiver = SimpleNamespace(abort=lambda: aborted.append(rid), peer_takes_prefix=True)
+        return SimpleNamespace(req=req(rid), kv_receiver=receiver, lose=lose, phase=Phase.ASKED)
+
+    scheduler = object.__new__(Scheduler)
+    scheduler.disaggregation_mode, scheduler.tree_cache = mode, object.__new__(DecodeRadixCache)
+    # Both workers have spoken to such that do the same.
+    manager = cast(Any, object.__new__(CommonKVManager))
+    manager.rooms, manager.transfer_infos, manager.prefills = Rooms(), {}, SimpleNamespace(of=lambda addr: capable)
+    manager.rooms.note_peer("10.0.0.1", 1)
+    capable = Capabilities(DECODE_PREFIX_VERSION)
+    scheduler.longest_rid, scheduler.pp_size = 2, 1
+    scheduler.attn_tp_cpu_group = scheduler.attn_cp_cpu_group = None
+    scheduler.enable_hicache_storage = scheduler.enable_hisparse = False
+    scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda message, of: aborted.append(message.rid))
+    scheduler.grammar_manager = GrammarManager.__new__(GrammarManager)
+    grammars = [req("1"), req("1g")]
+    for one in grammars:
+        one.set_finish_with_abort = lambda reason, rid=one.rid: aborted.append(rid)
+    scheduler.grammar_manager.grammar_queue = grammars
+    running, current = [req("1"), req("10")], [req("11"), req("1")]
+    scheduler.running_batch, scheduler.cur_batch = SimpleNamespace(reqs=running), SimpleNamespace(reqs=current)
+    if mode == DisaggregationMode.PREFILL:
+        scheduler.waiting_queue, scheduler.req_to_metadata_buffer_idx_allocator = [req("12")], None
+        scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[req("1"), req("13")], kv_manager=manager)
+        scheduler.disagg_prefill_inflight_queue = [req("14"), req("1")]
+    else:
+        scheduler.waiting_queue = []
+        queue = SimpleNamespace(queue=[in_queue("1"), in_queue("13")], retracted_queue=[req("1"), req("15")])
+        queue.kv_manager, queue.gloo_group = manager, None
+        scheduler.disagg_decode_prealloc_queue = queue
+        waiting = [SimpleNamespace(req=req("16")), SimpleNamespace(req=req("1"))]
+        local = object.__new__(LocalPrefills)
+        local.waiting = waiting
+        scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
+        running += [one.req for one in waiting]
+    scheduler.abort_request(AbortReq(rid="1"))
+    assert set(aborted) == {"1"} and len(aborted) == (3 if mode == DisaggregationMode.PREFILL else 4)
+    assert {one.rid for one in [*running, *current] if one.to_finish} == {"1"}
+    assert [one.rid for one in (*grammars, *running[:2], *current)] == ["1", "1g", "1", "10", "11", "1"]
+    aborted.clear()
+    scheduler.waiting_queue = []
+    scheduler.abort_request(AbortReq(abort_all=True))
+    assert {"1g", "13", "14"} <= set(aborted) and all(one.to_finish for one in [*running, *current])
+
+
+@pytest.mark.parametrize("flag, capable, ended", [(False, False, "5 50"), (True, True, "5"), (True, False, "5 50")])
+@pytest.mark.parametrize("in_transfer", [False, True])
+def test_decode_spares_what_its_prefill_spares(flag: bool, capable: bool, ended: str, in_transfer: bool):
+    """Without the flag, or beside a bare prefill, it is as in the engine."""
+    loop = Loop(flag=flag, size=64, page_size=4, reserved=0, max_reqs=4)
+    loop.scheduler.longest_rid = 2
+
+    def between() -> None:
+        if loop.iterations == 1:
+            for rid in ("5", "50"):
+                decode_req = loop.arrive([len(rid), 2, 1, 1, 2, 2, 1, 2], max_new=4)
+                decode_req.req.rid, decode_req.kv_receiver.peer_takes_prefix = rid, capable
+                if in_transfer:
+                    loop.handshake(decode_req)
+        if loop.iterations == 4:
+            queue = loop.transfer.queue if in_transfer else loop.queue.queue
+            assert [dr.req.rid for dr in queue] == ["5", "50"]
+            loop.scheduler.abort_request(AbortReq(rid="5"))
+            assert [dr.req.rid for dr in queue] == ["5", "50"]
+        if loop.iterations == 8:
+            raise LoopEnds
+
+    loop.run(between)
+    assert [req.rid for req in loop.told if aborted(req)] == ended.split()
+
+
+def test_decode_spares_what_prefill_has_done_with():
+    """Whatever that prefill goes by."""
+    loop = Loop(size=64, page_size=4, reserved=0, max_reqs=4)
+    loop.scheduler.longest_rid = 2
+
+    def between() -> None:
+        if loop.iterations == 1:
+            for rid in ("5", "50"):
+                decode_req = loop.arrive([len(rid), 2, 1, 1, 2, 2, 1, 2], max_new=6)
+                decode_req.req.rid, decode_req.kv_receiver.peer_takes_prefix = rid, False
+                loop.handshake(decode_req)
+        if loop.iterations == 3:
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+        if loop.iterations == 6:
+            assert [req.rid for req in loop.running] == ["5", "50"]
+            loop.scheduler.abort_request(AbortReq(rid="5"))
+        if loop.iterations == 16:
+            raise LoopEnds
+
+    loop.run(between)
+    assert {req.rid: aborted(req) for req in loop.told} == {"5": True, "50": False}
+
+
+def asks(loop: PrefillLoop, room: int, flag: bool) -> None:
+    """Decode's request for KV, of a worker with the flag or without; its pages begin with that of the room."""
+    wire = loop.not_asked
+    assert wire is not None
+    if not flag:
+        wire.prefix_len = None
+    wire.start_decode()
+    pages = np.arange(room, room + 10, dtype=np.int32)
+    wire.ask(kv_indices=pages, decode_prefix_len=0 if flag else None)
+    for sender in wire.senders:
+        nixl_wire.until(lambda sender=sender: sender.poll() in READY, "asked", sender.poll)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("flag", [False, True])
+def test_prefill_spares_what_a_decode_worker_with_the_flag_has_asked_for(monkeypatch, ranks: int, flag: bool):
+    """One without the flag has given the pages of both away."""
+    loop = PrefillLoop(monkeypatch, ranks)
+    for room in (5, 50):
+        loop.arrive(40, room, asked=False)
+        asks(loop, room, flag)
+    turns = dict.fromkeys(range(ranks), 0)
+
+    def before(scheduler: Any) -> None:
+        turns[scheduler.tp_rank] += 1
+        scheduler.longest_rid = len("request-50")
+        if turns[scheduler.tp_rank] == 1:
+            scheduler.abort_request(AbortReq(rid="request-5"))
+
+    loop.before = before
+    loop.run(14)
+    for scheduler in loop.schedulers:
+        ended = {req.rid: req.finished_reason.to_json()["type"] == "abort" for req, _ in scheduler.told}
+        assert ended["request-5"] and ended.get("request-50", False) is not flag
+        assert not scheduler.waiting_queue and not scheduler.disagg_prefill_bootstrap_queue.queue
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_prefill_spares_what_nobody_has_asked_for_where_a_decode_worker_with_the_flag_has_spoken(monkeypatch, heard):
+    """To one rank of two: they do alike."""
+    loop = PrefillLoop(monkeypatch, 2)
+    for room in (5, 50):
+        loop.arrive(40, room, asked=False)
+    if heard:
+        loop.schedulers[1].kv_manager().rooms.note_peer("10.0.0.1", 1)
+    turns = dict.fromkeys(range(2), 0)
+
+    def before(scheduler: Any) -> None:
+        turns[scheduler.tp_rank] += 1
+        scheduler.longest_rid = len("request-50")
+        if turns[scheduler.tp_rank] == 1:
+            scheduler.abort_request(AbortReq(rid="request-5"))
+
+    loop.before = before
+    loop.run(14)
+    left = ["request-50"] if heard else []
+    for scheduler in loop.schedulers:
+        assert [req.rid for req in scheduler.disagg_prefill_bootstrap_queue.queue] == left
+
+
+@pytest.mark.parametrize("longest, looks", [("5", 0), ("50", 1)])
+def test_an_abort_looks_for_longer_rids_only_once_one_has_come(monkeypatch, longest: str, looks: int):
+    looked: list[Any] = []
+    monkeypatch.setattr(scheduler_abort_mixin, "_spared_by_decode", lambda *args: looked.append(args) or [])
+    loop = Loop(size=64, page_size=4, reserved=0, max_reqs=4)
+    for base in Scheduler.__bases__[1:]:
+        monkeypatch.setattr(base, "handle_generate_request", lambda self, req: None, raising=False)
+
+    def between() -> None:
+        for rid in ("5", longest):
+            loop.scheduler.handle_generate_request(SimpleNamespace(rid=rid))
+        loop.scheduler.abort_request(AbortReq(rid="5"))
+        raise LoopEnds
+
+    loop.run(between)
+    assert len(looked) == looks

@@ -1,0 +1,284 @@
+"""What an answer has of its first token, which prefill samples, and of all tokens before a retraction."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from overlapped_loop import VOCABULARY, Loop, LoopEnds, LoopScheduler, next_token
+from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.transfer_commit import note_transfer
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.penalized_tokens import tell_earlier
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+SHARED = [20 + i for i in range(8)]
+
+
+# ---- penalties ----
+
+
+class Penalized(Loop):
+    """Requests with a frequency penalty of 1; each step notes which tokens were penalized, and which had to be."""
+
+    def __init__(self, **sizes: Any):
+        super().__init__(page_size=4, reserved=0, max_reqs=4, **sizes)
+        self.penalized: list[tuple[str, list[int]]] = []
+        self.due: list[tuple[str, list[int]]] = []
+
+    def arrive(self, prompt: list[int], **options: Any) -> Any:
+        decode_req = super().arrive(prompt, **options)
+        decode_req.req.sampling_params.frequency_penalty = 1.0
+        return decode_req
+
+    def _forward(self, batch: Any) -> Any:
+        if batch.forward_mode.is_decode():
+            self._note(batch)
+        return super()._forward(batch)
+
+    def _note(self, batch: Any) -> None:
+        penalties = torch.zeros(len(batch.reqs), VOCABULARY)
+        batch.sampling_info.apply_logits_bias(penalties)
+        for req, row, length in zip(batch.reqs, penalties, batch.seq_lens.tolist(), strict=True):
+            if req.finished():
+                continue
+            sampled = length - len(req.origin_input_ids)
+            # In an aggregated engine's overlapped steps the last token is still on the device.
+            due = [req.origin_input_ids[-1], *req.output_ids][:sampled] if self.overlap else req.output_ids[:sampled]
+            self.due.append((req.rid, sorted(due)))
+            self.penalized.append((req.rid, [token for token in range(VOCABULARY) for _ in range(int(-row[token]))]))
+
+    def play(self, script: dict[int, Any], ends: int) -> Penalized:
+        """``script`` says what arrives before which turn; transfers arrive at once. ends: how many requests end."""
+
+        def between() -> None:
+            if self.iterations in script:
+                prompt, max_new = script[self.iterations]
+                self.handshake(self.arrive(prompt, max_new=max_new))
+            for decode_req in self.asked:
+                self.complete(decode_req)
+            if len(self.told) == ends:
+                raise LoopEnds
+            assert self.iterations < 300, "no end"
+
+        self.run(between)
+        return self
+
+
+def local(overlap: bool) -> Penalized:
+    """With prompts that are computed here in slices, between which others decode."""
+    loop = Penalized(overlap=overlap, size=128, options={"disaggregation_decode_local_prefill": "40"})
+    loop.transfer.local.policy = Policy(most=12, slice=4, step=8, queued=20, debt=24)
+    return loop
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_penalties_are_told_what_the_aggregated_engine_tells_them(overlap):
+    """One joins another that decodes."""
+    script = {1: ([*SHARED, 3], 12), 6: ([*SHARED, 4, 5], 6)}
+    loop = Penalized(overlap=overlap, size=128).play(script, 2)
+    assert loop.penalized == loop.due and len({rid for rid, _ in loop.due}) == 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_penalties_do_not_depend_on_who_computes_a_prompt_nor_on_steps_between(overlap):
+    script = {1: ([*SHARED, *range(40, 52)], 30), 6: ([*SHARED, *range(40, 63)], 4)}
+    loop = local(overlap).play(script, 2)
+    assert [rid for rid, *_ in loop.extended] == ["r2"] * 3
+    assert loop.penalized == loop.due and len({rid for rid, _ in loop.due}) == 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_resumed_request_is_penalized_for_its_answer_so_far(overlap):
+    loop = Penalized(overlap=overlap, size=48)
+    loop.play({n: ([40 + 10 * n + i for i in range(8)], 22) for n in range(1, 4)}, 3)
+    assert max(req.retraction_count for req in loop.told) > 1
+    assert loop.penalized == loop.due
+
+
+def test_without_the_flag_penalties_are_as_the_engine_has_them():
+    loop = Penalized(flag=False, size=128).play({1: ([*SHARED, 3], 4)}, 1)
+    first, second, _, _ = loop.told[0].output_ids
+    assert [told for _, told in loop.penalized[:3]] == [[first], [first] * 2, sorted([first, first, second])]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("answer", [[7], [7, 7, 8], [9, 7, 9, 9, 8]])
+def test_every_penalty_learns_of_an_answer_so_far_what_it_would_have_been_told(overlap, answer):
+    """Beside a request that has no answer yet; min_new_tokens is a penalty too."""
+    params = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5, "min_new_tokens": 4}
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
+    reqs = [Req(rid, "", [5, 6], SamplingParams(**params)) for rid in "ab"]
+    for req in reqs:
+        req.tokenizer = tokenizer
+    batch = ScheduleBatch(reqs=reqs, device="cpu", enable_overlap=overlap)
+    kinds = {
+        penaltylib.BatchedFrequencyPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedRepetitionPenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
+    }
+    told, again = (penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds) for _ in range(2))
+    steps = [6, *answer] if overlap else answer
+    # The step that comes next tells one.
+    for token in steps[: len(answer) - 1]:
+        told.cumulate_output_tokens(torch.tensor([0, token]))
+    reqs[1].output_ids, batch.sampling_info = answer, SimpleNamespace(penalizer_orchestrator=again)
+    tell_earlier(batch, 1)
+    for kind in kinds:
+        for name, tensor in vars(told.penalizers[kind]).items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(tensor[1], vars(again.penalizers[kind])[name][1]), name
+    assert not again.penalizers[penaltylib.BatchedFrequencyPenalizer].cumulated_frequency_penalties[0].any()
+    assert again.penalizers[penaltylib.BatchedMinNewTokensPenalizer].len_output_tokens[0] == 0
+
+
+# ---- tokens of reasoning ----
+
+END_OF_THOUGHT = 2
+
+
+class Thinking(Loop):
+    def _make_scheduler(self) -> LoopScheduler:
+        scheduler = super()._make_scheduler()
+        scheduler._think_end_id = END_OF_THOUGHT
+        return scheduler
+
+    def answer(self, prompt: list[int], first: int) -> Req:
+        """To a prompt of which the KV comes from prefill, with that first token."""
+
+        def between() -> None:
+            if self.iterations == 1:
+                decode_req = self.arrive(prompt, max_new=8)
+                decode_req.req.require_reasoning = True
+                self.handshake(decode_req)
+            for decode_req in self.asked:
+                self.complete(decode_req, first_token=first)
+            if self.told:
+                raise LoopEnds
+            assert self.iterations < 100, "no end"
+
+        self.run(between)
+        return self.told[0]
+
+
+def prompt_whose_answer_ends_its_thought(first: int) -> list[int]:
+    """A prompt after which, and after a ``first`` token, the loop's model ends a thought, not with its next token."""
+    for n in range(1000):
+        tokens = [*SHARED, n, first]
+        for _ in range(7):
+            tokens.append(next_token(tokens))
+        if END_OF_THOUGHT in tokens[-6:] and tokens[-7] != END_OF_THOUGHT:
+            return [*SHARED, n]
+    raise AssertionError
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("first, flag", [(1, True), (END_OF_THOUGHT, True), (1, False)])
+def test_the_first_token_counts_as_reasoning(overlap, first, flag):
+    loop = Thinking(flag=flag, overlap=overlap, size=128, page_size=4, reserved=0, max_reqs=4)
+    req = loop.answer(prompt_whose_answer_ends_its_thought(first), first)
+    # Without the flag the engine leaves it out.
+    assert req.reasoning_tokens == req.output_ids.index(END_OF_THOUGHT) + (1 if flag else 0)
+
+
+def test_a_resumed_request_does_not_count_its_first_token_again():
+    loop, reqs = Thinking(size=48, page_size=4, reserved=0, max_reqs=4), []
+
+    def between() -> None:
+        if loop.iterations == 1:
+            for n in range(3):
+                reqs.append(loop.arrive([40 + 10 * n + i for i in range(8)], max_new=22).req)
+                reqs[-1].require_reasoning = True
+            for decode_req in loop.queue.queue:
+                loop.handshake(decode_req)
+        for decode_req in loop.asked:
+            loop.complete(decode_req, first_token=1)
+        if len(loop.told) == 3:
+            raise LoopEnds
+        assert loop.iterations < 300, "no end"
+
+    loop.run(between)
+    assert any(req.retraction_count for req in reqs)
+    for req in reqs:
+        ends = END_OF_THOUGHT in req.output_ids
+        assert req.reasoning_tokens == (req.output_ids.index(END_OF_THOUGHT) + 1 if ends else 22)
+
+
+# ---- what stays on prefill ----
+
+COUNTERS = SimpleNamespace(committed=lambda *args: None)
+LISTS = [
+    f"{side}_{kind}logprobs{part}"
+    for side in ("input", "output")
+    for kind in ("token_", "top_", "token_ids_")
+    for part in ("", "_val", "_idx")
+]
+
+
+def messages_of(tokens: int, stream: bool, interval: int | None, monkeypatch: Any) -> list[Any]:
+    """What a decode worker says of a request whose KV has come. Token n of its answer has the logprob -n."""
+    sent: list[Any] = []
+    scheduler = object.__new__(Scheduler)
+    scheduler.spec_algorithm, scheduler.disaggregation_mode = SpeculativeAlgorithm.NONE, DisaggregationMode.DECODE
+    scheduler.dp_rank, scheduler.attn_tp_rank, scheduler.stream_interval = None, 1, 1
+    scheduler.get_load, scheduler.refused_rooms = lambda: None, ()
+    scheduler.send_to_detokenizer = SimpleNamespace(send_output=sent.append)
+    monkeypatch.setattr(Scheduler, "_get_cached_tokens_details", lambda self, req: None)
+    params = SamplingParams(max_new_tokens=tokens, stream_interval=interval)
+    params.stop_strs = params.stop_regex_strs = []
+    req = Req("r", "", [1, 2], params, return_logprob=True, token_ids_logprob=[77], stream=stream)
+    req.transfer_prefix_len = 0
+    for n in range(1, tokens + 1):
+        req.output_ids.append(n)
+        req.output_token_logprobs_val.append(-float(n))
+        req.output_token_logprobs_idx.append(n)
+        if n == 1:
+            note_transfer(req, COUNTERS)
+        else:
+            req.output_token_ids_logprobs_val.append([-float(n)])
+            req.output_token_ids_logprobs_idx.append([77])
+        if n == tokens:
+            req.finished_reason, req.finished_len = FINISH_LENGTH(length=n), n
+        scheduler.stream_output_generation([req], True)
+    return [message for message in sent if message.rids]
+
+
+@pytest.mark.parametrize("stream, interval", [(False, None), (True, None), (True, 10)])
+def test_each_logprob_of_token_ids_logprob_is_its_own_tokens(stream, interval, monkeypatch):
+    """The first token's stays on prefill."""
+    manager = object.__new__(TokenizerManager)
+    manager.server_args = SimpleNamespace(skip_tokenizer_init=True)
+    state = SimpleNamespace(obj=SimpleNamespace(top_logprobs_num=0, token_ids_logprob=[77]), **{k: [] for k in LISTS})
+    meta: dict[str, Any] = {}
+    for message in messages_of(120, stream, interval, monkeypatch):
+        manager.convert_logprob_style(meta, state, 0, [77], False, message, 0)
+    first, *others = meta["output_token_ids_logprobs"]
+    assert first is None
+    assert others == [[(-float(n), 77, None)] for n in range(2, 121)]
+
+
+@pytest.mark.parametrize("tokens, said", [(1, []), (2, [2.0]), (3, [3.0])])
+def test_hidden_states_are_their_own_tokens(tokens, said):
+    """The prompt's stay on prefill."""
+    req = Req("r", "", [1, 2], SamplingParams(max_new_tokens=tokens), return_hidden_states=True)
+    req.transfer_prefix_len = 0
+    note_transfer(req, COUNTERS)
+    req.hidden_states += [[float(n)] for n in range(2, tokens + 1)]
+    assert req.hidden_states == [[], *([float(n)] for n in range(2, tokens + 1))]
+    ret = {"meta_info": {"hidden_states": req.hidden_states}}
+    assert process_hidden_states_from_ret(ret, SimpleNamespace(return_hidden_states=True)) == said
+
+
+def test_without_the_flag_nothing_stands_for_what_stays_on_prefill():
+    req = Req("r", "", [1, 2], SamplingParams(), return_logprob=True, token_ids_logprob=[7], return_hidden_states=True)
+    note_transfer(req, COUNTERS)
+    assert req.output_token_ids_logprobs_val == req.output_token_ids_logprobs_idx == req.hidden_states == []
