@@ -104,9 +104,10 @@ def build() -> str:
 
 
 def end_with_children() -> None:
-    """Have a process that this one starts from now on, and that has another build, end this one by SIGQUIT.
+    """Have a process that this one starts from now on, and that has another build, end this one by SIGTERM.
 
-    For a process that waits for what it has started without looking whether that lives.
+    For a process that waits for what it has started without looking whether that lives. Not by SIGQUIT, as the
+    engine's do: a shell has what it starts in the background ignore that.
     """
     _state.ends_with_children = os.getpid()
 
@@ -136,7 +137,7 @@ def same_build(made_by: str, made: type, state: dict[str, Any], ends_with_me: in
         if ends_with_me and ends_with_me == os.getppid():
             # Said before: what ends there may end this process too.
             print(f"sglang-pd-radix: {error}", file=sys.stderr, flush=True)
-            os.kill(ends_with_me, signal.SIGQUIT)
+            os.kill(ends_with_me, signal.SIGTERM)
         raise
     obj: Any = object.__new__(made)
     vars(obj).update(state)
@@ -216,9 +217,16 @@ def _python_files(folder: Path) -> list[Path]:
 
     These are left there by editors and notebooks, and may be links to nowhere.
     """
+    found = []
     with _reading(folder):
-        found = sorted(folder.rglob("*.py"))
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+        for inside, folders, files in os.walk(folder, onerror=_raise):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [Path(inside, name) for name in files if name.endswith(".py") and not name.startswith(".")]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _digest(path: Path) -> bytes:

@@ -55,7 +55,7 @@ def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
     manager.rooms, manager.transfer_infos, manager.prefills = Rooms(), {}, SimpleNamespace(of=lambda addr: capable)
     manager.rooms.note_peer("10.0.0.1", 1)
     capable = Capabilities(DECODE_PREFIX_VERSION)
-    scheduler.longest_rid, scheduler.pp_size = 2, 1
+    scheduler.longest_rid, scheduler.pp_size, scheduler.pp_rank = 2, 1, 0
     scheduler.attn_tp_cpu_group = scheduler.attn_cp_cpu_group = None
     scheduler.enable_hicache_storage = scheduler.enable_hisparse = False
     scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda message, of: aborted.append(message.rid))
@@ -198,6 +198,38 @@ def test_prefill_spares_what_nobody_has_asked_for_where_a_decode_worker_with_the
     left = ["request-50"] if heard else []
     for scheduler in loop.schedulers:
         assert [req.rid for req in scheduler.disagg_prefill_bootstrap_queue.queue] == left
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_pipeline_stages_spare_what_the_first_spares(monkeypatch, heard: bool):
+    """They hear of decode at different times; the message goes from one to the next."""
+    loop = PrefillLoop(monkeypatch, 1)
+    for room in (5, 50):
+        loop.arrive(40, room, asked=False)
+    message, turns = AbortReq(rid="request-5"), 0
+
+    def before(scheduler: Any) -> None:
+        nonlocal turns
+        turns += 1
+        scheduler.longest_rid, scheduler.pp_size, scheduler.pp_rank = len("request-50"), 2, turns - 1
+        if turns == 1:
+            if heard:
+                scheduler.kv_manager().rooms.note_peer("10.0.0.1", 1)
+            spared = scheduler_abort_mixin._spared_by_prefill(scheduler, message)
+            assert [req.rid for req in spared] == ["request-50"] * heard
+            # The next stage has not heard of it, or has.
+            scheduler.kv_manager().rooms = Rooms()
+            scheduler.kv_manager().rooms.note_peer("10.0.0.2", 1)
+        elif turns == 2:
+            spared = scheduler_abort_mixin._spared_by_prefill(scheduler, message)
+            assert [req.rid for req in spared] == ["request-50"] * heard
+            spared = scheduler_abort_mixin._spared_by_prefill(scheduler, AbortReq(rid="request-5"))
+            assert [req.rid for req in spared] == ["request-50"]
+        scheduler.pp_size, scheduler.pp_rank = 1, 0
+
+    loop.before = before
+    loop.run(6)
+    assert turns > 2
 
 
 @pytest.mark.parametrize("longest, looks", [("5", 0), ("50", 1)])

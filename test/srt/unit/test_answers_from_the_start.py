@@ -104,6 +104,23 @@ def test_a_resumed_request_is_penalized_for_its_answer_so_far(overlap):
     assert loop.penalized == loop.due
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_prompt_that_ends_with_an_image_ends_nobody(flag):
+    """The engine has a hash of it in the place of its last token, which is no token of the model."""
+
+    class Loop(Penalized):
+        def arrive(self, prompt: list[int], **options: Any) -> Any:
+            decode_req = super().arrive(prompt, **options)
+            decode_req.req.origin_input_ids = [*prompt[:-1], prompt[-1] + VOCABULARY]
+            decode_req.req.origin_input_ids_unpadded = prompt
+            return decode_req
+
+    loop = Loop(flag=flag, size=128)
+    loop._forward = super(Penalized, loop)._forward  # type: ignore[method-assign]
+    loop.play({1: ([*SHARED, 3], 4)}, 1)
+    assert len(loop.told[0].output_ids) == 4
+
+
 def test_without_the_flag_penalties_are_as_the_engine_has_them():
     loop = Penalized(flag=False, size=128).play({1: ([*SHARED, 3], 4)}, 1)
     first, second, _, _ = loop.told[0].output_ids
@@ -127,6 +144,8 @@ def test_every_penalty_learns_of_an_answer_so_far_what_it_would_have_been_told(o
         penaltylib.BatchedMinNewTokensPenalizer,
     }
     told, again = (penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds) for _ in range(2))
+    # The last of the second is of an image.
+    reqs[1].origin_input_ids = [5, 1_000_006]
     steps = [6, *answer] if overlap else answer
     # The step that comes next tells one.
     for token in steps[: len(answer) - 1]:

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, weights_id
 from sglang.srt.mem_cache.host_tier.storage_options import options_of
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.pegaflow import pages
-from sglang.srt.mem_cache.pegaflow.pages import model_namespace, weights_fingerprint
+from sglang.srt.mem_cache.pegaflow.pages import files_digest, model_namespace, weights_fingerprint
 from storage_world import StorageWorld
 from test_storage_names import options
 
@@ -202,6 +202,18 @@ def test_what_has_no_part_in_what_is_computed_has_none_in_the_name(caches, name_
         snapshot(caches[0], OLD, **{file: "g"})
         assert name_of() != name
         name = name_of()
+
+
+def test_a_folder_that_is_called_blobs_is_no_hub(tmp_path):
+    """Its files have no names by their content: other weights of the same size had the same name."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "model").mkdir()
+    weights, link = tmp_path / "blobs" / "model.safetensors", tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(b"weights")
+    link.symlink_to(weights)
+    before = files_digest([("model.safetensors", link)])
+    os.utime(weights, (1, 1))
+    assert files_digest([("model.safetensors", link)]) != before
 
 
 def test_hidden_folders_of_a_model_have_no_part_in_the_name(model):

@@ -218,6 +218,8 @@ def test_rates_that_are_given_are_those_measured(monkeypatch):
     assert rates == {"off": [2.0, 1.0, 16.0], "on": [], "target": [8.0]}
     assert [share["0.9"] for share in found["goodput"].values()] == [2.0, None, 8.0]
     assert any("rates were given" in note for note in found["notes"]) and not found["problems"]
+    # Of off a rate is known that is too high.
+    assert [row[1] for row in goodput.table(found)[1]] == ["2.00", "not measured", "at least 8.00"]
     assert not any("rates were given" in note for note in Served(monkeypatch).measure()["notes"])
 
 

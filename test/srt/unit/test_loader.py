@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandbox import PACKAGE, Sandbox
+
+from sglang_pd_radix.errors import PatchError
+from sglang_pd_radix.patching import loader
 
 QUEUE = """
     import dataclasses
@@ -256,7 +261,24 @@ def test_who_waits_blindly_for_a_process_of_another_build_ends_with_it(patched: 
     patched.engine({"__init__.py": ""})
     done = patched.start(str(path), str(waits_blindly))
     assert "a process that was started by one with build 0000000000000000" in done.stderr
-    assert (done.returncode, done.stdout.strip()) == ((-signal.SIGQUIT, "") if waits_blindly else (0, "ended with 1"))
+    assert (done.returncode, done.stdout.strip()) == ((-signal.SIGTERM, "") if waits_blindly else (0, "ended with 1"))
+
+
+def test_a_folder_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its patches were left out without a word, and the loader said that all is applied."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").touch()
+    assert loader._python_files(tmp_path) == [tmp_path / "a" / "b.py"]
+    scan = os.scandir
+
+    def denied(path: Path) -> Any:
+        if Path(path).name == "a":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PatchError, match="cannot be read: Permission denied"):
+        loader._python_files(tmp_path)
 
 
 BUILD = "import sglang; from sglang_pd_radix.patching import loader; print(loader.build())"

@@ -165,6 +165,16 @@ def test_a_prefill_of_which_a_rank_is_the_bare_engine_serves_nothing(monkeypatch
         assert ranks.answer() == (200, 0 if first == bare else DECODE_PREFIX_VERSION) and ranks.route() == 200
 
 
+def test_a_prefill_that_is_complete_serves_on_after_a_stray_registration():
+    """As of a second prefill at the same port. Decode workers that came later would not have used it any more."""
+    with bootstrap_server(server=NixlKVBootstrapServer) as port:
+        ranks = Ranks(port, 2)
+        for rank in (0, 1):
+            ranks.register(rank)
+        ranks.register(0, bare=True)
+        assert ranks.answer() == (200, 1) and ranks.route() == 200
+
+
 def test_bare_ranks_alone_serve_and_take_no_prefix(caplog):
     """Each would write the start of the prompt to where its end belongs, and say that it went well."""
     with bootstrap_server(server=NixlKVBootstrapServer) as port:

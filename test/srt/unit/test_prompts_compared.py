@@ -237,6 +237,34 @@ def test_what_prefill_computed_with_other_images_is_served_and_not_kept(caplog, 
     assert world.tree.locks_taken == world.tree.locks_released
 
 
+@pytest.mark.parametrize("images", [True, False])
+def test_nobody_waits_for_a_transfer_of_which_nothing_would_be_kept(images):
+    """A herd with one image was served one by one."""
+    world = World(size=1024, page_size=4, max_reqs=8)
+
+    def arrive(number: int) -> Any:
+        decode_req = world.arrive([9] * 60 + [number] * 4)
+        if images:
+            decode_req.req.origin_input_ids_unpadded = [*decode_req.req.origin_input_ids]
+        world.handshake(decode_req)
+        return decode_req
+
+    # The first herd is the one that finds out, and who is kept says that it is over.
+    for other, at_once in ((1, 1), (0, 3 if images else 1), (0, 1)):
+        left = [(decode_req, decode_req.kv_receiver) for decode_req in map(arrive, range(3))]
+        world.step()
+        assert sum(bool(receiver.asked) for _, receiver in left) == at_once
+        while left:
+            for decode_req, receiver in [one for one in left if one[1].asked]:
+                left.remove((decode_req, receiver))
+                world.complete(decode_req)
+                world.meta.output_ids[receiver.aux_index, OTHER_IMAGES] = other and images
+            world.step()
+            while world.running:
+                world.decode()
+        world.tree.reset()
+
+
 def test_the_digest_is_made_when_a_request_arrives(make, monkeypatch):
     """On prefill once a decode worker has asked with one, and not a second time when it is asked for."""
     made = []

@@ -12,7 +12,8 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.deferred_release import abort_transfer
 from sglang.srt.disaggregation.refusal import RefusedReq
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.checked_requests import blames_request
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_refusals import ROOM, RefusingPrefill
 from waiting import until
@@ -60,6 +61,42 @@ def test_decode_answers_as_prefill_does(monkeypatch, backend, asked_before):
     reason = pair.answer()
     assert reason.status_code == HTTPStatus.BAD_REQUEST
     assert reason.message.endswith(": prefill reported: the request is refused: its grammar is none")
+
+
+@pytest.mark.parametrize(
+    "reason, at_fault",
+    [
+        ("its grammar is none", True),
+        ("Failed to compile regex grammar: Unbalanced parenthesis", True),
+        # As in a drain whose time is up.
+        ("Aborted by AbortReq.", False),
+        ("Grammar preprocessing timed out: req.grammar_key=('regex', 'a+')", False),
+        ("Failed to compile regex grammar: Grammar preprocessing timed out", False),
+    ],
+)
+def test_what_passes_is_no_fault_of_the_request(monkeypatch, reason, at_fault):
+    """A router tries another prefill after a 500, and none after a 400."""
+    pair = Pair(monkeypatch, "nixl")
+    pair.ask()
+    for scheduler in pair.prefill.schedulers:
+        req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=ROOM, bootstrap_host="10.0.0.9")
+        req.to_finish = FINISH_ABORT(reason)
+        scheduler._add_request_to_queue(req)
+    answer = pair.answer()
+    assert (answer.status_code == HTTPStatus.BAD_REQUEST) == at_fault and reason in answer.message
+
+
+@pytest.mark.parametrize(
+    "error, at_fault",
+    [
+        (ValueError("The input is longer than the model's context length"), True),
+        (ValueError("Duplicate request IDs detected: ['r']"), False),
+        (ValueError("Failed to implicitly load LoRA adapter a: out of memory"), False),
+        (RuntimeError("While loading an image"), False),
+    ],
+)
+def test_what_a_front_cannot_serve_now_is_no_fault_of_the_request(error, at_fault):
+    assert blames_request(error) == at_fault
 
 
 @pytest.mark.parametrize("backend", WORLDS)

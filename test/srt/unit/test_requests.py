@@ -771,7 +771,8 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
     monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
     with pytest.raises(type(error)):
         asyncio.run(ask())
-    told = [refusal.RefusedReq(5, said, by_decode=False)] if said and not sent else []
+    at_fault = isinstance(error, ValueError)
+    told = [refusal.RefusedReq(5, said, by_decode=False, at_fault=at_fault)] if said and not sent else []
     assert prefill.send_to_scheduler == told
     assert (not prefill.rid_to_state) == (not sent) and not prefill.own_states
 

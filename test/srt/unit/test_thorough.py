@@ -169,7 +169,7 @@ def test_what_is_finished_is_not_repeated_and_what_is_not_begins_anew(tmp_path):
     failing = part("fails", leaves('{"verdict": "FAILED"}', before=f"open({str(count)!r}, 'a').write('y')"))
     interrupted = part("slow", leaves() + "\nimport time; time.sleep(600)")
     parts = tmp_path / "parts"
-    first = run([counting, failing, interrupted], parts, 4)
+    first = run([counting, failing, interrupted], parts, 10)
     assert [o.verdict for o in first.values()] == [PASSED, FAILED, UNJUDGED]
     left = parts / "slow" / "left"
     left.write_text("of the first time")

@@ -507,7 +507,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             else:
                 # First: what it waits for no longer need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
-                keep_same_images(decode_req, self.metadata_buffers.output_ids)
+                keep_same_images(decode_req, self.metadata_buffers.output_ids, self.policy)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache)
                 note_known(decode_req.req.last_node)

@@ -224,6 +224,8 @@ class QueueEntry:
     overtaken: int = 0
     # Whether all TP ranks know its prefill to take a prefix; only then may it wait for others.
     takes_prefix: bool = False
+    # Whether there are images in it.
+    images: bool = False
     # Whether they know it to drop a request that decode computes, and whether this one is.
     peer_drops: bool = False
     local: bool = False
@@ -326,6 +328,8 @@ class AdmissionPolicy:
         self.ttft = ttft
         self.wait_limit = WaitLimit()
         self.transfers = Transfers()
+        # Prefills whose images were others than decode's the last time: of such a transfer the tree keeps nothing.
+        self.other_images: set[Hashable] = set()
         # Advanced when a request leaves, on all TP ranks in the same step.
         self.departures = 0
         self._arrivals = itertools.count()
@@ -422,7 +426,10 @@ class AdmissionPolicy:
     def _leader(self, entry: QueueEntry) -> tuple[Watch, int] | None:
         if entry.watch is None or not entry.takes_prefix or not self.may_follow:
             return None
-        return self.tree.watches.leader(entry.watch, None if entry.given_up is None else entry.may_wait_for)
+        found = self.tree.watches.leader(entry.watch, None if entry.given_up is None else entry.may_wait_for)
+        if found is None or (found[0].owner.images and found[0].owner.prefill in self.other_images):
+            return None
+        return found
 
     def held(self, entry: QueueEntry) -> tuple[int, int]:
         """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
@@ -449,6 +456,11 @@ class AdmissionPolicy:
         if entry.watch is not None:
             self.tree.watches.lead(entry.watch, least_to_follow(delta))
         self._leave_host(entry)
+
+    def compared_images(self, entry: QueueEntry, same: bool) -> None:
+        """Prefill has computed ``entry`` with the same images as decode has, or with others."""
+        if entry.images:
+            (self.other_images.discard if same else self.other_images.add)(entry.prefill)
 
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""

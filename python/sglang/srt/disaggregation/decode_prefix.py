@@ -25,6 +25,7 @@ __all__ = [
     "KvTransferCounters",
     "check_decode_prefix",
     "count_runs",
+    "has_images",
     "images_digest",
     "pages",
     "prompt_digest",
@@ -84,6 +85,11 @@ def prompt_digests(req: Any) -> bytes:
     """The `prompt_digest` of a request's prompt; behind it, with images, `images_digest` of these."""
     digest = prompt_digest(req.origin_input_ids_unpadded, len(req.origin_input_ids))
     return digest + images_digest(req.origin_input_ids, req.origin_input_ids_unpadded)
+
+
+def has_images(req: Any) -> bool:
+    """Whether the engine has put hashes of features into the prompt."""
+    return req.origin_input_ids is not req.origin_input_ids_unpadded
 
 
 def images_digest(padded: Sequence[int], unpadded: Sequence[int]) -> bytes:

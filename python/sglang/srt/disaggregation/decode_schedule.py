@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
+from sglang.srt.disaggregation.decode_prefix import has_images
 from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
@@ -142,6 +143,7 @@ class Schedule:
         prefill = getattr(decode_req.kv_receiver, "bootstrap_addr", None)
         try:
             entry = self._policy.enter(prompt, req.extra_key, priority, prefill)
+            entry.images = has_images(req)
         except Exception as e:
             # On all ranks: they ask the same of the same tree.
             decode_req.lose(e)

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.known_prefixes import unknown_above
 if TYPE_CHECKING:
     import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
     from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -55,14 +56,19 @@ def _compares_prompts(receiver: Any) -> bool:
     return hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
 
 
-def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor) -> None:
+def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor, policy: AdmissionPolicy) -> None:
     """Have the tree take nothing of a request that has just arrived if prefill has computed it with other images.
 
     It is served: its client sees what it gets, and two hosts may compute features that differ in the last bit. But the
-    tree would keep KV of prefill's images for all who come with decode's. output_ids: int32 [buffers, 16].
+    tree would keep KV of prefill's images for all who come with decode's. Nor does anybody wait for the next such
+    transfer. output_ids: int32 [buffers, 16].
     """
     req = decode_req.req
-    if output_ids[decode_req.metadata_buffer_index, OTHER_IMAGES] and not is_warmup(req):
+    if is_warmup(req):
+        return
+    other = bool(output_ids[decode_req.metadata_buffer_index, OTHER_IMAGES])
+    policy.compared_images(decode_req.entry, same=not other)
+    if other:
         logger.warning(
             "Request %s: the images of prefill and decode differ, so none of its KV is kept on decode", req.rid
         )
@@ -98,8 +104,11 @@ class PrefillDeltas:
         Requests come one by one, and all that wait for the same prefix are asked for in one step.
         """
         receiver = decode_req.kv_receiver
-        if _compares_prompts(receiver):
-            receiver.own_prompt = prompt_digests(decode_req.req)
+        try:
+            if _compares_prompts(receiver):
+                receiver.own_prompt = prompt_digests(decode_req.req)
+        except Exception as e:
+            decode_req.lose(e)
 
     def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
         """Ask for the delta of a request that has its memory, now or when the step behind ``fence`` is over."""

@@ -26,6 +26,7 @@ __all__ = [
     "REFUSED_ROUTE",
     "RefusedReq",
     "RefusedRooms",
+    "blames_request",
     "is_at_fault",
     "listen",
     "rooms_refused",
@@ -49,6 +50,13 @@ ANSWER_S = 5.0
 # How the reason begins that prefill notifies decode of where the request itself is at fault; and how decode takes it.
 AT_FAULT = "the request is refused: "
 _TOLD_AT_FAULT = f"prefill reported: {AT_FAULT}"
+# What the engine says where another prefill, or this one a little later, may serve the request.
+_PASSES = (
+    "Aborted by AbortReq",
+    "Grammar preprocessing timed out",
+    "Duplicate request IDs detected: ",
+    "Failed to implicitly load LoRA adapter",
+)
 
 _tellers = PeerCalls("tell-refusal")
 _listeners: list[Callable[[int, str], None]] = []
@@ -77,6 +85,11 @@ class RefusedRooms(RoomNotes[str]):
     def reason(self, room: int | None) -> str | None:
         """Why, or None if it was not refused of late."""
         return self.of(room)
+
+
+def blames_request(reason: str) -> bool:
+    """Whether a request that is refused for ``reason`` is itself at fault, and not the state that this worker is in."""
+    return not any(words in reason for words in _PASSES)
 
 
 def words_for_decode(refused: RefusedReq) -> str:

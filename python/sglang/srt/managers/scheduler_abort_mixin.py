@@ -51,7 +51,7 @@ class SchedulerAbortMixin(Base):
         spares = prefill or isinstance(self.tree_cache, DecodeRadixCache)
         spared: list[Any] = []
         if spares and not everything and len(rid) < self.longest_rid:
-            spared = _spared_by_prefill(self, rid) if prefill else _spared_by_decode(self, rid)
+            spared = _spared_by_prefill(self, recv_req) if prefill else _spared_by_decode(self, rid)
         with _hidden(spared):
             self._abort(recv_req, lambda req: everything or req.rid.startswith(rid), prefill)
 
@@ -95,28 +95,34 @@ def _in_steps(scheduler: Any) -> list[Any]:
     return batch.reqs if current is None or current is batch else [*batch.reqs, *current.reqs]
 
 
-def _spared_by_prefill(scheduler: Any, rid: str) -> list[Any]:
+def _spared_by_prefill(scheduler: Any, recv_req: Any) -> list[Any]:
     """Requests with longer rids of decode workers with the flag.
 
-    Where decode has not asked yet, those of a prefill to which such a decode worker has spoken. Not with pipeline
-    stages, of which one hears of it before another.
+    Where decode has not asked yet, those of a prefill to which such a decode worker has spoken. Pipeline stages hear of
+    decode at different times: the first decides, and the others read in the message, which it passes on, what it has
+    spared. All of them, of an abort that is not a client's.
     """
-    manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+    rid, manager = recv_req.rid, scheduler.disagg_prefill_bootstrap_queue.kv_manager
     known = isinstance(manager, CommonKVManager)
-    heard = known and scheduler.pp_size == 1 and manager.rooms.hears_of_waiting
+    heard = known and manager.rooms.hears_of_waiting
 
     def is_spared(req: Any) -> bool:
         sender = req.disagg_kv_sender
         asked = sender.state.asked if isinstance(sender, CommonKVSender) else {}
         if not asked and known:
-            asked = manager.transfer_infos.get(req.bootstrap_room, {})
+            with manager.rooms.lock:
+                asked = dict(manager.transfer_infos.get(req.bootstrap_room, {}))
         return names_prefix(asked.values()) if asked else heard
 
     bootstrap, inflight = scheduler.disagg_prefill_bootstrap_queue.queue, scheduler.disagg_prefill_inflight_queue
     queued = scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue, bootstrap, inflight
     longer = [req for reqs in (*queued, _in_steps(scheduler)) for req in _longer(reqs, rid)]
-    groups = scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group
-    return _agreed(longer, is_spared, groups)
+    if scheduler.pp_size > 1 and scheduler.pp_rank > 0:
+        said = getattr(recv_req, "spared", None)
+        return longer if said is None else [req for req in longer if req.rid in said]
+    spared = _agreed(longer, is_spared, (scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group))
+    recv_req.spared = {req.rid for req in spared}
+    return spared
 
 
 def _spared_by_decode(scheduler: Any, rid: str) -> list[Any]:

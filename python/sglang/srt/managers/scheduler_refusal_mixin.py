@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.computed_rooms import REMEMBERED, REMEMBERED_S, ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
-from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, tell_prefill, words_for_decode
+from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, blames_request, tell_prefill, words_for_decode
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
@@ -104,7 +104,7 @@ class SchedulerRefusalMixin(Base):
             logger.error("Request %s", recv_req.rid, exc_info=e)
             finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
             self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
-            self._tell_peer(recv_req, reason)
+            self._tell_peer(recv_req, reason, at_fault=isinstance(e, ValueError))
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
         """Adds three cases that the engine forgets.
@@ -130,7 +130,7 @@ class SchedulerRefusalMixin(Base):
                 self.stream_output([req], req.return_logprob)
                 if by_decode is None:
                     self._keep_refused(req)
-                self._tell_peer(req, reason)
+                self._tell_peer(req, reason, at_fault=blames_request(reason))
                 return
         self._take_in(req, is_retracted)
 
@@ -193,12 +193,15 @@ class SchedulerRefusalMixin(Base):
             if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and req.input_embeds is None:
                 self.refused_pairs.keep(req)
 
-    def _tell_peer(self, req, reason: str) -> None:
-        """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one."""
+    def _tell_peer(self, req, reason: str, at_fault: bool = False) -> None:
+        """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one.
+
+        at_fault: as in `RefusedReq`.
+        """
         room, host = req.bootstrap_room, req.bootstrap_host
         if not room or host == FAKE_BOOTSTRAP_HOST:
             return
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.handle_refused_request(RefusedReq(room, reason, by_decode=False, at_fault=True))
+            self.handle_refused_request(RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
         elif self.disaggregation_mode == DisaggregationMode.DECODE and self.attn_tp_rank == 0 and host:
             tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)

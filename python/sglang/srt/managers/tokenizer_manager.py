@@ -14,7 +14,7 @@ from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
-from sglang.srt.managers.checked_requests import CheckedRequests, endpoint_of, reason_of
+from sglang.srt.managers.checked_requests import CheckedRequests, blames_request, endpoint_of, reason_of
 from sglang.srt.managers.drain import Drain
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.observability import req_time_stats, request_life
@@ -112,7 +112,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             obj.normalize_batch_and_arguments()
             samples.give_rooms(obj, as_sent.rid)
         except ValueError as e:
-            self._tell_peer(as_sent, str(e), at_fault=True)
+            self._tell_peer(as_sent, str(e), at_fault=blames_request(e))
             raise
         own = samples.names_of(as_sent.rid, obj.rid, self.rids_of_samples)
         self.rids_of_samples |= own
@@ -149,7 +149,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             self.samples.refuse(rooms, reason_of(e))
             if announcement.told and not announcement.too_late and not isinstance(e, HTTPException):
                 # What was served has the engine's rooms, and decode asks for those of the samples.
-                self._tell_peer(sampled, reason_of(e), at_fault=isinstance(e, ValueError))
+                self._tell_peer(sampled, reason_of(e), at_fault=blames_request(e))
             raise
         finally:
             self.samples.done(rooms, announcement)

@@ -3,6 +3,8 @@
 Penalties are of frequency, presence and repetition; ``min_new_tokens`` is one too, which counts what it is told.
 Without overlap each step tells them the last token, with overlap the one before: the last is still on the device. The
 first time the latter is the prompt's last token.
+
+Upstream: none is known.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def tell_delayed(batch: ScheduleBatch) -> Iterator[None]:
     twice, and never the one before.
     """
     penalties = batch.sampling_info.penalizer_orchestrator
-    tokens = [_before_last(req) for req in batch.reqs]
+    tokens = [_before_last(req, penalties.vocab_size) for req in batch.reqs]
     penalties.cumulate_output_tokens(torch.tensor(tokens, dtype=torch.int64, device=batch.device))
     penalties.is_required = False
     try:
@@ -37,14 +39,22 @@ def tell_delayed(batch: ScheduleBatch) -> Iterator[None]:
         penalties.is_required = True
 
 
-def _before_last(req: Req) -> int:
+def _end_of_prompt(req: Req, vocab_size: int) -> int:
+    """The last token of a prompt. Where that is of an image the engine has a hash in its place, which is no token."""
+    for token in (req.origin_input_ids[-1], req.origin_input_ids_unpadded[-1]):
+        if 0 <= token < vocab_size:
+            return token
+    return 0
+
+
+def _before_last(req: Req, vocab_size: int) -> int:
     """The token before the last one that has been sampled, which has no KV yet. Of others, as the engine has it."""
     if not req.output_ids:
-        return req.origin_input_ids[-1]
+        return _end_of_prompt(req, vocab_size)
     place = req.kv_committed_len - 1 - len(req.origin_input_ids)
     if req.decode_prefix_len is None or place >= len(req.output_ids):
         return req.output_ids[-1]
-    return req.output_ids[place] if place >= 0 else req.origin_input_ids[-1]
+    return req.output_ids[place] if place >= 0 else _end_of_prompt(req, vocab_size)
 
 
 def tell_earlier(batch: ScheduleBatch, place: int) -> None:
@@ -52,10 +62,12 @@ def tell_earlier(batch: ScheduleBatch, place: int) -> None:
 
     All that is there but what the next step tells.
     """
-    req = batch.reqs[place]
-    known = (req.origin_input_ids[-1:] + req.output_ids)[:-2] if batch.enable_overlap else req.output_ids[:-1]
+    req, penalties = batch.reqs[place], batch.sampling_info.penalizer_orchestrator
+    known = req.output_ids[:-1]
+    if batch.enable_overlap:
+        known = [_end_of_prompt(req, penalties.vocab_size), *req.output_ids][:-2]
     tokens = torch.tensor(known, dtype=torch.int64, device=batch.device)
-    for penalizer in batch.sampling_info.penalizer_orchestrator.penalizers.values():
+    for penalizer in penalties.penalizers.values():
         if penalizer.is_prepared():
             _add(vars(penalizer), place, tokens)
 

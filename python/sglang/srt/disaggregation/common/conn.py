@@ -395,7 +395,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         return len(self.ranks) >= self.dp_size * self.attn_cp_size * self.attn_tp_size * self.pp_size
 
     async def _capabilities(self) -> dict[str, int | str]:
-        if self.ranks.complaint is not None:
+        if self.ranks.complaint is not None and not self._all_have_come():
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
         version = self.decode_prefix_version if self.ranks.take_prefix else 0
         able = self.asks_for_pieces, self.sends_digests, self.hears_of_waiting

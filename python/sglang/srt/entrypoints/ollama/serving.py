@@ -21,6 +21,6 @@ class OllamaServing(engine.OllamaServing):
 
     async def handle_generate(self, request, raw_request):
         """Adds the same. A request without a prompt, with which Ollama's clients begin, asks for no token."""
-        if (request.prompt or "").strip() or request.system:
+        if (request.prompt or "").strip() or (request.system or "").strip():
             check_route(self.tokenizer_manager.server_args, "Ollama's generate")
         return await super().handle_generate(request, raw_request)

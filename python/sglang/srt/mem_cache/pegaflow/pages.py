@@ -191,7 +191,7 @@ def _blob(file: Path) -> str | None:
     """
     while file.is_symlink():
         file = file.parent / file.readlink()
-        if file.parent.name == "blobs":
+        if file.parent.name == "blobs" and (file.parents[1] / "snapshots").is_dir():
             return file.name
     return None
 
