@@ -270,7 +270,7 @@ def made_on_ranks(rank: int, failing: int | None, stages: int = 1) -> list:
         def note_optional_parts(self, asked):
             pass
 
-        def _tell_peer(self, req, reason):
+        def _tell_peer(self, req, reason, at_fault):
             refused.append(req.rid)
 
     def from_str(text):

@@ -156,6 +156,9 @@ class Announcements:
     def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float) -> bool:
         """Tell a prefill of a request, unless the handshake is not done; returns whether it is."""
         receiver = decode_req.kv_receiver
+        if not isinstance(receiver, CommonKVReceiver):
+            # It has been taken over since.
+            return True
         try:
             # Behind the window it is not polled.
             receiver.shake_hands()
