@@ -153,15 +153,9 @@ def asks(loop: PrefillLoop, room: int, flag: bool) -> None:
         nixl_wire.until(lambda sender=sender: sender.poll() in READY, "asked", sender.poll)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("flag", [False, True])
-def test_prefill_spares_what_a_decode_worker_with_the_flag_has_asked_for(monkeypatch, ranks: int, flag: bool):
-    """One without the flag has given the pages of both away."""
-    loop = PrefillLoop(monkeypatch, ranks)
-    for room in (5, 50):
-        loop.arrive(40, room, asked=False)
-        asks(loop, room, flag)
-    turns = dict.fromkeys(range(ranks), 0)
+def abort_first(loop: PrefillLoop) -> None:
+    """Play 14 turns, in the first of which each rank is told to abort "request-5"."""
+    turns = dict.fromkeys(range(len(loop.schedulers)), 0)
 
     def before(scheduler: Any) -> None:
         turns[scheduler.tp_rank] += 1
@@ -171,6 +165,17 @@ def test_prefill_spares_what_a_decode_worker_with_the_flag_has_asked_for(monkeyp
 
     loop.before = before
     loop.run(14)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("flag", [False, True])
+def test_prefill_spares_what_a_decode_worker_with_the_flag_has_asked_for(monkeypatch, ranks: int, flag: bool):
+    """One without the flag has given the pages of both away."""
+    loop = PrefillLoop(monkeypatch, ranks)
+    for room in (5, 50):
+        loop.arrive(40, room, asked=False)
+        asks(loop, room, flag)
+    abort_first(loop)
     for scheduler in loop.schedulers:
         ended = {req.rid: req.finished_reason.to_json()["type"] == "abort" for req, _ in scheduler.told}
         assert ended["request-5"] and ended.get("request-50", False) is not flag
@@ -185,16 +190,7 @@ def test_prefill_spares_what_nobody_has_asked_for_where_a_decode_worker_with_the
         loop.arrive(40, room, asked=False)
     if heard:
         loop.schedulers[1].kv_manager().rooms.note_peer("10.0.0.1", 1)
-    turns = dict.fromkeys(range(2), 0)
-
-    def before(scheduler: Any) -> None:
-        turns[scheduler.tp_rank] += 1
-        scheduler.longest_rid = len("request-50")
-        if turns[scheduler.tp_rank] == 1:
-            scheduler.abort_request(AbortReq(rid="request-5"))
-
-    loop.before = before
-    loop.run(14)
+    abort_first(loop)
     left = ["request-50"] if heard else []
     for scheduler in loop.schedulers:
         assert [req.rid for req in scheduler.disagg_prefill_bootstrap_queue.queue] == left

@@ -71,7 +71,7 @@ class Half:
         self.bench, self.req = bench, req
         self.sender = bench.sender_type(bench.prefill, bench.addr(req), req.bootstrap_room, [0], 0)
         self.sender.prompt_len = len(req.origin_input_ids)
-        self.sender.prompt_ids = req.origin_input_ids_unpadded
+        self.sender.prompt_ids, self.sender.padded_ids = req.origin_input_ids_unpadded, req.origin_input_ids
         self.goes_on = self.begun = self.ended = False
         self.sent = 0
         self.receiver: Any = None

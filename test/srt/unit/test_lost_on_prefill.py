@@ -35,6 +35,16 @@ def lose(loop: PrefillLoop, room: int = ROOM, rank: int = 0) -> None:
     loop.wire.prefill[rank].manager.rooms.lose_decode([room], "decode is gone")
 
 
+def lose_during(loop: PrefillLoop, step: int) -> None:
+    """Have the first rank lose it once so many steps have begun there."""
+
+    def during(scheduler: PrefillScheduler) -> None:
+        if len(scheduler.steps) == step and scheduler.tp_rank == 0:
+            lose(loop)
+
+    loop.during = during
+
+
 def assert_told(scheduler: PrefillScheduler, why: str = "decode is gone") -> int:
     """It was told once that it has failed; after how many steps."""
     ((req, steps),) = [told for told in scheduler.told if told[0].bootstrap_room == ROOM]
@@ -60,11 +70,7 @@ def test_a_prompt_that_nobody_waits_for_is_computed_no_further(loop: PrefillLoop
     loop.arrive(100, ROOM)
     loop.arrive(20, OTHER)
 
-    def during(scheduler: PrefillScheduler) -> None:
-        if len(scheduler.steps) == 2 and scheduler.tp_rank == 0:
-            lose(loop)
-
-    loop.during = during
+    lose_during(loop, 2)
     loop.run(12)
     for scheduler in loop.schedulers:
         # The step in which it was seen is the last one of it, and the client is told before the next one.
@@ -82,11 +88,7 @@ def test_who_has_the_rid_of_one_that_is_lost_goes_on(loop: PrefillLoop):
         for req in reqs:
             req.rid = "same"
 
-    def during(scheduler: PrefillScheduler) -> None:
-        if len(scheduler.steps) == 2 and scheduler.tp_rank == 0:
-            lose(loop)
-
-    loop.during = during
+    lose_during(loop, 2)
     loop.run(30)
     for scheduler in loop.schedulers:
         assert_told(scheduler)
@@ -111,11 +113,7 @@ def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.M
     counted = messages_counted(monkeypatch)
     reqs = loop.arrive(100, ROOM, asked)
 
-    def during(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank == 0 and len(scheduler.steps) == 2:
-            lose(loop)
-
-    loop.during = during
+    lose_during(loop, 2)
     if not asked:
         reqs[0].disagg_kv_sender.fail("decode is gone")
     loop.run(8)
@@ -269,11 +267,7 @@ def test_a_last_chunk_that_is_lost_is_told_before_the_next_step(loop: PrefillLoo
     loop.arrive(CHUNK, ROOM)
     loop.arrive(60, OTHER)
 
-    def during(scheduler: PrefillScheduler) -> None:
-        if len(scheduler.steps) == 1 and scheduler.tp_rank == 0:
-            lose(loop)
-
-    loop.during = during
+    lose_during(loop, 1)
     sockets = [scheduler.recv_from_tokenizer for scheduler in loop.schedulers]
     loop.run(12)
     for scheduler, socket in zip(loop.schedulers, sockets, strict=True):
@@ -288,11 +282,7 @@ def test_pages_of_what_is_lost_are_kept_while_they_are_read(loop: PrefillLoop):
     loop.arrive(100, ROOM)
     loop.wire.wire.held = True
 
-    def during(scheduler: PrefillScheduler) -> None:
-        if len(scheduler.steps) == 3 and scheduler.tp_rank == 0:
-            lose(loop)
-
-    loop.during = during
+    lose_during(loop, 3)
     loop.run(8)
     for scheduler in loop.schedulers:
         assert assert_told(scheduler) == 3

@@ -17,7 +17,7 @@ from aiohttp import web
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
 from sglang.srt.disaggregation.common.authentication import NotTrusted
-from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
+from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
@@ -85,12 +85,18 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
     assert not found.takes_prefix
 
 
+def answer_of(cp_size: int | None, pp_size: int | None) -> dict[str, int | str]:
+    """What a prefill of this process says of itself."""
+    timeouts = RegisteredRanks().timeouts()
+    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, True, True, timeouts))
+
+
 def test_one_that_is_starting_has_not_answered():
     """What it says is kept for as long as it is there, and before its ranks have registered it knows of nothing."""
     assert ask(503, b"no rank of this prefill has registered yet") == (None, [])
     with pytest.raises(web.HTTPServiceUnavailable, match="Service Unavailable"):
-        asyncio.run(capabilities(DECODE_PREFIX_VERSION, None, None, True, True, True))
-    assert asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))["version"] == DECODE_PREFIX_VERSION
+        answer_of(None, None)
+    assert answer_of(1, 1)["version"] == DECODE_PREFIX_VERSION
 
 
 class Ranks:
@@ -237,7 +243,7 @@ def test_one_that_speculates_otherwise_is_of_no_use():
 @pytest.mark.parametrize("named", ["waiting_timeout", "bootstrap_timeout"])
 def test_a_prefill_says_for_how_long_it_waits(monkeypatch, named):
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{named.upper()}", "30")
-    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))
+    answer = answer_of(1, 1)
     assert answer[named] == 30
     for said, taken in ((30, 30), (None, 0), ("30", 0), (True, 0), (-1, 0), (1.5, 0), ([], 0)):
         assert getattr(ask(200, answer | {named: said})[1][0], named) == taken
@@ -249,8 +255,8 @@ def test_a_prefill_says_for_how_long_it_waits(monkeypatch, named):
 def test_one_whose_context_parallel_ranks_send_otherwise_is_of_no_use(monkeypatch, on_prefill):
     """No request was served: decode asked one rank of those that all wait, or waited for ranks that send nothing."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", str(int(on_prefill)))
-    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 2, 1, True, True, True))
-    alone = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True))
+    answer = answer_of(2, 1)
+    alone = answer_of(1, 1)
     assert ask(200, answer)[0] == (0 if on_prefill else DECODE_PREFIX_VERSION)
     monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", str(int(not on_prefill)))
     with pytest.raises(ValueError, match="Give both the same SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"):

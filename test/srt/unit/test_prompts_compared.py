@@ -20,8 +20,7 @@ import torch
 from decode_world import World
 from sglang.srt.disaggregation import decode_prefix
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import delta_sender
-from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
+from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
 from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, pages, prompt_digest, say_images
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
@@ -268,8 +267,7 @@ def test_nobody_waits_for_a_transfer_of_which_nothing_would_be_kept(images):
 def test_the_digest_is_made_when_a_request_arrives(make, monkeypatch):
     """On prefill once a decode worker has asked with one, and not a second time when it is asked for."""
     made = []
-    for module in (decode_prefix, delta_sender):
-        monkeypatch.setattr(module, "prompt_digest", lambda *args: made.append(args) or prompt_digest(*args))
+    monkeypatch.setattr(decode_prefix, "prompt_digest", lambda *args: made.append(args) or prompt_digest(*args))
     pair = make()
     first = pair.arrive(req_of(PROMPT), req_of(PROMPT))
     first.wait_senders(KVPoll.WaitingForInput)
@@ -324,7 +322,7 @@ def test_any_token_and_the_length_count():
 
 
 def test_it_is_said_only_where_prefill_has_said_that_it_compares():
-    answer = asyncio.run(capabilities(1, 1, 1, True, True, True))
+    answer = asyncio.run(capabilities(1, 1, 1, True, True, True, RegisteredRanks().timeouts()))
     assert answer["prompts"] == 1 and parse_capabilities(answer, False).prompts
     assert not parse_capabilities(answer | {"version": 0}, False).prompts
     del answer["prompts"]

@@ -11,8 +11,7 @@ import test_nixl_wire
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.deferred_release import abort_transfer
-from sglang.srt.disaggregation.refusal import RefusedReq
-from sglang.srt.managers.checked_requests import blames_request
+from sglang.srt.disaggregation.refusal import RefusedReq, blames_request
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_refusals import ROOM, RefusingPrefill

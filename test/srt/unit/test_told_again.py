@@ -16,7 +16,7 @@ import test_nixl_wire
 from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import delta_receiver
-from sglang.srt.disaggregation.common.bootstrap_routes import capabilities
+from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
@@ -72,7 +72,7 @@ def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: p
 def shaken_hands(world: Any) -> None:
     """Decode has asked prefill what it can do."""
     manager = world.decode[0].manager
-    answer = asyncio.run(capabilities(1, 1, 1, True, True, True))
+    answer = asyncio.run(capabilities(1, 1, 1, True, True, True, RegisteredRanks().timeouts()))
     manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer, False))
 
 
@@ -81,21 +81,27 @@ def refuse(peer: dict, frames: list[bytes]) -> None:
     raise NotTaken("the way is cut")
 
 
-@pytest.mark.parametrize("backend", WORLDS)
-def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.MonkeyPatch, backend: str):
-    """Decode gives up after 30 s and cannot say so: others had its pages at 60 s, and prefill wrote until 300 s."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
-    world: Any = WORLDS[backend](monkeypatch)
-    monkeypatch.delenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
+def given_up(world: Any, why: str) -> tuple[Any, Any]:
+    """A request that decode has asked for and given up, which it could not say; and its receiver."""
     request = world.request(1, 24, 8).start_prefill().start_decode()
     shaken_hands(world)
     request.ask()
     request.wait_senders(KVPoll.WaitingForInput)
     (receiver,) = request.receivers
     receiver.fenced, receiver._send_to = True, refuse
-    receiver.fail("timed out")
+    receiver.fail(why)
     assert receiver.poll() == KVPoll.Failed
     receiver.cancel()
+    return request, receiver
+
+
+@pytest.mark.parametrize("backend", WORLDS)
+def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.MonkeyPatch, backend: str):
+    """Decode gives up after 30 s and cannot say so: others had its pages at 60 s, and prefill wrote until 300 s."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
+    world: Any = WORLDS[backend](monkeypatch)
+    monkeypatch.delenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
+    request, receiver = given_up(world, "timed out")
     given_up_at = receiver.state.given_up_at
     assert request.senders[0].state.due_at < given_up_at + 300
     for ago, done in ((31, False), (299, False), (301, True)):
@@ -112,15 +118,7 @@ def test_pages_are_kept_for_as_long_where_another_prefill_has_its_address(
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
     world: Any = WORLDS[backend](monkeypatch)
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "600")
-    request = world.request(1, 24, 8).start_prefill().start_decode()
-    shaken_hands(world)
-    request.ask()
-    request.wait_senders(KVPoll.WaitingForInput)
-    (receiver,) = request.receivers
-    receiver.fenced, receiver._send_to = True, refuse
-    receiver.fail("its prefill is lost")
-    assert receiver.poll() == KVPoll.Failed
-    receiver.cancel()
+    _, receiver = given_up(world, "its prefill is lost")
     world.decode[0].manager.prefills.capabilities[receiver.bootstrap_addr] = other
     given_up_at = receiver.state.given_up_at
     for ago, done in ((31, False), (599, False), (601, True)):

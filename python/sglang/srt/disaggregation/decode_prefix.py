@@ -26,7 +26,6 @@ __all__ = [
     "check_decode_prefix",
     "count_runs",
     "has_images",
-    "images_digest",
     "pages",
     "prompt_digest",
     "prompt_digests",
@@ -81,23 +80,19 @@ def _packed(token_ids: Sequence[int]) -> array[int] | bytes:
     return repr([*token_ids]).encode()
 
 
-def prompt_digests(req: Any) -> bytes:
-    """The `prompt_digest` of a request's prompt; behind it, with images, `images_digest` of these."""
-    digest = prompt_digest(req.origin_input_ids_unpadded, len(req.origin_input_ids))
-    return digest + images_digest(req.origin_input_ids, req.origin_input_ids_unpadded)
+def prompt_digests(unpadded: Sequence[int], padded: Sequence[int]) -> bytes:
+    """The `prompt_digest` of a prompt; behind it, with images, 16 bytes that say which of them are where.
+
+    unpadded: its tokens before images are padded. padded: the same list, or where there are images another that the
+    engine has made, with hashes of their features, by which a tree knows them.
+    """
+    images = b"" if padded is unpadded else prompt_digest(padded, len(padded))
+    return prompt_digest(unpadded, len(padded)) + images
 
 
 def has_images(req: Any) -> bool:
     """Whether the engine has put hashes of features into the prompt."""
     return req.origin_input_ids is not req.origin_input_ids_unpadded
-
-
-def images_digest(padded: Sequence[int], unpadded: Sequence[int]) -> bytes:
-    """What says which images are where in a prompt, 16 bytes; empty where the engine has not made another list of it.
-
-    padded: its tokens, with hashes of features in the places of images, by which a tree knows them.
-    """
-    return b"" if padded is unpadded else prompt_digest(padded, len(padded))
 
 
 def say_images(req: Any, buffers: Any) -> None:

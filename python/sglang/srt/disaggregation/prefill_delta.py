@@ -56,6 +56,12 @@ def _compares_prompts(receiver: Any) -> bool:
     return hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
 
 
+def _make_own_prompt(decode_req: DecodeRequest) -> None:
+    """Have the receiver of a request know the `prompt_digests` of its prompt."""
+    req = decode_req.req
+    decode_req.kv_receiver.own_prompt = prompt_digests(req.origin_input_ids_unpadded, req.origin_input_ids)
+
+
 def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor, policy: AdmissionPolicy) -> None:
     """Have the tree take nothing of a request that has just arrived if prefill has computed it with other images.
 
@@ -103,10 +109,9 @@ class PrefillDeltas:
 
         Requests come one by one, and all that wait for the same prefix are asked for in one step.
         """
-        receiver = decode_req.kv_receiver
         try:
-            if _compares_prompts(receiver):
-                receiver.own_prompt = prompt_digests(decode_req.req)
+            if _compares_prompts(decode_req.kv_receiver):
+                _make_own_prompt(decode_req)
         except Exception as e:
             decode_req.lose(e)
 
@@ -173,8 +178,8 @@ class PrefillDeltas:
                 except Exception as e:
                     decode_req.lose(e)
 
-    @classmethod
-    def _ask(cls, decode_req: DecodeRequest) -> None:
+    @staticmethod
+    def _ask(decode_req: DecodeRequest) -> None:
         """Send prefill the message that names what it is to write."""
         decode_req.advance(ASKED)
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
@@ -182,7 +187,7 @@ class PrefillDeltas:
         if takes_prefix(decode_req):
             if _compares_prompts(receiver):
                 if not hasattr(receiver, "own_prompt"):
-                    cls.expect(decode_req)
+                    _make_own_prompt(decode_req)
                 receiver.prompt = PROMPT, receiver.own_prompt
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:

@@ -87,9 +87,14 @@ class RefusedRooms(RoomNotes[str]):
         return self.of(room)
 
 
-def blames_request(reason: str) -> bool:
-    """Whether a request that is refused for ``reason`` is itself at fault, and not the state that this worker is in."""
-    return not any(words in reason for words in _PASSES)
+def blames_request(why: Exception | str) -> bool:
+    """Whether a request that is refused is itself at fault, and not the state that this worker is in.
+
+    why: the reason, or the error that it has ended in, of which ValueError is the engine's for a client's.
+    """
+    if isinstance(why, Exception) and not isinstance(why, ValueError):
+        return False
+    return not any(words in str(why) for words in _PASSES)
 
 
 def words_for_decode(refused: RefusedReq) -> str:

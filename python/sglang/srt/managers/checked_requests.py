@@ -25,7 +25,7 @@ from sglang.srt.managers.request_checks import check_labels, check_names, check_
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CheckedRequests", "blames_request", "endpoint_of", "reason_of"]
+__all__ = ["CheckedRequests", "endpoint_of", "reason_of"]
 
 # The engine's tokenizer manager comes behind.
 Base: Any = object
@@ -35,11 +35,6 @@ def reason_of(error: Exception) -> str:
     """What an error says, for another worker; an image that could not be read may be all of the message."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
     return str(said or repr(error))[: refusal.MOST_CHARACTERS]
-
-
-def blames_request(error: Exception) -> bool:
-    """Whether a request that has ended in ``error`` is itself at fault, and not the state that this worker is in."""
-    return isinstance(error, ValueError) and refusal.blames_request(str(error))
 
 
 def endpoint_of(request: Any) -> str:
@@ -92,7 +87,7 @@ class CheckedRequests(Base):
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
             # First, or the peer would learn only of the others' end.
-            told = self._tell_peer(obj, reason_of(e), states, blames_request(e)) if refused else []
+            told = self._tell_peer(obj, reason_of(e), states, refusal.blames_request(e)) if refused else []
             if end_others and told:
                 asyncio.create_task(self._abort_once_told(told, states))
             elif end_others:

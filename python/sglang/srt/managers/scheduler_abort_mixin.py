@@ -84,9 +84,12 @@ def _hidden(reqs: Sequence[Any]) -> Iterator[None]:
             req.rid = rid
 
 
+def _is_longer(req: Any, rid: str) -> bool:
+    return len(req.rid) > len(rid) and req.rid.startswith(rid)
+
+
 def _longer(reqs: Sequence[Any], rid: str) -> list[Any]:
-    size = len(rid)
-    return [req for req in reqs if len(req.rid) > size and req.rid.startswith(rid)]
+    return [req for req in reqs if _is_longer(req, rid)]
 
 
 def _in_steps(scheduler: Any) -> list[Any]:
@@ -128,13 +131,9 @@ def _spared_by_prefill(scheduler: Any, recv_req: Any) -> list[Any]:
 def _spared_by_decode(scheduler: Any, rid: str) -> list[Any]:
     """Requests with longer rids whose prefill understands a prefix, or has nothing to do with them any more."""
     prealloc, transfer = scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue
-    manager, size = prealloc.kv_manager, len(rid)
-    coming = {
-        id(dr.req): dr
-        for queue in (prealloc.queue, transfer.queue)
-        for dr in queue
-        if len(dr.req.rid) > size and dr.req.rid.startswith(rid)
-    }
+    manager = prealloc.kv_manager
+    queued = *prealloc.queue, *transfer.queue
+    coming = {id(dr.req): dr for dr in queued if _is_longer(dr.req, rid)}
     computed = [] if transfer.local is None else [one.req for one in transfer.local.waiting]
     here = scheduler.waiting_queue, prealloc.retracted_queue, computed, _in_steps(scheduler)
     spared = [req for reqs in here for req in _longer(reqs, rid)]

@@ -104,7 +104,7 @@ class SchedulerRefusalMixin(Base):
             logger.error("Request %s", recv_req.rid, exc_info=e)
             finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
             self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
-            self._tell_peer(recv_req, reason, at_fault=isinstance(e, ValueError))
+            self._tell_peer(recv_req, reason, at_fault=blames_request(e))
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
         """Adds three cases that the engine forgets.

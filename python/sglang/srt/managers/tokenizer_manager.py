@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi import HTTPException
+from sglang.srt.disaggregation.refusal import blames_request
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
-from sglang.srt.managers.checked_requests import CheckedRequests, blames_request, endpoint_of, reason_of
+from sglang.srt.managers.checked_requests import CheckedRequests, endpoint_of, reason_of
 from sglang.srt.managers.drain import Drain
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.observability import req_time_stats, request_life

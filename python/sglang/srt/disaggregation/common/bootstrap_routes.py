@@ -155,14 +155,14 @@ async def capabilities(
     pieces: bool,
     digests: bool,
     queued: bool,
-    timeouts: Mapping[str, int] | None = None,
+    timeouts: Mapping[str, int],
 ) -> dict[str, int | str]:
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
     before they have all registered. pieces, digests, queued: whether the backend asks for staging memory piece by
-    piece, sends digests of pages, and hears from decode what waits there. timeouts: of the ranks, without them
-    those of this process. Raises HTTPServiceUnavailable before that.
+    piece, sends digests of pages, and hears from decode what waits there. timeouts: of the ranks
+    (`RegisteredRanks.timeouts`). Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -180,9 +180,9 @@ async def capabilities(
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
     answer: dict[str, int | str] = {"version": 0 if shared_out else version}
-    # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
     answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 1}
-    answer |= timeouts or _own_timeouts()
+    # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
+    answer |= timeouts
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
     reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix, images_digest, prompt_digest
+from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix, prompt_digests
 from sglang.srt.disaggregation.room_notes import COMPUTED
 
 if TYPE_CHECKING:
@@ -166,9 +166,7 @@ def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
 def digest_prompt(sender: DeltaSender) -> bytes:
     """The `prompt_digests` of this worker's prompt, which are made once."""
     if sender.own_prompt is None:
-        ids = sender.prompt_ids
-        images = b"" if sender.padded_ids is None else images_digest(sender.padded_ids, ids)
-        sender.own_prompt = prompt_digest(ids, sender.prompt_len or 0) + images
+        sender.own_prompt = prompt_digests(sender.prompt_ids, sender.padded_ids)
     return sender.own_prompt
 
 
@@ -203,7 +201,7 @@ class DeltaSender(Base):
     prompt_len: int | None = None
     # Its tokens, before images are padded, and what is computed; and the digests of both, once they have been made.
     prompt_ids: Sequence[int] = ()
-    padded_ids: Sequence[int] | None = None
+    padded_ids: Sequence[int] = ()
     own_prompt: bytes | None = None
     # Whether decode has said that it has other images.
     other_images: bool = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,10 @@ from sglang.srt.mem_cache.pegaflow.pages import (
     config_file,
     deepgemm_experts,
     experts_apart,
-    files_digest,
     first_hash,
-    model_files,
     only_where_set,
     page_hashes,
+    weights_fingerprint,
 )
 
 if TYPE_CHECKING:
@@ -52,15 +52,8 @@ def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[
     return page_hashes(token_ids, page_size, before)
 
 
-def weights_id(
-    model_path: str, revision: str | None, named_by: str = "--model-path", args: ServerArgs | None = None
-) -> str:
-    """`files_digest` of the weights that ``model_path`` names.
-
-    named_by: the option that gives the path. args: see `model_files`. Raises ValueError if the files are not on this
-    machine.
-    """
-    return files_digest(model_files(model_path, revision, "--hicache-storage-backend", named_by, args))
+# The same as with PegaFlow.
+weights_id = partial(weights_fingerprint, option="--hicache-storage-backend")
 
 
 def model_folder(args: ServerArgs, weights: str | None) -> str:

@@ -160,14 +160,18 @@ def page_hashes(token_ids: Sequence[int], page_size: int, before: bytes) -> list
 
 
 def weights_fingerprint(
-    model_path: str, revision: str | None, named_by: str = "--model-path", args: ServerArgs | None = None
+    model_path: str,
+    revision: str | None,
+    named_by: str = "--model-path",
+    args: ServerArgs | None = None,
+    option: str = "--enable-pegaflow",
 ) -> str:
     """`files_digest` of the weights that ``model_path`` names, a path or a repository that has been downloaded.
 
-    named_by: the option that gives the path. args: see `model_files`. Raises ValueError if there is neither, or no
-    weights in them.
+    named_by: the option that gives the path. args, option: see `model_files`. Raises ValueError if there is neither, or
+    no weights in them.
     """
-    return files_digest(model_files(model_path, revision, "--enable-pegaflow", named_by, args))
+    return files_digest(model_files(model_path, revision, option, named_by, args))
 
 
 def files_digest(files: Sequence[tuple[str, Path]]) -> str:
