@@ -74,10 +74,10 @@ lint: setup
 	@$(BIN)/pd-radix patches --markdown | cmp -s - docs/patches.md || { \
 		echo 'docs/patches.md is not the register: pd-radix patches --markdown > docs/patches.md' >&2; exit 1; }
 
-# The quick ones first, in two processes: the managers in them have threads that never end, as in the engine, and what
-# all of them hold is more than the 20,000 descriptors that some hosts allow. Both at once, one core each; what the
-# second says comes when the first has ended. Status 5 of pytest: -k has left none. What failed is said again at the
-# end, where whoever is shown the last lines only finds it.
+# The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
+# all of them hold is more than the 20,000 descriptors that some hosts allow. All at once: half of their time they wait.
+# What two of them say comes when the last has ended. Status 5 of pytest: -k has left none. What failed is said again at
+# the end, where whoever is shown the last lines only finds it.
 test: setup lint
 ifneq ($(strip $(TESTS)),)
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
@@ -86,10 +86,11 @@ else
 	ended() { if [ $$1 -ne 5 ]; then case $$status in 0|5) status=$$1;; esac; fi; }; \
 	shown() { { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) 2>&1; echo $$? >build/tests-status; } | tee build/tests-$$1.log; \
 		ended "$$(cat build/tests-status)"; }; \
-	$(BIN)/python -m pytest test/srt/unit/test_[a-m]*.py $(PYTEST_ARGS) >build/tests-a-m.log 2>&1 & half=$$!; \
-	trap 'kill $$half 2>/dev/null; exit 130' INT TERM; \
-	shown n-z 'test/srt/unit/test_[n-z]*.py'; \
-	wait $$half; ended $$?; trap - INT TERM; cat build/tests-a-m.log; \
+	quiet() { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) >build/tests-$$1.log 2>&1 & pids="$$pids $$!"; }; \
+	pids=; quiet a-f 'test/srt/unit/test_[a-f]*.py'; quiet g-r 'test/srt/unit/test_[g-r]*.py'; \
+	trap 'kill $$pids 2>/dev/null; exit 130' INT TERM; \
+	shown s-z 'test/srt/unit/test_[s-z]*.py'; \
+	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; cat build/tests-a-f.log build/tests-g-r.log; \
 	shown e2e test/srt/e2e; \
 	grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
 endif

@@ -80,6 +80,7 @@ def alone() -> dist.ProcessGroup:
 def server_args(page_size: int, options: Mapping[str, Any]) -> SimpleNamespace:
     """The server's arguments that a decode worker's queues look at."""
     return SimpleNamespace(
+        dp_size=1,
         page_size=page_size,
         speculative_algorithm=None,
         enable_metrics=False,

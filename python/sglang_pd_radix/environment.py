@@ -7,6 +7,10 @@ import os
 from sglang_pd_radix.errors import PdRadixError
 
 SWITCH = "SGLANG_PD_RADIX"
+#: The key of servers that are started with ``--api-key``.
+API_KEY = "SGLANG_PD_RADIX_API_KEY"
+#: The key of those that are started with ``--admin-api-key``, for what they let nobody else do.
+ADMIN_API_KEY = "SGLANG_PD_RADIX_ADMIN_API_KEY"
 #: The engine's words, in capitals or not.
 YES, NO = ("1", "true", "yes", "y"), ("0", "false", "no", "n")
 
@@ -31,3 +35,10 @@ def patches_engine(variables: dict[str, str] | None = None) -> bool:
         return switched_on(SWITCH, "to run the engine with the patch set", "to run it without", True, variables)
     except ValueError as error:
         raise PdRadixError(str(error)) from error
+
+
+def servers_key(admin: bool = False) -> str | None:
+    """The key of the servers that are asked; None if they have none. admin: that of their admin, if there is one."""
+    # As of a file: an end of a line is part of no key, and would be in the text of an error.
+    found = (os.environ.get(name, "").strip() for name in ((ADMIN_API_KEY, API_KEY) if admin else (API_KEY,)))
+    return next(filter(None, found), None)

@@ -11,17 +11,19 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from sglang_pd_radix.environment import patches_engine
 from sglang_pd_radix.errors import PatchError
@@ -191,6 +193,26 @@ def inert_reason(version: str | None) -> str | None:
     return f"sglang {version} is not patched: this patch set is for {ENGINE_VERSION} only"
 
 
+def _of_another_installation(root: Path) -> str | None:
+    """Why `engine_version` is not that of the engine in ``root``; None where it is.
+
+    A source tree on PYTHONPATH has no metadata: what is found is that of an engine that does not run.
+    """
+    found = importlib.metadata.distribution("sglang")
+    place = Path(str(found.locate_file("sglang")))
+    folders = [place]
+    with suppress(ValueError, KeyError, TypeError):
+        source = json.loads(found.read_text("direct_url.json") or "{}")
+        if source["dir_info"]["editable"]:
+            # Installed to be edited: the metadata alone is where packages are.
+            place = Path(unquote(urlsplit(source["url"]).path))
+            folders += [place / within / "sglang" for within in ("", "python", "src")]
+    if os.path.realpath(root) in map(os.path.realpath, folders):
+        return None
+    installed = f"sglang {ENGINE_VERSION} is installed in {place}"
+    return f"the engine that runs is in {root}, and its version is unknown: {installed}"
+
+
 def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
     """Every file of the patch tree, in the order of its path.
 
@@ -253,6 +275,8 @@ def activate(engine: ModuleType) -> None:
     imports the engine again then meets the same.
     """
     reason = inert_reason(engine_version())
+    if reason is None and engine.__file__ is not None:
+        reason = _of_another_installation(Path(engine.__file__).parent)
     if reason:
         _state.reason = reason
         if os.environ.get(_TOLD) != reason:

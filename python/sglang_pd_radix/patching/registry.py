@@ -84,12 +84,15 @@ class _Source:
 class _Module:
     def __init__(self, name: str, path: Path, source: _Source) -> None:
         self.name, self.path, self.source = name, path, source
-        text = path.read_text(encoding="utf-8")
-        self.lines = text.splitlines()
         try:
+            text = path.read_text(encoding="utf-8")
             self.tree = ast.parse(text, str(path))
         except SyntaxError as error:
             raise PdRadixError(f"{path}, line {error.lineno}: {error.msg}") from error
+        except ValueError as error:
+            # It is not UTF-8, or has NULs.
+            raise PdRadixError(f"{path}: {error}") from error
+        self.lines = text.splitlines()
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.definitions: dict[str, list[ast.stmt]] = {}
         for node in _statements(self.tree.body):

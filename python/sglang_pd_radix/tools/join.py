@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         steps.now(f"waiting until {url} is ready")
         wait_ready(url, deadline)
         worker = describe(url, deadline)
-        freeze(url)
-        steps.done(f"{url} is ready, a {worker['worker_type']} worker")
+        wrong = freeze(url)
+        steps.done(f"{url} is ready, a {worker['worker_type']} worker" + (wrong and f", but {wrong}"))
         steps.now(f"asking {args.gateway} to take it in")
         # It may be started together with its workers.
         _until(
@@ -69,7 +69,7 @@ def describe(url: str, deadline: float) -> dict[str, Any]:
     """What a gateway has to know of a worker, from that itself. Raises PdRadixError if it is none of a pair."""
 
     def answered() -> tuple[int, bytes] | None:
-        reply = http(url + "/get_server_info", timeout=TIMEOUT_S)
+        reply = http(url + "/server_info", timeout=TIMEOUT_S)
         return reply if reply[0] else None
 
     status, content = _until(answered, deadline, f"{url} does not answer, though its health check did: see its log")

@@ -1,10 +1,13 @@
 """Progress of a command, on stderr: on a terminal rows that change, elsewhere a line for each step.
 
-`Display` serves all commands. Stdout is left to results.
+`Display` serves all commands. Stdout is left to results. Where it can no longer be written (its reader is gone, the
+terminal, or room on the disk) it ends nothing: what it tells of may have taken hours.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, TextIO
@@ -25,9 +28,7 @@ class Display:
     """
 
     def __init__(self, parts: int = 0, stamped: bool = False) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _stderr()
         self._began, self._stamped = time.monotonic(), stamped
         self._parts, self._ended = parts, 0
         self._rows = _rows(self._console) if self._console.is_terminal else None
@@ -37,12 +38,14 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._rows:
-            self._rows.start()
+            with contextlib.suppress(OSError):
+                self._rows.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._rows:
-            self._rows.stop()
+            with contextlib.suppress(OSError):
+                self._rows.stop()
 
     def now(self, text: str) -> None:
         """Show what is being done."""
@@ -91,7 +94,24 @@ class Display:
         from rich.text import Text
 
         stamp = f"[{time.monotonic() - self._began:5.0f} s] " if self._stamped else ""
-        self._console.print(Text(stamp + text), soft_wrap=True)
+        with contextlib.suppress(OSError):
+            self._console.print(Text(stamp + text), soft_wrap=True)
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    class Stderr(Console):
+        """Whose reader may go away: rich would have stdout go nowhere then, and exit."""
+
+        def on_broken_pipe(self) -> None:
+            """Print no more, and have nobody else fail at it, such as Python when it exits."""
+            self.quiet = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())
+            os.close(nowhere)
+
+    return Stderr(stderr=True, highlight=False)
 
 
 def _rows(console: Console) -> Rows:

@@ -51,9 +51,18 @@ VARIABLES = (
     Variable(
         "SGLANG_PD_RADIX_API_KEY",
         "none",
-        "pd-radix",
+        "pd-radix; prefill, decode that drain",
         "the key that `top`, `trace`, `drain` and `join` send to servers that are started with `--api-key`; `up` takes "
-        "it from the workers' options",
+        "it from the workers' options; a worker gives it, or else the key of its own option, to the gateways of "
+        "`SGLANG_DISAGGREGATION_GATEWAYS`",
+    ),
+    Variable(
+        "SGLANG_PD_RADIX_ADMIN_API_KEY",
+        "none",
+        "pd-radix",
+        "the key with which `/freeze_gc` and `/flush_cache` are asked for of workers that are started with "
+        "`--admin-api-key`; `up`, `demo`, `bench` and `verify` take it from the workers' options, where all have the "
+        "same",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_SECRET_FILE",
@@ -299,7 +308,7 @@ STATUSES = (
     ),
 )
 
-#: Of `GET /get_server_info`, under `internal_states[i].kv_pool`.
+#: Of `GET /server_info`, under `internal_states[i].kv_pool`.
 POOL_FIELDS = {
     "dp_rank": "which DP rank it is of; only where there are several: they are in the order in which they answered",
     "size": "tokens of the KV pool; with sliding windows those of the full pool, as the next three. These four, and "
@@ -498,7 +507,7 @@ def as_markdown() -> str:
         "them. Of a worker with DP ranks each has the label `dp_rank`.",
         _table(("metric", "worker", "kind", "meaning"), [(f"`{name}`", *rest) for name, *rest in metrics()]),
         "## What a worker says of itself",
-        "`GET /get_server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",
+        "`GET /server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",
         _fields(POOL_FIELDS),
         "With `--enable-pegaflow` also `internal_states[i].pegaflow`: see "
         "[pegaflow.md](pegaflow.md#when-something-fails).",

@@ -118,10 +118,10 @@ def summed_counters(
 
 def server_info(url: str) -> dict[str, Any]:
     """What the worker at ``url`` says of itself. Raises PdRadixError if it does not answer with 200."""
-    status, content = http(url + "/get_server_info", timeout=30)
+    status, content = http(url + "/server_info", timeout=30)
     if status != 200:
         said = content.decode(errors="replace")[:200]
-        raise PdRadixError(f"{url}/get_server_info answered {status_text(status)}: {said}")
+        raise PdRadixError(f"{url}/server_info answered {status_text(status)}: {said}")
     return json.loads(content)
 
 
@@ -159,8 +159,11 @@ def empty_caches(cluster: Cluster, urls: Sequence[str], timeout_s: float = 10) -
     """Empty the caches of the workers at ``urls``, as if they had just been started. Raises PdRadixError."""
     for url in urls:
         deadline = time.monotonic() + timeout_s
-        while http(url + "/flush_cache", {}, timeout=timeout_s)[0] != 200:  # refused until the last request is gone
+        # Refused until the last request is gone.
+        while (status := http(url + "/flush_cache", {}, timeout=timeout_s)[0]) != 200:
             cluster.check()
+            if status == 401:
+                raise PdRadixError(f"{url}/flush_cache answers {status_text(status, '/flush_cache')}")
             if time.monotonic() > deadline:
                 raise PdRadixError(f"{url}/flush_cache keeps failing: its log is in {cluster.log_dir}")
             time.sleep(0.1)

@@ -35,7 +35,9 @@ class Manager:
         self.rid_to_state: dict[int, object] = {}
         self.gracefully_exit, self._subprocess_watchdog = False, None
         self.server_status = SimpleNamespace(name="Up")
-        self.server_args = SimpleNamespace(disaggregation_mode="prefill", host="127.0.0.1", port=port)
+        self.server_args = SimpleNamespace(
+            disaggregation_mode="prefill", host="127.0.0.1", port=port, api_key="of the workers"
+        )
         self.drain = drain.Drain(server, app, timeout_s)
         self.busy_until, self.aborted, self.task = 0.0, asyncio.Event(), None
 

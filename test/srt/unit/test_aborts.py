@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
+import zmq
 from decode_world import aborted
 from overlapped_loop import Loop, LoopEnds
 from prefill_loop import PrefillLoop
@@ -21,8 +23,9 @@ from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import scheduler as schedulers
 from sglang.srt.managers import scheduler_abort_mixin
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
@@ -226,6 +229,55 @@ def test_pipeline_stages_spare_what_the_first_spares(monkeypatch, heard: bool):
     loop.before = before
     loop.run(6)
     assert turns > 2
+
+
+def test_each_dp_rank_of_a_later_stage_reads_what_its_own_first_stage_has_spared(monkeypatch):
+    """The engine has its control messages from the first rank of the stage, whose requests are others."""
+    sent: dict[Any, bytes] = {}
+
+    def broadcast(said: Any, rank: int, group: Any, src: int) -> Any:
+        if rank == src:
+            sent[group] = pickle.dumps(said)
+        return pickle.loads(sent[group])
+
+    def from_stage_before(data: list, rank: int, group: Any, src: int, dst: int) -> Any:
+        return pickle.loads(sent[src])
+
+    monkeypatch.setattr(schedulers, "unwrap_shm_features", lambda received: received)
+    monkeypatch.setattr(schedulers, "broadcast_pyobj", broadcast)
+    monkeypatch.setattr(schedulers, "point_to_point_pyobj", from_stage_before)
+
+    def receives(stage: int, dp: int, messages: list) -> list:
+        def recv(flags: int) -> Any:
+            if not messages:
+                raise zmq.ZMQError
+            return messages.pop(0)
+
+        rank = cast(Any, object.__new__(Scheduler))
+        rank.disaggregation_mode, rank.pp_rank, rank.pp_size = DisaggregationMode.PREFILL, stage, 2
+        rank.attn_dp_rank, rank.tp_size, rank.attn_tp_size, rank.attn_cp_size = dp, 2, 1, 1
+        rank.attn_tp_rank = rank.attn_cp_rank = 0
+        rank.tp_group, rank.tp_cpu_group = SimpleNamespace(rank=dp, ranks=[0, 1]), ("stage", stage)
+        rank.world_group = SimpleNamespace(cpu_group=None)
+        rank.server_args = SimpleNamespace(enable_dp_attention=True, language_only=False)
+        rank.recv_skipper = rank.input_blocker = None
+        rank.max_recv_per_poll = -1
+        rank.recv_from_tokenizer = None if stage else SimpleNamespace(recv_pyobj=recv)
+        rank.recv_from_rpc = SimpleNamespace(recv_pyobj=recv)
+        rank.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=None)
+        return rank.recv_requests()
+
+    work = object.__new__(TokenizedGenerateReqInput)
+    of_first = {0: [work, PauseGenerationReqInput(mode="abort"), AbortReq(rid="5")], 1: [work]}
+    order = ["TokenizedGenerateReqInput", "PauseGenerationReqInput", "AbortReq"]
+    for stage in range(2):
+        for dp in range(2):
+            received = receives(stage, dp, of_first[dp])
+            assert [type(one).__name__ for one in received] == order, "an abort stays behind what came with it"
+            if stage == 0:
+                received[-1].spared = {f"5{dp}"}
+            assert received[-1].spared == {f"5{dp}"}
+            sent[2 * stage + dp] = pickle.dumps(received)
 
 
 @pytest.mark.parametrize("longest, looks", [("5", 0), ("50", 1)])

@@ -661,7 +661,7 @@ def test_what_decode_has_learned_of_its_steps_is_of_a_dp_rank(tmp_path, monkeypa
 def test_a_decode_worker_without_figures_of_one_pool_is_watched_all_the_same(tmp_path, monkeypatch):
     """The side without the flag of a model with windows. What requests hold there is not known, and not 0."""
     states, load = [{"version": 1}, {"kv_pool": {"idle": False}}], [{"num_reqs": 3, "num_waiting_reqs": 1}]
-    answers = {"get_load": load, "get_server_info": {"internal_states": states}}
+    answers = {"get_load": load, "server_info": {"internal_states": states}}
     monkeypatch.setattr(
         measure, "http", lambda url, **more: (200, json.dumps(answers.get(url.rpartition("/")[2], "")).encode())
     )

@@ -6,16 +6,19 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from code_texts import texts
+from sglang.srt.observability.kv_transfer_metrics import count_transfer
 
 from sglang_pd_radix.tools import cli, dashboard, reference
-from sglang_pd_radix.tools.operate.panels import ON_NO_PANEL, SECTIONS
+from sglang_pd_radix.tools.operate.panels import ON_NO_PANEL, SECTIONS, Panel
 
 ENGINE = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "observability" / "metrics_collector.py"
 PANELS = [panel for panels in SECTIONS.values() for panel in panels]
@@ -98,6 +101,46 @@ def test_lines_of_several_workers_and_ranks_are_told_apart():
             assert 'instance=~"$worker"' in query.expr and "{{instance}}" in query.legend, panel.title
             if named(query.expr) & OURS and "increase" not in query.expr:
                 assert 'dp_rank=~"$rank"' in query.expr and "{{dp_rank}}" in query.legend, panel.title
+
+
+def panel(title: str) -> Panel:
+    (found,) = (one for one in PANELS if one.title.startswith(title))
+    return found
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+def test_what_runs_on_prefill_is_not_drawn_as_decodes_batch(tmp_path):
+    (query,) = panel("Requests running").queries
+    series = {"p0": ("prefill", "running", 1), "d0": ("decode", "running", 8), "d1": ("decode", "transfer", 4)}
+    case = {
+        "input_series": [
+            {"series": f'sglang:pd_requests{{instance="{name}",engine_type="{role}",state="{state}"}}', "values": count}
+            for name, (role, state, count) in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": query.expr.replace("$worker", ".*").replace("$rank", ".*"),
+                "eval_time": "0s",
+                "exp_samples": [{"labels": '{instance="d0"}', "value": 8}],
+            }
+        ],
+    }
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump({"tests": [case]}))
+    done = subprocess.run(["promtool", "test", "rules", tmp_path / "cases.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_a_run_of_pages_has_is_that_of_all_layers():
+    """As it is counted: Qwen3-8B's 36 layers, K and V, of which a backend writes one at a time."""
+    counted: dict[str, int] = {}
+    counters = SimpleNamespace(sent=lambda sent, saved, runs: counted.update(sent=sent, runs=runs))
+    item, layers = 16 * 8 * 128 * 2, 36
+    kv_args = SimpleNamespace(kv_item_lens=[item] * 2 * layers, state_item_lens=[])
+    count_transfer(counters, kv_args, item, 10, 0, 10)
+    assert counted["sent"] / counted["runs"] == 2 * layers * item
+    shown = panel("Bytes in one run of pages")
+    assert shown.title.endswith("all layers") and "over twice the number of layers" in shown.says
+    assert "kv_transfer_sent_bytes_total" in shown.queries[0].expr
 
 
 @pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2)])

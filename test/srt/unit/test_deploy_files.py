@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from functools import lru_cache
@@ -194,6 +196,28 @@ def test_who_reaches_whom():
 
 
 @needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_policies_are_for_our_pods_alone(overlay):
+    """What else runs in the namespace, `default` perhaps, is reached as before."""
+    objects = built(overlay)
+    for labels in ({}, {"app": "chat"}, {"app.kubernetes.io/name": "postgres"}):
+        assert may(objects, ("elsewhere", {}), labels, 5432)
+    ours = [o["spec"]["template"]["metadata"]["labels"] for o in objects if o["kind"] == "Deployment"]
+    assert len(ours) == 3 and not any(may(objects, ("elsewhere", {}), labels, 30000) for labels in ours)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_sound_worker_that_fails_its_health_check_is_not_killed(overlay, role):
+    """One that is paused, for however long, or whose memory a prefill holds that stands still."""
+    of = container(built(overlay), role)
+    assert of["livenessProbe"]["tcpSocket"] == {"port": "http"} and "httpGet" not in of["livenessProbe"]
+    # Nor is it asked anything meanwhile: that is for the other two.
+    assert of["readinessProbe"]["httpGet"]["path"] == of["startupProbe"]["httpGet"]["path"] == "/health"
+
+
+@needs_kubectl
 def test_the_component_lies_over_others_examples(tmp_path):
     """Over Deployments in the shape of llm-d's guide, and over a graph in that of Dynamo's examples."""
     engine = {"args": ["--model-path=M"], "env": [{"name": "HF_TOKEN", "value": "x"}]}
@@ -280,7 +304,13 @@ def test_units_of_workers_say_what_they_take(role):
 def test_the_unit_of_the_gateway_says_what_it_takes():
     program, launch, *rest = command("smg", "ExecStart")
     assert program.endswith("/smg") and launch == "launch"
-    assert gateway_options(rest).pd_disaggregation
+    options = gateway_options(rest)
+    assert options.pd_disaggregation and options.prometheus_port == 29000
+    # It keeps no list: a restart of its own, or on another host, is to find them all.
+    prefill, decode = variables("sglang-prefill"), variables("sglang-decode")
+    port = worker_options(command("sglang-prefill", "ExecStart")[3:]).disaggregation_bootstrap_port
+    assert options.prefill == [[f"http://{prefill['ADDRESS']}:{prefill['PORT']}", str(port)]]
+    assert options.decode == [[f"http://{decode['ADDRESS']}:{decode['PORT']}"]]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
@@ -322,6 +352,54 @@ def test_images_are_what_hadolint_takes():
     # Versions of system packages and of pip are the base image's.
     done = subprocess.run([hadolint, str(DEPLOY / "container" / "Dockerfile")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def entrypoints() -> dict[str, list[str]]:
+    """The command that each image starts, by its target."""
+    text = (DEPLOY / "container" / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM|\Z)", text, re.M | re.S)
+    found = {name: re.search(r"^ENTRYPOINT (.*)$", stage, re.M) for name, stage in stages}
+    return {name: json.loads(match.group(1)) for name, match in found.items() if match}
+
+
+@pytest.mark.parametrize("target", ["worker", "worker-pegaflow"])
+def test_the_first_process_of_a_container_of_workers_is_an_init(target):
+    init, end, *command = entrypoints()[target]
+    assert (init, end) == ("tini", "--") and command[-3:] == ["python3", "-m", "sglang.launch_server"]
+    text = (DEPLOY / "container" / "Dockerfile").read_text()
+    assert re.search(r"apt-get install .*\btini\b", text.partition("AS worker\n")[2].partition("\nFROM")[0])
+
+
+def ends_at_sigterm(command: list[str]) -> bool:
+    """Whether SIGTERM ends a command that is the first process of its namespace, as of a container."""
+    process = subprocess.Popen(["unshare", "--fork", "--pid", "--kill-child", *command], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"loads\n"
+        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        process.wait(30)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.skipif(shutil.which("tini") is None, reason="tini is not here: apt-get install tini")
+def test_a_worker_that_loads_ends_at_sigterm():
+    """It has no handler yet."""
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode
+    ):
+        pytest.skip("this user makes no namespaces of processes")
+    *init, python, _, _ = entrypoints()["worker"]
+    assert python == "python3"
+    loads = "import time; print('loads', flush=True); time.sleep(600)"
+    assert ends_at_sigterm([*init, sys.executable, "-c", loads])
 
 
 SERVER = """

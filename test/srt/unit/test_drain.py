@@ -51,7 +51,7 @@ def has(worker: Worker, running: int, idle: bool | None = None) -> None:
     worker.says("decode", POOL | {"requests": requests, "idle": not running if idle is None else idle})
 
 
-def has_in_turn(worker: Worker, *answers: object, path: str = "/get_server_info") -> None:
+def has_in_turn(worker: Worker, *answers: object, path: str = "/server_info") -> None:
     """Have it answer each question at ``path`` with the next of these, and then for ever with the last.
 
     At looks and not after seconds, which on a slow machine are over before the first look.
@@ -65,7 +65,7 @@ def running(worker: Worker, *counts: int) -> list[object]:
     answers = []
     for count in counts:
         has(worker, count)
-        answers.append(worker.answers["/get_server_info"])
+        answers.append(worker.answers["/server_info"])
     return answers
 
 
@@ -96,7 +96,7 @@ def test_a_worker_that_takes_its_time_to_answer_is_waited_for(found, monkeypatch
         time.sleep(3 if len(looks) == 1 else 0)
         return answer
 
-    worker.answers["/get_server_info"] = answers
+    worker.answers["/server_info"] = answers
     assert drained(gateway, worker) == 0
     assert gateway.let_go == ["/workers/id-1"]
     assert f"{worker.address} has not answered yet" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_a_worker_that_has_fewer_figures(found, capsys):
     told = []
     for pool in ({"size": 100, "available": 50, "idle": False}, {"size": 100, "available": 100, "idle": True}):
         earlier.says("decode", pool)
-        told.append(earlier.answers["/get_server_info"])
+        told.append(earlier.answers["/server_info"])
     has_in_turn(earlier, *told[:1] * 10, *told)
     began = time.monotonic()
     assert drained(gateway, earlier) == 0

@@ -92,6 +92,25 @@ def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     assert "HTTPError" in caplog.text
 
 
+@pytest.mark.parametrize("of_tools, of_worker", [("the key", None), (" the key\n", "another"), ("", "the key")])
+def test_a_gateway_that_asks_for_a_key(gateway, monkeypatch, of_tools, of_worker):
+    monkeypatch.setenv("SGLANG_PD_RADIX_API_KEY", of_tools)
+    gateway.key = "the key"
+    key = gateway_notice.key_for(SimpleNamespace(api_key=of_worker))
+    gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT, key)
+    assert gateway.let_go == ["/workers/here"]
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+def test_a_gateway_that_asks_for_another_key(gateway, caplog, key):
+    gateway.key = "the key"
+    gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT, key)
+    assert "HTTP 401: it asks for a key, which --api-key or SGLANG_PD_RADIX_API_KEY of this worker" in caplog.text
+    gateway.key, gateway.on_delete = None, lambda path: 401
+    gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT, key)
+    assert caplog.text.count("HTTP 401: it asks for a key") == 2 and "another" not in caplog.text
+
+
 def test_a_gateway_behind_a_forwarded_port_loses_no_neighbour(gateway, monkeypatch):
     """Of docker, ssh or kubectl: its address is this host's, and its loopback addresses are those of another one."""
     own = {"id": "own", "url": f"http://192.0.2.9:{PORT}", "worker_type": "decode", "status": "draining"}

@@ -22,10 +22,11 @@ from sglang_pd_radix.tools.bench.rates import PRECISION, Search, Trial, search_a
 TOKENS = workload.Tokens(range(400, 1900), 0)
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
 SLO = goodput.Slo(2.0, 0.03)
+INFO = {"device": "cpu", "dtype": "float32", "page_size": 16}
 
 
-def trial(rate, kept):
-    return Trial(rate, 100, kept, rate, 0.1, 0.2, 0.01, 0.02)
+def trial(rate, kept, requests=100):
+    return Trial(rate, requests, kept, rate, 0.1, 0.2, 0.01, 0.02)
 
 
 def searched(measure):
@@ -126,9 +127,11 @@ def test_a_burst_that_is_over_before_its_queue_costs_anything_is_no_rate(request
     (row,) = goodput.table(found)[1]
     if requests == 80:
         most = 79 / (8 * SLO.ttft_s)
-        assert found["goodput"]["off"] == {"0.9": most, "0.99": most} and row[1] == "at least 4.94"
+        assert found["goodput"]["off"] == {"0.9": most, "0.99": None} and row[1] == "at least 4.94"
+        assert row[4:] == ["fewer than 100 requests", "", ""]
         # Nothing is wrong: it is told, and does not fail.
-        (note,) = found["notes"]
+        note, why = found["notes"]
+        assert why.startswith("off: of 99% nothing is known") and "--slo-seconds" in why
         assert "too few requests for 16 s" in note and "--set e.requests=" in note and not found["problems"]
         assert f"- Note: {note}" in goodput.markdown({"setting": {}, "workloads": [found]})
     else:
@@ -219,7 +222,7 @@ def test_rates_that_are_given_are_those_measured(monkeypatch):
     assert [share["0.9"] for share in found["goodput"].values()] == [2.0, None, 8.0]
     assert any("rates were given" in note for note in found["notes"]) and not found["problems"]
     # Of off a rate is known that is too high.
-    assert [row[1] for row in goodput.table(found)[1]] == ["2.00", "not measured", "at least 8.00"]
+    assert [row[1] for row in goodput.table(found)[1]] == ["2.00 to below 16", "not measured", "at least 8.00"]
     assert not any("rates were given" in note for note in Served(monkeypatch).measure()["notes"])
 
 
@@ -263,11 +266,11 @@ def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monkeypatch, tmp_path):
     made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
-    deployment = SimpleNamespace(variants=made_of, info=lambda variant: {"device": "cpu", "dtype": "float32"})
+    deployment = SimpleNamespace(variants=made_of, info=lambda variant: INFO)
     monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
     measured = []
 
-    def measure_one(deployment, load, asked, *more):
+    def measure_one(deployment, load, asked, *more, keep):
         measured.append(asked.key)
         return {"key": asked.key, "problems": [], "interrupted": interrupted}
 
@@ -276,7 +279,7 @@ def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monke
     sizes, document = command.chosen_sizes(args), {"workloads": []}
     load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
     show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
-    command._all(args, sizes, [deploy.OFF], 1, "m", [], 16, [], load, document, show)
+    command._all(args, sizes, [deploy.OFF], 1, "m", [], [], load, document, show)
     assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
 
 
@@ -378,6 +381,7 @@ def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp
     assert [t["rate"] for t in found["trials"]["on"]] == [8] and found["goodput"]["on"] == {"0.9": 8, "0.99": 8}
     assert [found["goodput"][name] == whole["goodput"][name] for name in ("off", "target")] == [True, True]
     assert list(found["bounded"]) == ["off-at-most-1", "off-at-most-2"]
+    assert goodput.table(found)[1][1][1] == "8.00 to below 16" and found["failed_at"] == {"on": 16}
     (problem,) = found["problems"]
     assert problem.startswith("on, 16 requests/s: request 7 of 20 failed: Service Unavailable")
     goodput.write({"setting": {}, "workloads": [found]}, tmp_path)
@@ -460,7 +464,51 @@ def test_what_was_not_measured_is_not_said_to_be_too_much():
         search.told(trial(rate, kept))
     entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search, "off": Search()}, [])
     (_, *of_on), of_off = goodput.table(entry)[1]
-    assert (of_on[0], of_on[3:], of_off[1]) == ("4.00", ["below 4", "", ""], "not measured")
+    assert (of_on[0], of_on[3:], of_off[1]) == ("4.00 to below 8", ["below 4", "", ""], "not measured")
+
+
+def test_the_gap_between_given_rates_is_told(monkeypatch):
+    """The search finds 7.34 and 14.67: 1 and 8 are what was measured, and no goodput."""
+    rates = [("off", 1.0), ("off", 30.0), ("on", 1.0), ("on", 8.0), ("on", 60.0), ("target", 8.0), ("target", 9.0)]
+    found = Served(monkeypatch).measure(rates=rates)
+    assert [row[1] for row in goodput.table(found)[1]] == ["1.00 to below 30", "8.00 to below 60", "at least 9.00"]
+    # To the precision of the search it is known.
+    whole = Served(monkeypatch).measure()
+    assert not any("to below" in cell for row in goodput.table(whole)[1] for cell in row)
+
+
+def test_a_rate_at_which_a_request_failed_is_too_high(monkeypatch):
+    """Whatever was measured before it, and of what was asked for after it nothing is known."""
+    served = Served(monkeypatch)
+    monkeypatch.setattr(
+        goodput, "run_once", failing(served.run_once, lambda name, number, rate: number and 3 < rate < 5)
+    )
+    given = [("on", 2.0), ("on", 8.0), ("on", 4.0), ("on", 3.9), ("off", 4.0)]
+    found = served.measure(rates=given)
+    assert found["failed_at"] == {"on": 4.0, "off": 4.0}
+    assert [row[1] for row in goodput.table(found)[1]] == ["below 4", "2.00 to below 4", "not measured"]
+    assert found["goodput"]["on"]["0.9"] == 2.0
+
+
+def test_of_few_requests_the_column_of_99_percent_is_empty_and_says_why():
+    search = Search()
+    for one in (trial(2.0, 1.0, 60), trial(4.0, 0.98, 99), trial(5.0, 0.5, 150)):
+        search.told(one)
+    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search}, [])
+    (row,) = goodput.table(entry)[1]
+    assert (row[1], row[4]) == ("4.00 to below 5", "below 5") and entry["goodput"]["on"]["0.99"] is None
+    search.trials.pop()
+    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search}, [])
+    (row,) = goodput.table(entry)[1]
+    assert (row[1], row[4:]) == ("at least 4.00", ["fewer than 100 requests", "", ""])
+    search.told(trial(4.5, 1.0))
+    assert goodput.table(goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search}, []))[1][0][4] == (
+        "at least 4.50"
+    )
+
+
+def test_a_measurement_says_of_how_many_requests_it_is():
+    assert goodput.told(trial(2.0, 0.95, 40)).startswith("95% of 40 requests within both, ")
 
 
 # ---- a load generator that is late ----

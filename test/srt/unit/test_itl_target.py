@@ -19,6 +19,7 @@ from ranks import assert_same
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_adder import DecodeAdder
+from sglang.srt.disaggregation.decode_budget import LiveReqs
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, Load
 from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
@@ -67,7 +68,7 @@ def known(world: World, figures: list[int]) -> ItlGate:
 
 
 def made(ms: float, figures: list[int] | None = None, shares: bool = False) -> ItlGate:
-    tree: Any = SimpleNamespace(protected_size_=1000)
+    tree: Any = SimpleNamespace(protected_size_=1000, nodes_in_use=lambda: [])
     gate = ItlGate(ms, tree, shares)
     if figures is not None:
         gate.take(figures)
@@ -272,7 +273,7 @@ def test_how_much_a_request_grows():
 
 def test_shared_prefixes_count_once_where_they_are_read_once():
     """The tree has 1000 tokens locked; of each live request 900 are among them."""
-    live = SimpleNamespace(running=(req(950, protected=900), req(930, protected=900)), coming=())
+    live = LiveReqs((req(950, protected=900), req(930, protected=900)))
     once, each = made(10, estimate(), shares=True), made(10, estimate())
     assert now(once.load(live)) == (2, 1000 + 50 + 30)
     assert now(each.load(live)) == (2, 950 + 930)

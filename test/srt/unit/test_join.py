@@ -32,7 +32,7 @@ def found(monkeypatch):
 
 
 def says(worker: Worker, mode: str, **more) -> None:
-    worker.answers["/get_server_info"] = {"disaggregation_mode": mode, **more}
+    worker.answers["/server_info"] = {"disaggregation_mode": mode, **more}
 
 
 def joined(gateway: Worker, worker: Worker, *more: str) -> int:
@@ -40,7 +40,7 @@ def joined(gateway: Worker, worker: Worker, *more: str) -> int:
 
 
 @pytest.mark.parametrize("mode, more", [("decode", {}), ("prefill", {"bootstrap_port": 9000})])
-def test_a_gateway_is_told_what_it_has_to_know(found, mode, more):
+def test_a_gateway_is_told_what_it_has_to_know(found, capsys, mode, more):
     gateway, worker = found
     # A decode worker has the engine's default of the option, which is nobody's port.
     says(worker, mode, disaggregation_bootstrap_port=9000)
@@ -52,7 +52,9 @@ def test_a_gateway_is_told_what_it_has_to_know(found, mode, more):
     # Before anybody waits for it, its collections are to leave out what it has loaded.
     assert posted == ["/freeze_gc"]
     # What it uses already it is not told again.
+    worker.on_post = lambda path, body: 401
     assert joined(gateway, worker) == 0
+    assert "ready, a" in (said := capsys.readouterr().err) and "but garbage collections will pause it" in said
     assert len(gateway.asked) == 1
 
 
@@ -109,7 +111,7 @@ def test_one_that_the_gateway_knows_and_does_not_use_yet(found):
 @pytest.mark.parametrize("mode", ["null", None])
 def test_what_is_no_worker_of_a_pair(found, capsys, mode):
     gateway, worker = found
-    says(worker, mode) if mode else worker.answers.pop("/get_server_info", None)
+    says(worker, mode) if mode else worker.answers.pop("/server_info", None)
     assert joined(gateway, worker) == 1
     assert "is no prefill or decode worker" in capsys.readouterr().err and not gateway.asked
 
@@ -135,7 +137,7 @@ def test_one_that_is_late_once_is_asked_again(found, monkeypatch):
     monkeypatch.setattr(join, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(reading, "TIMEOUT_S", 0.2)
     info, listed = {"disaggregation_mode": "decode"}, gateway.answers["/workers"]
-    for one, path, answer in ((worker, "/get_server_info", info), (gateway, "/workers", listed)):
+    for one, path, answer in ((worker, "/server_info", info), (gateway, "/workers", listed)):
         late = [1.0]
         one.answers[path] = lambda late=late, answer=answer: time.sleep(late.pop() if late else 0) or answer
     assert joined(gateway, worker) == 0
@@ -144,7 +146,7 @@ def test_one_that_is_late_once_is_asked_again(found, monkeypatch):
 def test_a_worker_that_never_tells_what_it_is(found, monkeypatch, capsys):
     gateway, worker = found
     monkeypatch.setattr(join, "TIMEOUT_S", 0.1)
-    worker.answers["/get_server_info"] = lambda: time.sleep(0.5)
+    worker.answers["/server_info"] = lambda: time.sleep(0.5)
     assert joined(gateway, worker, "--timeout", "1") == 1
     assert "does not answer, though its health check did" in capsys.readouterr().err
     says(worker, "prefill")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -423,6 +425,53 @@ def test_other_engine_is_left_alone_and_one_line_says_so(patched: Sandbox, versi
     )
     assert done.stderr == f"sglang-pd-radix: inactive: {reason}.\n"
     assert done.stdout.splitlines() == ["engine push", f"False {reason}"]
+
+
+STATE = "from sglang_pd_radix.patching import loader; import sglang; print(loader.active(), loader.status()['reason'])"
+
+
+def test_a_source_tree_in_front_of_the_installed_engine_is_left_alone(patched: Sandbox) -> None:
+    """It has no metadata: the version that is found there is the installed engine's."""
+    tree = patched.base / "tree"
+    (tree / "sglang").mkdir(parents=True)
+    (tree / "sglang" / "__init__.py").write_text("")
+    path = os.pathsep.join(map(str, (patched.ours, tree, patched.site)))
+    done = patched.start("-c", STATE, PYTHONPATH=path)
+    reason = (
+        f"the engine that runs is in {tree / 'sglang'}, and its version is unknown: "
+        f"sglang 0.5.10.post1 is installed in {patched.engine_root}"
+    )
+    assert (done.stdout, done.stderr) == (f"False {reason}\n", f"sglang-pd-radix: inactive: {reason}.\n")
+    # And with metadata of its own.
+    shutil.copytree(patched.site / "sglang-0.5.10.post1.dist-info", tree / "sglang-0.5.10.post1.dist-info")
+    assert patched.start("-c", STATE, PYTHONPATH=path).stdout == "True applied to sglang 0.5.10.post1\n"
+
+
+@pytest.mark.parametrize("how", ["link", "linked environment", "editable", "egg-info", "zip"])
+def test_an_engine_is_known_however_it_is_installed(patched: Sandbox, how: str) -> None:
+    tree, site = patched.base / "my tree" / "python", patched.site
+    tree.mkdir(parents=True)
+    (metadata,) = site.glob("*.dist-info")
+    path = [patched.ours, site]
+    if how == "zip":
+        path[1] = Path(shutil.make_archive(str(patched.base / "engine"), "zip", site))
+    elif how == "linked environment":
+        path[1] = patched.base / "current"
+        path[1].symlink_to(site)
+    else:
+        patched.engine_root.rename(tree / "sglang")
+    if how == "link":
+        patched.engine_root.symlink_to(tree / "sglang")
+    elif how == "editable":
+        told = {"url": tree.as_uri(), "dir_info": {"editable": True}}
+        (metadata / "direct_url.json").write_text(json.dumps(told))
+        path.append(tree)
+    elif how == "egg-info":
+        metadata.rename(tree / "sglang.egg-info")
+        (tree / "sglang.egg-info" / "METADATA").rename(tree / "sglang.egg-info" / "PKG-INFO")
+        path.append(tree)
+    done = patched.start("-c", STATE, PYTHONPATH=os.pathsep.join(map(str, path)))
+    assert (done.stdout, done.stderr) == ("True applied to sglang 0.5.10.post1\n", "")
 
 
 def test_status_tells_what_was_done(patched: Sandbox) -> None:

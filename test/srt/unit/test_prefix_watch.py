@@ -438,3 +438,24 @@ def test_what_is_known_of_prompts_that_wait_is_what_a_comparison_would_find(page
         for _ in range(data.draw(st.integers(1, 25))):
             herd.step()
             herd.check()
+
+
+@KINDS
+def test_those_who_wait_for_what_is_evicted_are_moved_unread(page: int, eagle: bool):
+    """Thousands may wait for one prefix, whose end others' admissions take, a few pages with each."""
+    world = long_world(page, eagle)
+    watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(64 * page + eagle)]
+    enter(world, shared)
+    others = [watches.add(Counted(shared + tokens(n, 2 * page)), None) for n in range(1, 9)]
+    left = 64 * page
+    for pages in (4, 1, 4):
+        with tokens_read(0):
+            assert world.tree.evict_shortfall(pages * page) == pages * page
+        left -= pages * page
+        assert all(other.length == left and other.peek() == world.tree.peek(other.token_ids, None) for other in others)
+    # They find each other, and what comes, as before.
+    leader, *rest = others
+    watches.lead(leader)
+    assert all(watches.leader(other) == (leader, 64 * page - left) for other in rest)
+    enter(world, shared)
+    assert all(other.length == 64 * page for other in others)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -120,3 +123,44 @@ def test_on_a_terminal_a_long_text_is_cut(terminal: None, capsys: pytest.Capture
     seen = visible(capsys.readouterr().err)
     assert "y" * 60 in seen and "y" * 61 not in seen
     assert "z" * 300 in seen.replace("\r", "").replace("\n", "")
+
+
+def test_a_reader_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As of ``2> >(head -1)``: what goes to stdout is still wanted."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with Display(2, stamped=True) as show:
+            show.now("making the model")
+            show.done("(a) run 1 of 1, on: 5 req/s")
+            show.begin("(b) groups", 3)
+        print("the result", flush=True)
+        # Nor does what comes after it on stderr.
+        print("pd-radix: an error", file=sys.stderr, flush=True)
+    assert capfd.readouterr().out == "the result\n"
+
+
+def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - that it cannot be closed in order is the case
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Display() as show:
+        show.startup(READY)
+        show.now("making the model")
+        show.done("(a) run 1 of 1, on: 5 req/s")
+    with contextlib.suppress(OSError):
+        stderr.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of rich, which draws the rows
+def test_a_terminal_that_is_gone_ends_nothing(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    stderr = open(theirs, "w", buffering=1)  # noqa: SIM115 - as above
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Display(2) as show:
+        show.begin("(a) shared prefixes", 10)
+        os.close(ours)
+        show.done("(a) run 1: 5 req/s")
+        show.end()
+    with contextlib.suppress(OSError):
+        stderr.close()

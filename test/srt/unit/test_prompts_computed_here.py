@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq, Policy, may_
 from sglang.srt.disaggregation.local_steps import places_for_prompts
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
 from sglang.srt.observability.metrics_collector import SchedulerStats
@@ -162,7 +162,7 @@ def test_a_load_balancer_is_told_of_what_is_computed_here(overlap):
             loop.complete(decode_req)
         ended = [req for req in loop.scheduler.running_batch.reqs if req.finished()]
         waiting = [dr.req for dr in made if dr.req not in loop.running and not dr.req.finished()]
-        load, loads = loop.scheduler.get_load(), loop.scheduler.get_loads()
+        load, loads = loop.scheduler.get_load(GetLoadReqInput()), loop.scheduler.get_loads()
         used = loop.size - loop.allocator.available_size() - loop.tree.evictable_size()
         assert load.num_reqs == len(waiting) + len(loop.running) + len(ended)
         assert load.num_waiting_reqs == loads.num_waiting_reqs == len(waiting)

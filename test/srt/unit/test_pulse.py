@@ -8,6 +8,8 @@ import pytest
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import pulse as module
 from sglang.srt.disaggregation.common.pulse import BEAT_S, CATCH_UP_S, LATE_S, Pulse
+from sglang.srt.disaggregation.common.rooms import Rooms
+from test_mooncake_wire import World as MooncakeWorld
 from test_nixl_wire import World
 from waiting import until
 
@@ -70,6 +72,51 @@ def test_one_that_stops_again_and_again_hears_what_is_said_in_between(clock: Clo
             pulse.beat()
             clock.now += BEAT_S
         assert clock.now - pulse.heard_until() < 20
+
+
+def test_while_it_stood_still_nobody_was_silent(clock: Clock):
+    """What decode said of a request meanwhile lies unread; the scheduler polls before that is read."""
+    rooms = Rooms()
+    rooms.note_peer("a", 1)
+    rooms.pulse.beat()
+    clock.now += 2
+    came_at, stopped_at = clock.now - 100, clock.now - 2
+    clock.now += 400
+    for _ in range(2):
+        assert rooms.silent_s(ROOM, since=came_at) == stopped_at - came_at and rooms.pulse.is_behind()
+        assert rooms.silent_s(ROOM, since=clock.now) == 0, "one that has just come"
+        rooms.pulse.beat()
+    for _ in range(int(CATCH_UP_S / BEAT_S)):
+        clock.now += BEAT_S
+        rooms.pulse.beat()
+    assert rooms.silent_s(ROOM, since=came_at) == clock.now - came_at and not rooms.pulse.is_behind()
+
+
+@pytest.mark.parametrize("said_before", [False, True])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_a_prefill_that_stood_still_fails_nothing_that_decode_kept_announcing(
+    monkeypatch: pytest.MonkeyPatch, backend: str, said_before: bool
+):
+    """For as long as it may wait for a word. said_before: it has read that the request waits."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "300")
+    world = (World if backend == "nixl" else MooncakeWorld)(monkeypatch)
+    try:
+        (sender,) = world.request(ROOM, 24, 8).start_prefill().senders
+        rooms = world.prefill[0].manager.rooms
+        rooms.note_waiting(ROOM if said_before else ROOM + 1, "127.0.0.1", 5555)
+        stop(world, 301)
+        sender.made_at -= 302
+        if sender.init_time is not None:
+            sender.init_time -= 302
+        rooms.waiting = {room: dict.fromkeys(said, time.monotonic() - 301) for room, said in rooms.waiting.items()}
+        assert sender.poll() == KVPoll.Bootstrapping
+        # Nothing has come by the time that all has been read. The engine's time-out counts from here.
+        rooms.pulse.beat()
+        rooms.pulse._runs_s = CATCH_UP_S
+        assert sender.poll() == (KVPoll.Failed if backend == "nixl" else KVPoll.Bootstrapping)
+    finally:
+        if backend == "mooncake":
+            world.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,8 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import rates as measured
 
 
-def trial(rate, kept):
-    return measured.Trial(rate, 100, kept, rate, 0.1, 0.2, 0.01, 0.02)
+def trial(rate, kept, requests=100):
+    return measured.Trial(rate, requests, kept, rate, 0.1, 0.2, 0.01, 0.02)
 
 
 def searched(names, server):
@@ -87,6 +88,46 @@ def test_no_rate_above_the_most_is_tried():
         measured.search_all({"one": search}, lambda name, rate: trial(rate, 1.0))
         assert search.goodput(0.99).rate == max(t.rate for t in search.trials) == most
     assert measured.Search(most=measured.LEAST_RATE / 2).next_rate() is None
+
+
+@pytest.mark.parametrize("seconds", [5, 30, 300])
+def test_of_99_percent_nothing_is_claimed_of_few_requests(seconds):
+    """99% are kept up to 0.5/s and 90% up to 5/s. Of 20 requests at 2/s all are in most cases."""
+    for seed in range(40):
+        chance = random.Random(seed)
+
+        def server(name, rate):
+            n = max(20, math.ceil(rate * seconds))
+            kept = sum(chance.random() < 1 - 0.02 * rate for _ in range(n)) / n  # noqa: B023
+            return trial(rate, kept, n)
+
+        search = searched(["one"], server)["one"]
+        found = search.goodput(0.99)
+        assert len(search.trials) < 40
+        assert search.goodput(0.9) is not None and (found is None or found.requests >= 100)
+
+
+def test_few_requests_bound_what_is_claimed_of_99_percent_only_where_90_are_not_kept():
+    search = measured.Search()
+    search.told(trial(2, 0.95, 60))
+    assert search.best(0.9) == (2, math.inf) and search.best(0.99) == (0.0, math.inf)
+    search.told(trial(4, 0.5, 60))
+    assert search.best(0.9) == (2, 4) and search.best(0.99) == (0.0, 4)
+    # With more of them it is known.
+    search.told(trial(1, 1.0, 100))
+    assert search.best(0.99) == (1, 4)
+
+
+def test_below_a_rate_of_few_requests_nobody_looks_for_99_percent():
+    """Of still lower rates there would be fewer."""
+    asked = []
+
+    def server(name, rate):
+        asked.append(rate)
+        return trial(rate, 0.95 if rate <= 2 else 0.5, 30)
+
+    search = searched(["one"], server)["one"]
+    assert min(asked) == 2 and search.goodput(0.9).rate == 2 and search.goodput(0.99) is None
 
 
 def test_given_rates():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -199,6 +200,14 @@ def test_all_must_be_plain_and_true(sandbox: Sandbox) -> None:
         rows(sandbox)
     sandbox.patch({"srt/queue.py": "__all__ = sorted(globals())\n"})
     with pytest.raises(PdRadixError, match="__all__ must be a plain list"):
+        rows(sandbox)
+
+
+@pytest.mark.parametrize("damage", ["# é\n".encode("latin-1"), b"\0" * 64, b"x = (\n"], ids=["Latin-1", "NULs", "half"])
+def test_a_file_of_the_engine_that_cannot_be_read_is_named(sandbox: Sandbox, damage: bytes) -> None:
+    file = sandbox.engine_root / "srt/queue.py"
+    file.write_bytes(file.read_bytes() + damage)
+    with pytest.raises(PdRadixError, match=re.escape(str(file))):
         rows(sandbox)
 
 

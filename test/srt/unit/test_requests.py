@@ -486,7 +486,7 @@ def manager(mode: DisaggregationMode) -> TokenizerManager:
     made = object.__new__(TokenizerManager)
     made.disaggregation_mode, made.refused_rooms = mode, refusal.RefusedRooms()
     made.event_loop, made.send_to_scheduler, made.rid_to_state = None, _Sent(), {}
-    made.server_args = SimpleNamespace(disaggregation_bootstrap_port=8998, enable_lora=False)
+    made.server_args = SimpleNamespace(disaggregation_bootstrap_port=8998, enable_lora=False, dp_size=1)
     return made
 
 

@@ -159,6 +159,33 @@ def test_what_must_go_at_once_is_counted_and_not_waited_for():
     one.check()
 
 
+def test_most_recently_used_leaves_are_listed_anew_only_where_something_was_used(monkeypatch):
+    """With --radix-eviction-policy mru, which else goes through all leaves in every eighth turn of a worker at rest."""
+
+    class Chosen(World):
+        def _hosted(self, sizes, params):
+            params.eviction_policy = "mru"
+            return super()._hosted(sizes, params)
+
+    one = Chosen(size=SIZE, page_size=PAGE, host=HostSizes(1024, ahead=True))
+    first, *others = fill(one, 8)
+    settle(one)
+    listed: list[int] = []
+    list_anew = one.tree.victims.list_anew
+    monkeypatch.setattr(one.tree.victims, "list_anew", lambda: listed.append(1) or list_anew())
+    for _ in range(8 * LOOK_TURNS):
+        one.step()
+    assert len(listed) <= 1
+    # Used again, the first goes first.
+    serve_to_end(one, first, max_new=1)
+    for _ in range(2 * LOOK_TURNS):
+        one.tier.memory.wait()
+        one.step()
+    assert 1 <= len(listed) <= 4
+    assert one.tree.victims.upcoming(1, lambda leaf: 1, 1)[0] is one.tree.peek(first, None).path[-1]
+    assert held(one, [first]) == [len(first)] and others
+
+
 def leave_pool_but(one: World, locked: int) -> None:
     assert one.tree.evict_shortfall(SIZE) == SIZE - locked
 

@@ -19,10 +19,13 @@ from typing import Any
 import draining_worker
 import pytest
 import requests
+from fastapi import FastAPI
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers import drain
 from sglang.srt.managers.samples import sample_room
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.auth import add_api_key_middleware
+from starlette.testclient import TestClient
 from test_top import workers
 from waiting import until
 
@@ -206,6 +209,26 @@ def test_what_brings_no_work_goes_in():
 
 def test_a_client_that_goes_is_told_nothing():
     assert through(drain.Door(inside, pytest.fail), POST) == []
+
+
+@pytest.mark.parametrize("admin_key", [None, "the admin's"])
+@pytest.mark.parametrize("given, status", [(None, 401), ("another", 401), ("the admin's", 401), ("the key", 503)])
+def test_a_stranger_is_refused_as_ever_and_nobody_is_told(given, status, admin_key):
+    """With --api-key. Else a stranger would end others' requests, by a word that this worker signs."""
+    told: list[list[int]] = []
+    app = FastAPI()
+    app.post("/generate")(lambda: "done")
+    add_api_key_middleware(app, api_key="the key", admin_api_key=admin_key)
+    client = TestClient(app, headers={"Authorization": f"Bearer {given}"} if given else {})
+    assert client.post("/generate").status_code == (200 if status == 503 else 401)
+    manager: Any = SimpleNamespace(rid_to_state={}, server_args=args())
+    manager._tell_peer = lambda part, reason: told.append(part.bootstrap_room)
+    server: Any = SimpleNamespace(server_state=SimpleNamespace(connections=set()))
+    drain.Drain(server, app, 60).close_door(manager)
+    body = {"bootstrap_room": [777, 778], "bootstrap_host": "127.0.0.1", "bootstrap_port": 9}
+    reply = client.post("/generate", json=body)
+    assert (reply.status_code, told) == (status, [[777, 778]] if status == 503 else [])
+    assert ("retry-after" in reply.headers) == (status == 503)
 
 
 # ---- the other worker's half ----
@@ -456,6 +479,8 @@ def test_a_gateway_lets_go_before_anything_is_refused(tmp_path):
         try:
             listed = {"id": "x", "url": worker.url, "worker_type": "prefill", "is_healthy": True}
             gateway.answers["/workers"], begun = {"workers": [listed]}, []
+            # Its own and the workers' are one.
+            gateway.key = "of the workers"
 
             def let_go(path: str) -> int:
                 begun.append(worker.ask({"seconds": 0}))

@@ -335,6 +335,7 @@ def test_a_draft_has_a_part_in_the_name(model, tmp_path):
     for draft in drafts:
         draft.mkdir()
         (draft / "model.safetensors").write_bytes(draft.name.encode())
+        (draft / "config.json").write_text(f'{{"is": "{draft.name}"}}')
     eagle = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(drafts[0])}
     given = [
         {},

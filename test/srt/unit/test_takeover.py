@@ -195,24 +195,6 @@ def test_one_that_has_been_taken_over_can_be_aborted():
 # ---- many ----
 
 
-def test_so_many_tokens_wait_and_the_rest_fails(monkeypatch):
-    monkeypatch.setattr(takeover, "MOST_QUEUED", 30)
-
-    def come(loop: Loop) -> None:
-        for token in range(1, 5):
-            arrive([token] * 12, shakes_hands=False)(loop)
-
-    def die(loop: Loop) -> None:
-        for decode_req in loop.queue.queue:
-            lose(decode_req)
-
-    loop = played({1: come, 3: die})
-    assert ended_well(loop) == {"r1", "r2"} and len(loop.told) == 4
-    # However long one is, if none waits.
-    loop = played({1: arrive([1] * 50, shakes_hands=False), 3: die})
-    assert ended_well(loop) == {"r1"}
-
-
 def test_short_remainders_go_first_and_others_go_on():
     def come(loop: Loop) -> None:
         arrive([1] * 8, max_new=60)(loop)

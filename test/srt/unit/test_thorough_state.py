@@ -142,6 +142,22 @@ def test_parts_are_of_the_same_build(tmp_path, monkeypatch, place):
     assert told[0] != told[1]
 
 
+def test_parts_are_of_the_same_engine(tmp_path, monkeypatch):
+    """One that was edited by hand has the version that it had."""
+    engine = tmp_path / "sglang"
+    (engine / "srt").mkdir(parents=True)
+    monkeypatch.setattr(facts.loader, "engine_root", lambda: engine)
+    told = []
+    for content in ("right = 1\n", "right = 2\n", "right = 2\n"):
+        (engine / "srt" / "decode.py").write_text(content)
+        told.append(command._found_with(Setting(Host(True), Path("/m"))))
+    assert told[0] != told[1] == told[2]
+    (engine / "srt" / "decode.py").rename(engine / "decode.py")
+    assert command._found_with(Setting(Host(True), Path("/m"))) != told[1]
+    monkeypatch.setattr(facts.loader, "engine_root", lambda: None)
+    assert "files of the engine" not in facts.versions(Host(True, checkout=None), None)
+
+
 def test_parts_are_of_the_same_code(tmp_path, monkeypatch):
     def git(*words: str) -> None:
         named = ("-c", "user.name=a", "-c", "user.email=a@b")

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, parse_capabilities
+from sglang.srt.disaggregation.common.pulse import CATCH_UP_S
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -272,6 +273,47 @@ def test_what_has_ended_is_not_kept_to_be_told_of_again(monkeypatch: pytest.Monk
     assert not any(request() for request in gone)
     telling.step(150)
     assert not telling.announcements.listeners
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_prefill_rank_that_takes_no_word_is_told_soon_and_keeps_none_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, deaf: int
+):
+    """It stands still with its queue full, and when it goes on has soon read what others waited for."""
+    monkeypatch.setattr(decode_handshakes, "time", clock := SimpleNamespace(now=time.monotonic()))
+    clock.monotonic = lambda: clock.now
+    manager = test_nixl_wire.World(monkeypatch, prefill_tp=2).decode[0].manager
+    manager.prefills.capabilities[test_nixl_wire.ADDR] = Capabilities(version=1, queued=True, bootstrap_timeout=300)
+    request = Waits(clock, manager, 1)
+    ports = [peer["rank_port"] for peer in request.kv_receiver.bootstrap_infos]
+    told: dict[int, list[float]] = {port: [] for port in ports}
+    stands_still = True
+
+    def send(peer: dict, frames: list[bytes]) -> None:
+        if stands_still and peer["rank_port"] == ports[deaf]:
+            raise NotTaken("its queue is full")
+        told[peer["rank_port"]].append(clock.now)
+
+    request.kv_receiver._send_to = send
+    announcements: Any = decode_handshakes.Announcements(300 / 4)
+    announcements.add(request)
+
+    def step(seconds: float) -> float:
+        for _ in range(int(4 * seconds)):
+            announcements.announce([request])
+            clock.now += 0.25
+        return clock.now
+
+    woke_at = step(80)
+    assert len(told[ports[1 - deaf]]) == 2 and not told[ports[deaf]]
+    stands_still = False
+    step(CATCH_UP_S)
+    assert len(told[ports[deaf]]) == 1 and told[ports[deaf]][0] < woke_at + CATCH_UP_S
+    step(60)
+    assert len(told[ports[deaf]]) == 1, "once is enough"
+    step(30)
+    assert len(told[ports[deaf]]) == 2 and len(told[ports[1 - deaf]]) == 3
+    assert not announcements.listeners[test_nixl_wire.ADDR].missed
 
 
 @pytest.mark.parametrize(

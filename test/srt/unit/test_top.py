@@ -44,7 +44,7 @@ class Worker:
         self.answers: dict[str, Any] = {}
         # Seconds that each answer takes.
         self.delay_s = 0.0
-        # Without which it answers no GET but one after its health.
+        # Without which it answers no GET but one after its health, and no DELETE.
         self.key: str | None = None
         self.on_delete: Callable[[str], int] = lambda path: 404
         self.on_post: Callable[[str, Any], int] = lambda path, body: 404
@@ -53,9 +53,7 @@ class Worker:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 time.sleep(worker.delay_s)
-                if worker.key and self.path != "/health" and self.headers["Authorization"] != f"Bearer {worker.key}":
-                    self.send_response(401)
-                    self.end_headers()
+                if self.path != "/health" and not self.has_key():
                     return
                 answer = worker.answers.get(self.path)
                 if callable(answer):
@@ -64,7 +62,16 @@ class Worker:
                 self.end_headers()
                 self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
+            def has_key(self) -> bool:
+                if not worker.key or self.headers["Authorization"] == f"Bearer {worker.key}":
+                    return True
+                self.send_response(401)
+                self.end_headers()
+                return False
+
             def do_DELETE(self):
+                if not self.has_key():
+                    return
                 self.send_response(worker.on_delete(self.path))
                 self.end_headers()
 
@@ -81,7 +88,7 @@ class Worker:
         Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def says(self, role: str, *pools: dict, metrics: str | None = None) -> None:
-        self.answers["/get_server_info"] = {
+        self.answers["/server_info"] = {
             "disaggregation_mode": role,
             "disaggregation_decode_enable_radix_cache": role == "decode",
             "internal_states": [{"kv_pool": pool} for pool in pools],
@@ -213,7 +220,7 @@ def test_something_else_at_an_address_costs_the_others_nothing(says):
     """A proxy, say. It is not taken for a worker that has nothing, either."""
     with workers(2) as (worker, other):
         worker.says("decode", POOL, metrics="<html>log in</html>")
-        other.answers["/get_server_info"] = says
+        other.answers["/server_info"] = says
         first, second = Reader([f"http://{worker.address}", f"http://{other.address}"]).look().ranks
     assert first.pool and not first.counters
     assert second.error.startswith("HTTP 200") and not second.idle
@@ -250,7 +257,7 @@ def test_an_odd_figure_is_an_error_of_its_worker_alone(odd):
 def test_an_odd_answer_is_an_error_of_its_worker_alone(says):
     with workers(2) as (worker, other):
         worker.says("decode", POOL | {"requests": {"running": 1}})
-        other.answers["/get_server_info"] = says
+        other.answers["/server_info"] = says
         look = Reader([f"http://{worker.address}", f"http://{other.address}"]).look()
     first, second = look.ranks
     assert not first.error and second.error.startswith("HTTP 200") and summary(look)
@@ -282,7 +289,7 @@ def test_what_a_terminal_would_obey_is_shown_instead():
     assert printable("é – 日本 a\\b") == "é – 日本 a\\b"
     assert printable(ESCAPES) == r"A\x1b]0;owned\x07\x9b31m\nB\u202e\ud800" and printable(ESCAPES).encode()
     with workers(1) as (worker,):
-        worker.answers["/get_server_info"] = worker.answers["/workers"] = "busy \x1b[2J\n"
+        worker.answers["/server_info"] = worker.answers["/workers"] = "busy \x1b[2J\n"
         (rank,) = Reader([f"http://{worker.address}"]).look().ranks
         assert rank.error == r"HTTP 200: busy \x1b[2J\n"
         with pytest.raises(PdRadixError) as refused:

@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 from chat_deployment import hold
+from code_texts import texts
 from e2e import pd as e2e_pd
+from sglang.srt.entrypoints import http_server
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import workers
@@ -146,3 +148,12 @@ def test_a_worker_that_asks_for_a_key_says_which(monkeypatch: pytest.MonkeyPatch
     for ask in (lambda: workers.server_info("http://w"), lambda: workers.summed_counters(["http://w"], [])):
         with pytest.raises(PdRadixError, match="HTTP 401 .it asks for a key, which SGLANG_PD_RADIX_API_KEY"):
             ask()
+
+
+def test_no_tool_asks_again_and_again_where_each_answer_is_a_warning_in_a_workers_log() -> None:
+    routes = {getattr(route, "path", ""): getattr(route, "endpoint", None) for route in http_server.app.routes}
+    deprecated = {path for path, endpoint in routes.items() if "deprecated" in (getattr(endpoint, "__doc__", "") or "")}
+    assert {"/get_server_info", "/get_load"} <= deprecated
+    asked = {path for path in deprecated if any(text.endswith(path) for text in texts(Path(workers.__file__).parent))}
+    # For which there is nothing else: /v1/loads fails with --enable-metrics.
+    assert asked == {"/get_load"}

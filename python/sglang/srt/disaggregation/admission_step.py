@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.host_loads import HostLoads
 from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.standstill import Standstills
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Blocked(NamedTuple):
 class Held(NamedTuple):
     """A request with which decode steps would have taken too long.
 
-    live: with fewer live requests it is asked again; None: in any case, since steps that are run may be what it needs.
+    live: with fewer live requests it is asked again, those included that do not count since their prefill stands still;
+    None: in any case, since steps that are run may be what it needs.
     """
 
     rid: str
@@ -88,6 +90,8 @@ class Admission:
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
         self._gate = gate
+        if gate is not None:
+            gate.standstills = Standstills(policy.transfers, ranks)
         self._loads = None if tree.tier is None else HostLoads(tree.tier, memory.rows, ranks)
         # The request at which the last step ended for lack of memory, or of time in a decode step.
         self.blocked: Blocked | None = None
@@ -192,7 +196,9 @@ class Admission:
                 free = self._accounts.free(())
                 self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), free)
             if added is NO_TIME:
-                self.held = Held(req.rid, adder.held_live)
+                assert self._gate is not None
+                live_now = adder.held_live
+                self.held = Held(req.rid, None if live_now is None else live_now + self._gate.left_out)
             if added is not YES and added is not LAST:
                 break
             self.admit_one(decode_req, plan, fence)
@@ -261,6 +267,8 @@ class Admission:
         # Others may follow it from now on.
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)
+        if self._gate is not None and self._gate.standstills is not None:
+            self._gate.standstills.admitted(req, entry)
         source = self._local if entry.local and self._local is not None else self.deltas
         if decode_req.error is not None and source is self.deltas:
             return

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 READY, WAITING, FAILED, BOOTSTRAPPING = Phase.READY, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Bootstrapping
 # Requests that prefills are told of in one step.
 ANNOUNCEMENTS = 256
+# Seconds after which those ranks of a prefill are told again that took no messages: they may have stood still, and know
+# `CATCH_UP_S` after that who has spoken.
+MISSED_AGAIN_S = 2.0
 
 
 class LiveRooms(WeakValueDictionary[int, Any]):
@@ -72,30 +75,52 @@ class Listener:
         # When it was told of each of the others, the one of longest ago first. They may have ended since: what they
         # hold is not kept for this.
         self.told: deque[tuple[float, ref[DecodeRequest]]] = deque()
+        # The same of those of which some ranks took no word, by id, and which ranks.
+        self.missed: dict[int, tuple[float, ref[DecodeRequest], list[dict]]] = {}
 
     def due_at(self) -> float:
         """When it is to be told of the next one, by the monotonic clock."""
         if self.new or self.unreached:
             return -math.inf
-        return self.told[0][0] + self.again_s if self.told else math.inf
+        again_at = self.told[0][0] + self.again_s if self.told else math.inf
+        return min(again_at, self._missed_due_at())
 
-    def take(self, now: float, known: Container[int]) -> DecodeRequest | None:
-        """The next one that it is to be told of, which leaves the book; None if there is none now.
+    def _missed_due_at(self) -> float:
+        if not self.missed:
+            return math.inf
+        return next(iter(self.missed.values()))[0] + min(MISSED_AGAIN_S, self.again_s / 2)
 
-        known: the ids of the requests that wait.
+    def take(self, now: float, known: Container[int]) -> tuple[DecodeRequest, list[dict] | None] | None:
+        """The next one that it is to be told of, which leaves the book, and which ranks; None if there is none now.
+
+        known: the ids of the requests that wait. Of the ranks, None is all of them.
         """
         while self.new:
             if id(decode_req := self.new.popleft()) in known:
-                return decode_req
+                return decode_req, None
         while self.told and self.told[0][0] + self.again_s < now:
             told = self.told.popleft()[1]()
             if told is not None and id(told) in known:
-                return told
+                return told, None
+        while self._missed_due_at() < now:
+            _, missed, ranks = self.missed.pop(next(iter(self.missed)))
+            told = missed()
+            if told is not None and id(told) in known:
+                return told, ranks
         while self.unreached:
             # Behind those it has heard of: there may be as many as can be told of in a step, in each step.
             if id(decode_req := self.unreached.popleft()) in known:
-                return decode_req
+                return decode_req, None
         return None
+
+    def note(self, decode_req: DecodeRequest, now: float, ranks: list[dict] | None, missed: list[dict]) -> None:
+        """It has been told of a request. ranks: which of its ranks were, None for all. missed: who did not take it."""
+        if ranks is None:
+            self.told.append((now, ref(decode_req)))
+        # Behind the others.
+        self.missed.pop(id(decode_req), None)
+        if missed:
+            self.missed[id(decode_req)] = now, ref(decode_req), missed
 
 
 class Announcements:
@@ -131,14 +156,15 @@ class Announcements:
         while turns and tried < ANNOUNCEMENTS:
             addr = turns.popleft()
             listener = self.listeners[addr]
-            decode_req = listener.take(now, known)
-            if decode_req is None:
+            taken = listener.take(now, known)
+            if taken is None:
                 continue
+            decode_req, ranks = taken
             tried += 1
             turns.append(addr)
             # In the next step it comes after those that were not reached in this one.
             self.listeners[addr] = self.listeners.pop(addr)
-            if not self._tell(listener, decode_req, now):
+            if not self._tell(listener, decode_req, now, ranks):
                 unreached.append((listener, decode_req))
         for listener, decode_req in unreached:
             listener.unreached.append(decode_req)
@@ -153,8 +179,8 @@ class Announcements:
                 self.listeners.setdefault(addr, Listener(self.again_s)).new.append(decode_req)
         self.unannounced.clear()
 
-    def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float) -> bool:
-        """Tell a prefill of a request, unless the handshake is not done; returns whether it is."""
+    def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float, ranks: list[dict] | None) -> bool:
+        """Tell a prefill, or these of its ranks, of a request, unless the handshake is not done; whether it is."""
         receiver = decode_req.kv_receiver
         if not isinstance(receiver, CommonKVReceiver):
             # It has been taken over since.
@@ -164,10 +190,10 @@ class Announcements:
             receiver.shake_hands()
             if receiver.bootstrap_infos is None:
                 return False
-            receiver.announce()
+            missed = receiver.announce(ranks)
             waits_s = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).bootstrap_timeout
             listener.again_s = min(self.again_s, waits_s / 4 or self.again_s)
-            listener.told.append((now, ref(decode_req)))
+            listener.note(decode_req, now, ranks, missed)
         except Exception as e:
             decode_req.lose(e)
         return True

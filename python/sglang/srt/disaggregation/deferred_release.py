@@ -31,13 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class Writers:
-    """Polls as done when no prefill can write to a failed request's pages any more."""
+    """Polls as done when no prefill can write to a failed request's pages any more.
+
+    Until then as transferring, if nothing is being copied to these out of host memory any more.
+    """
 
     def __init__(self, decode_req: DecodeRequest):
         self.decode_req = decode_req
 
     def poll(self) -> int:
-        return int(KVPoll.Success if self.decode_req.writers_done() else KVPoll.Transferring)
+        if self.decode_req.writers_done():
+            return int(KVPoll.Success)
+        load = self.decode_req.load
+        return int(KVPoll.Transferring if load is None or load.done() else KVPoll.WaitingForInput)
 
 
 def poll_transfers(
@@ -51,8 +57,13 @@ def poll_transfers(
     pollers = [*queue, *map(Writers, quarantine), *(() if saves is None else saves.pollers())]
     polls = agreed_polls(pollers, group) if pollers else []
     written = polls[len(queue) : len(queue) + len(quarantine)]
-    if saves is not None:
+    if tier is not None and saves is not None:
         saves.end(polls[len(queue) + len(quarantine) :])
+        for decode_req, poll in zip(quarantine, written, strict=True):
+            # It may be long, and what was to be copied is locked in host memory. Over on all ranks, it is let go of on
+            # all of them in this step.
+            if poll == KVPoll.Transferring:
+                let_go(decode_req, tier.tree)
     return polls[: len(queue)], [dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success]
 
 

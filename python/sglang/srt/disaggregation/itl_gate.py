@@ -3,7 +3,7 @@
 A step's time follows from who is in it (step_time.py), so an admission is refused as one for which there is no memory
 is: it ends the step of admission, and what waits goes by the order of admission. With nobody live the next is admitted
 whatever it takes, so at least one request always runs. Requests that are on their way here count from when they will
-decode, beside those that will not have ended by then.
+decode, beside those that will not have ended by then; but for those whose prefill stands still (standstill.py).
 
 Nothing here is measured by more than one rank: the first one's estimate is part of what ranks agree on, and decisions
 follow from that, and from live requests, in whole numbers.
@@ -13,8 +13,8 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,8 +36,10 @@ from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
+    from sglang.srt.disaggregation.standstill import Standstills
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["ItlGate", "Load"]
 
@@ -147,6 +149,9 @@ class ItlGate:
         # how many steps those decoded for which something was.
         self._admitted: dict[str, int | None] = {}
         self._delays: deque[int] = deque(maxlen=ANSWERS)
+        # Whose prefills stand still; and how many of those on their way `load` has left out last for that.
+        self.standstills: Standstills | None = None
+        self.left_out = 0
         # Whether the last one was refused since no step has been like that, which the next ones may change.
         self.untried = False
         # The request that is held back, how many wait with it, and how many have been so far.
@@ -255,12 +260,16 @@ class ItlGate:
 
     def load(self, live: LiveReqs) -> Load:
         """What steps over the live requests read. Cost: some figures of each."""
-        load = Load(self._tree.protected_size_ if self._shares else 0)
+        coming = live.coming
+        if self.standstills is not None:
+            coming = self.standstills.without(coming, look=self._held is not None)
+        self.left_out = len(live.coming) - len(coming)
+        load = Load(_held_by(self._tree, live, coming) if self._shares else 0)
         load.reqs = self._figures(live.running)
         delay, step, admitted = self._delay(), self._steps, self._admitted
         # Without those that have failed on their way.
         self._admitted = {req.rid: admitted.get(req.rid) for req in live.coming}
-        for req, (tokens, _, growth) in zip(live.coming, self._figures(live.coming), strict=True):
+        for req, (tokens, _, growth) in zip(coming, self._figures(coming), strict=True):
             since = self._admitted[req.rid]
             load.add(tokens, growth, 0 if since is None else max(0, delay - step + since))
         return load
@@ -351,26 +360,48 @@ class ItlGate:
 
     def state(self) -> dict[str, Any]:
         """What ``kv_pool`` says: milliseconds, microseconds for a request and nanoseconds for a token."""
-        state: dict[str, Any] = {
+        state = {
             "target_ms": self.target_ms,
             "step_ms": _ms(self.decode.seconds()),
             "predicted_ms": _ms(self.decode.seconds_explained()),
             "held": self.waiting,
             "held_requests": self.held_requests,
         }
-        known = self.estimate
-        if known is not None:
-            parts = known.decode
-            state |= {
-                "fixed_ms": round(parts.fixed / 1e9, 3),
-                "per_request_us": round(parts.per_request / 1e6, 3),
-                "per_token_ns": round(parts.per_token / 1e3, 3),
-                "tokens_per_step": known.milli_tokens / 1000,
-                "answer_tokens": known.answer,
-                "steps_until_it_decodes": known.delay,
-                "waits": known.waits / 1000,
-            }
-        return state
+        return state if self.estimate is None else state | _told(self.estimate)
+
+
+def _held_by(tree: DecodeRadixCache, live: LiveReqs, coming: Sequence[Req]) -> int:
+    """Tokens of ``tree`` that requests hold which run, or of which ``coming`` are on their way.
+
+    What only saves have locked no step reads, nor what failed requests hold.
+    """
+    counted = set(map(id, coming))
+    others = [req.last_node for req in (*live.quarantined, *live.coming) if id(req) not in counted]
+    return tree.protected_size_ - _held_alone(chain(tree.nodes_in_use(), others))
+
+
+def _held_alone(nodes: Iterable[TreeNode | None]) -> int:
+    """Tokens of the tree that locks on ``nodes`` hold, one on each, and no other lock."""
+    locks: Counter[TreeNode] = Counter()
+    for node in nodes:
+        while node is not None and node.parent is not None:
+            locks[node] += 1
+            node = node.parent
+    return sum(len(node.key.token_ids) for node, count in locks.items() if node.lock_ref == count)
+
+
+def _told(known: Estimate) -> dict[str, Any]:
+    """The part of `ItlGate.state` that all ranks go by."""
+    parts = known.decode
+    return {
+        "fixed_ms": round(parts.fixed / 1e9, 3),
+        "per_request_us": round(parts.per_request / 1e6, 3),
+        "per_token_ns": round(parts.per_token / 1e3, 3),
+        "tokens_per_step": known.milli_tokens / 1000,
+        "answer_tokens": known.answer,
+        "steps_until_it_decodes": known.delay,
+        "waits": known.waits / 1000,
+    }
 
 
 def _aborted(req: Req) -> bool:

@@ -10,10 +10,17 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LostReqs", "MessageAhead"]
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+__all__ = ["LostReqs", "MessageAhead", "maybe_lost"]
 
 
 @dataclass
@@ -35,3 +42,18 @@ class MessageAhead:
     def recv_pyobj(self, flags: int = 0) -> Any:
         """The next message; raises zmq.ZMQError where there is none, as the socket does."""
         return self._messages.pop() if self._messages else self._socket.recv_pyobj(flags)
+
+
+def maybe_lost(reqs: Iterable[Req], refused: Container[int]) -> list[Req]:
+    """Those of ``reqs`` whose senders may have a `failure_reason`, and all that have; of thousands, mostly none.
+
+    refused: the rooms for which decode's request cannot be used, or that it has given up.
+    """
+    # In each turn, so not a call for each of them.
+    now = time.monotonic()
+    return [
+        req
+        for req in reqs
+        if isinstance(sender := req.disagg_kv_sender, CommonKVSender)
+        and ((state := sender.state).reason is not None or now >= state.due_at or sender.bootstrap_room in refused)
+    ]

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agre
 from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
 from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import may_compute
-from sglang.srt.disaggregation.lost_requests import LostReqs
+from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -132,12 +132,15 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if computing is not None and isinstance(computing.disagg_kv_sender, CommonKVSender):
                 # Its chunks are sent, which may fail, on one rank alone: decode is told, and tells the others.
                 computing.disagg_kv_sender.poll()
+            lost: list[Req] = []
             for req in self.disagg_prefill_inflight_queue:
                 sender = req.disagg_kv_sender
                 if isinstance(sender, CommonKVSender) and not req.finished():
                     sender.fail_if_overdue()
                     if sender.has_failed():
-                        self._tell_lost(req, sender.failure_reason())
+                        self._end_lost(req, sender.failure_reason())
+                        lost.append(req)
+            self._tell_lost(lost)
         told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
         for req in done:
@@ -165,7 +168,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         for req in dropped:
             if sender is not None:
                 # Nobody polls it any more.
-                self._tell_lost(req, sender.take_reason())
+                self._end_lost(req, sender.take_reason())
+                self._tell_lost([req])
             elif isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.drop()
                 req.time_stats.trace_ctx.abort()
@@ -183,11 +187,13 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
 
         Those that wait for their turn, and those of which a part is being computed.
         """
-        unpolled = [*self.waiting_queue, self.chunked_req, *self._in_flight()]
+        manager = self.disagg_prefill_bootstrap_queue.kv_manager
+        if not isinstance(manager, CommonKVManager):
+            return {}
+        chunked = () if self.chunked_req is None else (self.chunked_req,)
         lost: dict[int, str] = {}
-        for req in unpolled:
-            sender = getattr(req, "disagg_kv_sender", None)
-            reason = sender.failure_reason() if isinstance(sender, CommonKVSender) and not req.finished() else None
+        for req in maybe_lost((*self.waiting_queue, *chunked, *self._in_flight()), manager.rooms.refused):
+            reason = None if req.finished() else req.disagg_kv_sender.failure_reason()
             if reason is not None:
                 lost[req.bootstrap_room] = reason
         return lost
@@ -205,9 +211,11 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             req.disagg_kv_sender.fail_if_refused()
             req.disagg_kv_sender.fail(reason)
             req.disagg_kv_sender.poll()
-            self._tell_lost(req, reason)
+            self._end_lost(req, reason)
+            ended.append(req)
             return True
 
+        ended: list[Req] = []
         lost = [req for req in self.waiting_queue if lose(req)]
         gone = set(map(id, lost))
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in gone]
@@ -230,19 +238,24 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             # Overlapped, a step in flight has a chunk of it, whose result is processed before that poll.
             self.chunked_req = None
             self.disagg_prefill_inflight_queue.append(req)
+        self._tell_lost(ended)
 
     def _in_flight(self) -> list[Req]:
         """The requests of the step whose result has not been processed."""
         return [*self.last_batch.reqs] if self.enable_overlap and self.last_batch else []
 
-    def _tell_lost(self, req: Req, reason: str) -> None:
-        """Tell the client of a request that it has failed. That it ends here again later, the engine does not tell."""
+    def _end_lost(self, req: Req, reason: str) -> None:
+        """A request has failed: `_tell_lost` tells its client. That it ends here again later, the engine does not."""
         message = f"Prefill transfer failed for request {req.rid}, room {req.bootstrap_room}: {reason}"
         logger.warning(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-        self.stream_output([req], req.return_logprob)
         if reason != COMPUTED:
             KvTransferCounters.get(self.server_args).failed(message)
+
+    def _tell_lost(self, reqs: list[Req]) -> None:
+        """Tell the clients of these requests, once for all: each output looks at all that waits here, for its load."""
+        if reqs:
+            self.stream_output(reqs, any(req.return_logprob for req in reqs))
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""

@@ -9,7 +9,7 @@ Upstream: none is known by which a worker tells its peer; sgl-project/sglang#303
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -23,20 +23,23 @@ from sglang.srt.utils.network import NetworkAddress
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "REFUSED_RANK_ROUTE",
     "REFUSED_ROUTE",
     "RefusedReq",
     "RefusedRooms",
     "blames_request",
     "is_at_fault",
     "listen",
+    "name_rank",
     "rooms_refused",
     "take_refusal",
     "tell_prefill",
     "words_for_decode",
 ]
 
-# On a prefill's bootstrap server.
+# On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
 REFUSED_ROUTE = "/refused_room"
+REFUSED_RANK_ROUTE = "/refused_dp_rank"
 # Refusals that are remembered, for a request that comes after its refusal, and seconds for which they are. The router
 # sends to both workers at once; who uses a room anew later means another request.
 REMEMBERED, REMEMBERED_S = 4096, 10.0
@@ -55,6 +58,9 @@ _PASSES = (
     "Aborted by AbortReq",
     "Grammar preprocessing timed out",
     "Duplicate request IDs detected: ",
+    # Decode has it, or it had refused the request itself: prefill was restarted since it was loaded, or unloads it.
+    "LoRA adapter that has never been loaded",
+    "LoRA adapters are not loaded",
     "Failed to implicitly load LoRA adapter",
 )
 
@@ -118,11 +124,15 @@ def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tu
         return
     hosts, ports = obj.bootstrap_host, obj.bootstrap_port
     live = {getattr(other, "bootstrap_room", None) for other in served}
+    at = list(enumerate(rooms[:MOST_PROMPTS] if isinstance(rooms, list) else [rooms]))
     if getattr(obj, "samples", 0) and decodes and not obj.announced:
         # Prefill knows only of the rooms of prompts.
-        rooms, hosts, ports = obj.request_rooms, hosts[:: obj.samples], ports[:: obj.samples]
-    for i, room in enumerate(rooms[:MOST_PROMPTS] if isinstance(rooms, list) else [rooms]):
-        if isinstance(room, int) and 0 < room < 2**63 and room not in live:
+        at = [(i * obj.samples, room) for i, room in enumerate(obj.request_rooms)]
+        if getattr(obj, "unreached", False):
+            # Or it has heard of the samples, and its answer was late: there one that fails ends all of its request.
+            at = [one for i, room in at for one in ((i, room), (i, rooms[i]))]
+    for i, room in at[:MOST_PROMPTS]:
+        if is_room(room) and room not in live:
             yield room, _of_prompt(hosts, i), _of_prompt(ports, i)
 
 
@@ -169,3 +179,30 @@ def tell_prefill(host: str, port: int, room: int, reason: str) -> Future | None:
     except TooManyCalls:
         logger.warning("Too many refusals wait to be told: prefill at %s:%s will wait for room %s", host, port, room)
         return None
+
+
+def name_rank(args: Any, rooms: Sequence[int], dp_rank: int, host: str | None = None, to_all: bool = False) -> None:
+    """Tell this prefill's bootstrap server, without waiting for it, which DP rank knows that ``rooms`` are refused.
+
+    Decode has to ask that rank to hear it, and only the sender of a request that is served says which it is. Nothing is
+    told where decode knows it by the room. args: the worker's options. host: where the server is, if not here. to_all:
+    decode workers without the flag may ask that rank too: they are given the one token of such a request.
+    """
+    if not rooms or args.dp_size == 1 or args.load_balance_method == "follow_bootstrap_room":
+        return
+    host, port = host or args.host, args.disaggregation_bootstrap_port
+    url = NetworkAddress(host, port).to_url() + REFUSED_RANK_ROUTE
+    said = {"rooms": list(rooms), "dp_rank": dp_rank, "to_all": to_all}
+
+    def tell() -> None:
+        try:
+            SignedRequests().post(url, json=said, timeout=ANSWER_S)
+        except Exception as e:
+            logger.warning(
+                "Could not name the DP rank of refused rooms to %s:%s, of which decode waits: %s", host, port, e
+            )
+
+    try:
+        _tellers.submit((host, port), tell)
+    except TooManyCalls:
+        logger.warning("Too many refusals wait to be told: decode will wait for rooms %s", rooms)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["NoTakeovers", "Takeovers", "first_reason", "make_takeovers", "reason_of"]
 
-# Tokens of taken over prompts that may wait to be computed, beside those of one request.
+# Tokens of taken over prompts that may wait to be computed, beside those of the request that lacks most.
 MOST_QUEUED = 8192
 # Several ranks look for late requests once in so many steps: only to look they have to agree.
 LOOK_STEPS = 16
@@ -63,7 +63,7 @@ def first_reason(known: str | None, new: str) -> str:
 
 
 class Taken(NamedTuple):
-    """A request to take over: its place among those that were looked at, and how many tokens the tree lacks of it, on
+    """A request to take over: its place among those that were looked at, and how many tokens decode lacks of it, on
     the rank where that is most. late: its prefill is not gone."""
 
     place: int
@@ -160,8 +160,8 @@ class Takeovers(NoTakeovers):
         taken: list[Taken] = []
         queued = self._queued()
         for (place, decode_req, failed), (least, most, delta) in zip(asked, self._reduce(figures), strict=True):
-            if least > NO and most == GONE and not (queued and queued + delta > MOST_QUEUED):
-                queued += delta
+            if least > NO and most == GONE and sum(queued) + delta - max([*queued, delta]) <= MOST_QUEUED:
+                queued.append(delta)
                 taken.append(Taken(place, decode_req, delta, late=not failed))
         return taken
 
@@ -212,10 +212,13 @@ class Takeovers(NoTakeovers):
         since = decode_req.kv_receiver.made_at if shakes_hands else decode_req.entry.admitted_at
         return time.monotonic() - since > self._after_s
 
-    def _queued(self) -> int:
-        """Tokens of requests that have been taken over and that no step computes yet."""
-        waiting = [*self.queue(), *(one.decode_req for one in self._local.waiting)]
-        return sum(dr.kv_receiver.delta for dr in waiting if is_taken_over(dr))
+    def _queued(self) -> list[int]:
+        """Of each request that has been taken over, tokens that no step computes yet; the same on all ranks.
+
+        Before its admission those that ranks have agreed on then, whatever the tree holds by now.
+        """
+        admitted = [one.left for one in self._local.waiting if not one.is_short]
+        return [*admitted, *(dr.kv_receiver.delta for dr in self.queue() if is_taken_over(dr))]
 
     def _reduce(self, figures: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
         """Of what each rank knows of each request and of its delta: the least, the most, and the longest delta."""
@@ -245,9 +248,14 @@ class Takeovers(NoTakeovers):
 
 
 def _delta(decode_req: DecodeRequest) -> int:
-    """Tokens that the tree lacks of a prompt, on this rank."""
-    entry = decode_req.entry
-    held = entry.watch.length if entry is not None and entry.watch is not None else 0
+    """Tokens that tree and host memory lack of a prompt, on this rank.
+
+    Either may evict some until its admission, and then more is computed than has been counted.
+    """
+    entry, load = decode_req.entry, decode_req.load
+    held = 0 if load is None else load.end
+    for watch in () if entry is None else (entry.watch, entry.host_watch):
+        held = held if watch is None else max(held, watch.length)
     return max(1, len(decode_req.req.origin_input_ids) - held)
 
 

@@ -83,7 +83,7 @@ class CheckedRequests(Base):
             # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
             # Nor has the scheduler been told of a prompt that decode computes, which has been answered.
             known = states and all(state.sent or state.finished for state in states.values())
-            refused = not known and not isinstance(e, HTTPException)
+            refused = not known and (not isinstance(e, HTTPException) or getattr(obj, "unreached", False))
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
             # First, or the peer would learn only of the others' end.
@@ -269,16 +269,16 @@ class CheckedRequests(Base):
         """
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return []
-        calls = []
+        calls, rooms = [], []
         served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
         decodes = self.disaggregation_mode == DisaggregationMode.DECODE
         for room, host, port in refusal.rooms_refused(obj, served, decodes):
             if not decodes:
                 self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
-                continue
-            own_port = self.server_args.disaggregation_bootstrap_port
-            if host and (port or own_port):
-                calls.append(refusal.tell_prefill(host, port or own_port, room, reason))
+                rooms += [room] if self.refused_rooms.reason(room) is None else []
+            elif host and (port := port or self.server_args.disaggregation_bootstrap_port):
+                calls.append(refusal.tell_prefill(host, port, room, reason))
+        refusal.name_rank(self.server_args, rooms, dp_rank=0)  # All ranks have been told.
         return [call for call in calls if call is not None]
 
     def _on_computed_by_decode(self, room: int) -> None:

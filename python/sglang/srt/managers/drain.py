@@ -119,7 +119,7 @@ def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
 
 
 class Door:
-    """An ASGI application in front of the HTTP server's, which answers 503 to what would bring work.
+    """An ASGI application in front of the HTTP server's routes, which answers 503 to what would bring work.
 
     refused: called with the body of each of these.
     """
@@ -185,7 +185,8 @@ class Drain:
         told = gateway_notice.gateways()
         if told:
             # Until they have let go, what they send is served.
-            await asyncio.to_thread(gateway_notice.leave_all, told, args.disaggregation_mode, args.host, args.port)
+            mode, key = args.disaggregation_mode, gateway_notice.key_for(args)
+            await asyncio.to_thread(gateway_notice.leave_all, told, mode, args.host, args.port, key)
         self.close_door(manager)
         left = await self.wait_empty(manager, until)
         if left:
@@ -205,7 +206,9 @@ class Drain:
 
         cycles = (getattr(connection, "cycle", None) for connection in self.server.server_state.connections)
         self.inside = [cycle for cycle in cycles if cycle and brings_work(cycle.scope)]
-        self.app.middleware_stack = Door(self.app.middleware_stack, refused)
+        # Behind the authentication: of whom it turns away nothing is read, and nobody is told in this worker's name.
+        router = self.app.router
+        router.middleware_stack = Door(router.middleware_stack, refused)
         logger.info("Shutting down: no new request is taken; %d are here", len(manager.rid_to_state))
 
     async def wait_empty(self, manager: Any, until: float) -> str:

@@ -19,11 +19,12 @@ from urllib.parse import urlsplit
 import requests
 from sglang.srt.utils.network import get_local_ip_auto
 
+from sglang_pd_radix.environment import API_KEY, servers_key
 from sglang_pd_radix.hosts import host_addresses, is_loopback
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["VARIABLE", "gateways", "leave", "leave_all", "listened_at", "own_addresses"]
+__all__ = ["VARIABLE", "gateways", "key_for", "leave", "leave_all", "listened_at", "own_addresses"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_GATEWAYS"
 # Seconds that a gateway has to answer, and to let go; between two looks whether it has.
@@ -48,6 +49,11 @@ def _is_url(text: str) -> bool:
     except ValueError:
         # An address or a port that cannot be read.
         return False
+
+
+def key_for(args: Any) -> str | None:
+    """The key that gateways are given: that of the tools, or this worker's own; None if there is none."""
+    return servers_key() or args.api_key or None
 
 
 def own_addresses(host: str) -> set[str]:
@@ -103,8 +109,11 @@ def _is_here(url: str) -> bool:
     return bool(addresses) and all(one in own or is_loopback(one) for one in addresses)
 
 
-def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
-    """Have all these gateways let go of this worker; one that does not is told of in the log."""
+def leave_all(urls: Collection[str], role: str, host: str, port: int, key: str | None = None) -> None:
+    """Have all these gateways let go of this worker; one that does not is told of in the log.
+
+    key: as of `leave`.
+    """
     own, others = own_addresses(host), listened_at(host)
     loopback = {address for address in own | others if is_loopback(address)}
 
@@ -114,7 +123,7 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
             # To a gateway of another host a loopback address is a neighbour of its own, and so may be a private one
             # of an interface: docker0 has the same on all hosts.
             near = others if here else {one for one in others if ipaddress.ip_address(one).is_global}
-            leave(url, role, port, (own | near) - loopback, loopback if here else ())
+            leave(url, role, port, (own | near) - loopback, loopback if here else (), key)
             logger.info("Shutting down: %s sends nothing any more", url)
         except Exception as e:
             logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
@@ -123,19 +132,29 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int) -> None:
         pool.map(leave_one, urls)
 
 
-def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
+def leave(
+    gateway: str,
+    role: str,
+    port: int,
+    addresses: Collection[str],
+    loopback: Collection[str] = (),
+    key: str | None = None,
+) -> None:
     """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
 
     Of all its ranks, where the gateway has those. loopback: addresses that count where it has nobody at the others: a
-    port of this host may be forwarded to a gateway whose loopback addresses are another host's. Raises RuntimeError if
-    it knows none, or uses it after `LEAVE_S` seconds; requests' errors.
+    port of this host may be forwarded to a gateway whose loopback addresses are another host's. key: of a gateway with
+    --api-key. Raises RuntimeError if it asks for another key, knows no such worker, or uses it after `LEAVE_S` seconds;
+    requests' errors.
     """
     with requests.Session() as session:
         # A proxy has no business between the two.
         session.trust_env = False
+        if key:
+            session.headers["Authorization"] = f"Bearer {key}"
 
         def listed() -> list[dict[str, Any]]:
-            return session.get(f"{gateway}/workers", timeout=ANSWER_S).json()["workers"]
+            return _checked(session.get(f"{gateway}/workers", timeout=ANSWER_S)).json()["workers"]
 
         def those_at(at: Collection[str], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [one for one in found if one.get("worker_type") == role and _is_at(one["url"], port, at)]
@@ -148,12 +167,19 @@ def leave(gateway: str, role: str, port: int, addresses: Collection[str], loopba
             hosts = tried or "this host, of which SGLANG_HOST_IP would give an address"
             raise RuntimeError(f"it knows no {role} worker at port {port} of {hosts}")
         for worker in workers:
-            session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S).raise_for_status()
+            _checked(session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S))
         until = time.monotonic() + LEAVE_S
         while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in those_at(at, listed())):
             if time.monotonic() > until:
                 raise RuntimeError(f"it still uses it after {LEAVE_S:g} s")
             time.sleep(LOOK_S)
+
+
+def _checked(reply: requests.Response) -> requests.Response:
+    if reply.status_code == 401:
+        raise RuntimeError(f"HTTP 401: it asks for a key, which --api-key or {API_KEY} of this worker has to have")
+    reply.raise_for_status()
+    return reply
 
 
 def _is_at(url: str, port: int, addresses: Collection[str]) -> bool:

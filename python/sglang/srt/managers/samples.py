@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
-from sglang.srt.disaggregation.room_notes import is_room
+from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.request_checks import MAX_SAMPLES
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 __all__ = [
+    "CannotServeNow",
     "DERIVATION",
     "PrefillUnreachable",
     "SAMPLE_ROUTE",
@@ -234,6 +235,10 @@ class SamplesHaveRooms(Exception):
     """Decode has announced the samples of a request that was begun as the engine begins it."""
 
 
+class CannotServeNow(Exception):
+    """This prefill has refused a request that is not at fault: with another it may go well."""
+
+
 class Announcement:
     """Whether decode has announced a request's samples, for the prefill that serves it; of one event loop.
 
@@ -280,17 +285,22 @@ class SampleRooms:
         # Until when announcements hold whose request has not come.
         self._told: OrderedDict[int, float] = OrderedDict()
         self._announcements: dict[int, Announcement] = {}
-        # Requests that this prefill has refused, which decode may announce later.
-        self._refused = refusal.RefusedRooms()
+        # Requests that this prefill has refused, which decode may announce later, and whether they are at fault.
+        self._refused: RoomNotes[tuple[str, bool]] = RoomNotes(refusal.REMEMBERED, refusal.REMEMBERED_S)
 
     def announced(self, rooms: Sequence[int]) -> str | None:
-        """Decode has announced the samples of the requests of ``rooms``. Returns why they cannot be served, or None."""
+        """Decode has announced the samples of the requests of ``rooms``. Returns why they cannot be served, or None.
+
+        Raises `CannotServeNow` where this prefill has refused one that is not at fault.
+        """
         with self._lock:
             announcements = [
                 announcement for room in rooms if (announcement := self._announcements.get(room)) is not None
             ]
             for room in rooms:
-                reason = self._refused.reason(room)
+                reason, at_fault = self._refused.of(room) or (None, True)
+                if not at_fault:
+                    raise CannotServeNow(reason)
                 if reason is not None:
                     return reason
             if any(announcement.too_late for announcement in announcements):
@@ -327,11 +337,14 @@ class SampleRooms:
                 if announcement.told:
                     self._told.pop(room, None)
 
-    def refuse(self, rooms: Sequence[int], reason: str) -> None:
-        """A request of ``rooms`` is refused here; decode learns of it when it announces its samples."""
+    def refuse(self, rooms: Sequence[int], reason: str, at_fault: bool) -> None:
+        """A request of ``rooms`` is refused here; decode learns of it when it announces its samples.
+
+        at_fault: as in `refusal.RefusedReq`.
+        """
         with self._lock:
             for room in rooms:
-                self._refused.note(room, reason)
+                self._refused.note(room, (reason, at_fault))
 
     def close(self, announcement: Announcement) -> bool:
         """The engine's warm-up was answered. Returns whether that was before an announcement; then none is taken."""
@@ -350,7 +363,7 @@ def listen(listener: SampleRooms) -> None:
 
 
 def take_announcement(told: Any) -> None:
-    """Take an announcement. Raises ValueError for what cannot be meant or served."""
+    """Take an announcement. Raises ValueError for what cannot be meant or served, and `CannotServeNow`."""
     rooms = told.get("rooms") if isinstance(told, dict) else None
     if not isinstance(rooms, list) or not rooms or not all(map(is_room, rooms)):
         raise ValueError("an announcement of samples has rooms")

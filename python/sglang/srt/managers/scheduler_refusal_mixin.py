@@ -12,7 +12,14 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.computed_rooms import REMEMBERED, REMEMBERED_S, ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
-from sglang.srt.disaggregation.refusal import RefusedReq, RefusedRooms, blames_request, tell_prefill, words_for_decode
+from sglang.srt.disaggregation.refusal import (
+    RefusedReq,
+    RefusedRooms,
+    blames_request,
+    name_rank,
+    tell_prefill,
+    words_for_decode,
+)
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
@@ -76,7 +83,13 @@ class SchedulerRefusalMixin(Base):
             self.recv_from_tokenizer = socket
 
     def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
-        """What is lost or asked for goes, as work, to the ranks of one DP rank; control goes to all, from the first."""
+        """What is lost or asked for goes, as work, to the ranks of one DP rank; control goes to all, from the first.
+
+        On later stages of a prefill nothing does: each DP rank has had all of it from its stage before, and in an abort
+        what that has spared.
+        """
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.pp_rank > 0:
+            return recv_reqs, []
         work, control = super()._split_work_and_control_reqs(recv_reqs)
         own = [one for one in control if isinstance(one, (LostReqs, AskedReqs))]
         return own + work, [one for one in control if not isinstance(one, (LostReqs, AskedReqs))]
@@ -203,5 +216,16 @@ class SchedulerRefusalMixin(Base):
             return
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handle_refused_request(RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
+            self._name_rank(room, host)
         elif self.disaggregation_mode == DisaggregationMode.DECODE and self.attn_tp_rank == 0 and host:
             tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)
+
+    def _name_rank(self, room: int, host: str | None) -> None:
+        """On prefill: say, once for all of its ranks, which DP rank has refused ``room``."""
+        manager = self.kv_manager()
+        if not host or not isinstance(manager, CommonKVManager) or self.refused_rooms.reason(room) is not None:
+            return
+        if manager.attn_tp_rank == manager.attn_cp_rank == manager.pp_rank == 0:
+            # As it is registered.
+            rank = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
+            name_rank(manager.server_args, [room], rank, host, to_all=room in self.refused_pairs)

@@ -147,8 +147,8 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             # What was sent is its warm-up, which releases nothing.
             await self._release_adapters(obj.lora_id)
         except Exception as e:
-            self.samples.refuse(rooms, reason_of(e))
-            if announcement.told and not announcement.too_late and not isinstance(e, HTTPException):
+            self.samples.refuse(rooms, reason_of(e), blames_request(e))
+            if announcement.told and not announcement.too_late:
                 # What was served has the engine's rooms, and decode asks for those of the samples.
                 self._tell_peer(sampled, reason_of(e), at_fault=blames_request(e))
             raise
@@ -193,6 +193,8 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             try:
                 await samples.announce(obj, self.server_args.disaggregation_bootstrap_port)
             except samples.PrefillUnreachable as e:
+                # Prefill is told as of a refusal: it may have heard, and waits for what is not asked for.
+                obj.unreached = True
                 if obj.stream and endpoint_of(request) in OWN_STREAMS:
                     raise ValueError(str(e)) from e
                 raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, str(e)) from e

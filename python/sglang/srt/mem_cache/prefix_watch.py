@@ -263,30 +263,40 @@ class PrefixWatches:
             self._put(watch, self._tree.root_node, 0)
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """``upper`` has taken the first tokens of ``lower`` from it."""
+        """``upper`` has taken the first tokens of ``lower`` from it.
+
+        Thousands may wait there, and those of one place stay together.
+        """
         places = self._at.pop(lower, None)
         if not places:
             return
         size = len(upper.key)
-        for group in places.values():
+        for (in_last, following), group in places.items():
+            node = upper if in_last <= size else lower
+            place = (in_last if node is upper else in_last - size), following
+            # Neither is known here yet, so this group is one there too.
+            self._at.setdefault(node, {})[place] = group
             for watch in group:
-                above = watch.in_last <= size
-                self._put(watch, upper if above else lower, watch.in_last - (0 if above else size))
+                watch.move(node, place[0], place)
         self._on_leave(lower)
 
     def on_removal(self, node: TreeNode) -> None:
-        """The leaf ``node`` has been evicted."""
+        """The leaf ``node`` has been evicted. What comes next to all that ended in it is its first page."""
         places = self._at.pop(node, None)
         if not places:
             return
         parent, text = node.parent, object()
+        full = 0 if parent is self._tree.root_node else len(parent.key)
+        place = full, self._tree.get_child_key_fn(node.key)
+        together = self._at.setdefault(parent, {}).setdefault(place, _Group())
         for group in places.values():
             for watch in group:
                 if watch.length > watch.alike:
                     # All are like what ended here, should it come again.
                     watch.like, watch.alike = text, watch.length
                 watch.length -= watch.in_last
-                self._put(watch, parent, 0 if parent is self._tree.root_node else len(parent.key))
+                watch.move(parent, full, place)
+                self._join(together.of(watch), watch)
 
     def on_new_leaf(self, node: TreeNode) -> None:
         """A leaf has been added. Cost: those who wait for it are compared with it as far as is not known of another."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.observability import scheduler_metrics_mixin as engine
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GetLoadReqOutput, GetLoadsReqOutput
+    from sglang.srt.managers.io_struct import GetLoadReqInput, GetLoadReqOutput, GetLoadsReqOutput
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["SchedulerMetricsMixin"]
@@ -19,12 +21,15 @@ __all__ = ["SchedulerMetricsMixin"]
 class SchedulerMetricsMixin(engine.SchedulerMetricsMixin):
     """Counts requests that are in no queue of the engine."""
 
-    def get_load(self, *args, **kwargs) -> GetLoadReqOutput:
+    def get_load(self, recv_req: GetLoadReqInput | None = None) -> GetLoadReqOutput | None:
         """Adds prompts that decode computes itself, as requests that wait, like those in transfer.
 
-        As of those, tokens are all of a request's, beside what it holds of the pool. Asked for with every output.
+        As of those, tokens are all of a request's, beside what it holds of the pool. Asked for with every output,
+        without ``recv_req``: it is None there where nobody reads it.
         """
-        load = super().get_load(*args, **kwargs)
+        if recv_req is None and not self._is_load_read():
+            return None
+        load = super().get_load(recv_req)
         reqs = self._computed_here()
         if reqs:
             load.num_reqs += len(reqs)
@@ -37,6 +42,15 @@ class SchedulerMetricsMixin(engine.SchedulerMetricsMixin):
         loads = super().get_loads(*args, **kwargs)
         loads.num_waiting_reqs += len(self._computed_here())
         return loads
+
+    def _is_load_read(self) -> bool:
+        """Whether anybody reads the load that comes with an output: a DP controller does.
+
+        It costs a look at each request that waits, with each output, and many failures of one step are as many outputs.
+        Decode without the flag is left as it is.
+        """
+        pd = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
+        return not pd or self.server_args.dp_size > 1
 
     def _computed_here(self) -> list[Req]:
         queue = getattr(self, "disagg_decode_transfer_queue", None)

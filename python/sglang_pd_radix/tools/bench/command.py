@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import netns
+from sglang_pd_radix.tools import netns, process_group
 from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway, option_value
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
@@ -28,7 +28,7 @@ from sglang_pd_radix.tools.up import check_may_switch, check_model
 
 from . import goodput, link, parted, published, report
 from .chart import check_libraries
-from .deploy import OFF, Deployment, Shape, Side, engine_options
+from .deploy import OFF, Deployment, Shape, Side, engine_options, variants
 from .measure import LoadGenerator
 from .rates import parse_rates
 from .turns import measure_all
@@ -208,22 +208,35 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
     return sides
 
 
-def _plan(args: argparse.Namespace, sides: Sequence[Side]) -> goodput.Plan:
-    """What ``--slo`` and its options ask for. Raises PdRadixError."""
-    names = [side.name for side in sides if not side.name.startswith(goodput.BOUND_NAME)]
-    rates = parse_rates(args.slo_rates, names) if args.slo_rates else []
+def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side]) -> goodput.Plan:
+    """What ``--slo`` and its options ask for of workload ``key``. Raises PdRadixError."""
+    names = [variant.name for variant in variants(shape_of(sizes), sides)]
+    try:
+        searched = [name for name in names if not name.startswith(goodput.BOUND_NAME)]
+        rates = parse_rates(args.slo_rates, searched) if args.slo_rates else []
+    except PdRadixError as error:
+        raise PdRadixError(f"workload {key}: {error}") from None
     return goodput.Plan(goodput.Slo.parse(args.slo), args.slo_seconds, args.sample_every, rates)
 
 
-def _check_slo(args: argparse.Namespace, sides: Sequence[Side]) -> None:
+def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequence[Side]) -> None:
     """Raises PdRadixError for options that do not go together, or mean nothing."""
     for option, given in (("--slo-curve", args.slo_curve), ("--slo-rates", args.slo_rates)):
         if given and not args.slo:
             raise PdRadixError(f"{option} goes with --slo")
-    if args.slo and (args.link or args.slo_seconds <= 0):
-        raise PdRadixError("--slo goes without --link, and with --slo-seconds above 0")
-    if args.slo:
-        _plan(args, sides)
+    if not 0 < args.slo_seconds <= goodput.DAY_S:
+        raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
+    if args.slo and args.link:
+        raise PdRadixError("--slo goes without --link")
+    for key, entry in sizes.items() if args.slo else ():
+        _plan(args, key, entry, sides)
+
+
+def _check_page_size(options: Sequence[str]) -> None:
+    """Raises PdRadixError for what the engine would refuse only after the start."""
+    given = option_value(options, "--page-size")
+    if given is not None and not (given.isdecimal() and int(given) >= 1):
+        raise PdRadixError(f"--page-size {given}: must be a whole number of at least 1")
 
 
 def shape_of(sizes: Sizes) -> Shape:
@@ -237,10 +250,11 @@ def run(args: argparse.Namespace) -> int:
     runs = args.runs if args.runs is not None else QUICK_RUNS if args.quick else RUNS
     if runs < 1:
         raise PdRadixError(f"--runs {runs}: must be at least 1")
-    if args.sample_every < 0.1:
-        raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds")
+    if not 0.1 <= args.sample_every <= goodput.DAY_S:
+        raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds, and a day at most")
     sizes, sides = chosen_sizes(args), chosen_sides(args)
-    _check_slo(args, sides)
+    _check_slo(args, sizes, sides)
+    _check_page_size(args.engine_options)
     if args.sizes:
         for key, entry in sizes.items():
             print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
@@ -256,8 +270,7 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PdRadixError(f"--out {args.out}: {error.strerror or error}") from error
-    page_size = int(option_value(args.engine_options, "--page-size") or PAGE_SIZE)
-    options = engine_options(args.engine_options, page_size, made_model=not args.model)
+    options = engine_options(args.engine_options, PAGE_SIZE, made_model=not args.model)
     started = time.monotonic()
     document: dict[str, Any] = {"workloads": []}
     with (
@@ -269,10 +282,11 @@ def run(args: argparse.Namespace) -> int:
             model = str(make_model(Path(scratch) / "model", SHAPE))
         load = LoadGenerator(model, args.out / "logs" / "load.log")
         try:
-            _all(args, sizes, sides, runs, model, options, page_size, rates, load, document, show)
+            _all(args, sizes, sides, runs, model, options, rates, load, document, show)
         except BaseException:
             if document["workloads"]:  # what is complete is worth keeping
-                _finish(document, args, runs, started)
+                with process_group.ends_held_back():
+                    _finish(document, args, runs, started)
             raise
         finally:
             load.close()
@@ -288,7 +302,6 @@ def _all(
     runs: int,
     model: str,
     options: Sequence[str],
-    page_size: int,
     rates: Sequence[link.Rate],
     load: LoadGenerator,
     document: dict[str, Any],
@@ -323,6 +336,7 @@ def _all(
             load.wait_ready()
             info = deployment.info(deployment.variants[0])
             document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
+            page_size = info["page_size"]  # Some attention backends have their own, whatever was asked for.
             document["setting"] |= {"page_size": page_size, "model": _name_of(args.model)}
             show.done(
                 f"1 prefill and {len(sides) * shape.decode} decode workers serve after "
@@ -338,9 +352,9 @@ def _all(
                     )
                 exact = document["setting"]["dtype"].endswith("float32")
                 if args.slo:
-                    plan = _plan(args, sides)
-                    found = goodput.measure(deployment, load, workload, plan, tokens, page_size, show, exact)
-                    document["workloads"].append(found)
+                    plan, keep = _plan(args, key, sizes[key], sides), document["workloads"].append
+                    found = goodput.measure(deployment, load, workload, plan, tokens, page_size, show, exact, keep=keep)
+                    keep(found)
                     if found["interrupted"]:
                         return
                     continue

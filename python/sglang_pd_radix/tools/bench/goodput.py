@@ -17,13 +17,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.up import write_whole
 
 from . import parted
 from .chart import Chart, Line
 from .deploy import Deployment, Side
 from .measure import LoadGenerator, Run, run_once
-from .rates import LATE, LEAST_RATE, MOST_RATE, SHARES, Search, Trial, measure_given, search_all
+from .rates import (
+    LATE,
+    LEAST_RATE,
+    LEAST_REQUESTS_OF,
+    MOST_RATE,
+    PRECISION,
+    SHARES,
+    Search,
+    Trial,
+    measure_given,
+    search_all,
+)
 from .report import as_json
 from .workload import Request, Tokens, Workload
 
@@ -47,6 +59,8 @@ BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
 BEYOND = 2.0
 RATES_GIVEN = "the rates were given: of a side that keeps its greatest, a greater one was not tried"
 NOT_COMPARED = "answers are not compared: in this type rounding parts them (in float32 they are)"
+#: The longest time that may be given, seconds.
+DAY_S = 86400.0
 COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
 MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
 
@@ -68,8 +82,10 @@ class Slo:
                 given[name.strip()] = float(value)
             except ValueError:
                 raise PdRadixError(f"--slo {text}: {part} is not ttft=MS or itl=MS") from None
-        if given.keys() != {"ttft", "itl"} or not all(0 < ms < math.inf for ms in given.values()):
-            raise PdRadixError(f"--slo {text}: give both, as in ttft=500,itl=30, in milliseconds above 0")
+        if given.keys() != {"ttft", "itl"} or not all(0 < ms / 1000 <= DAY_S for ms in given.values()):
+            raise PdRadixError(
+                f"--slo {text}: give both, as in ttft=500,itl=30, in milliseconds above 0, and a day at most"
+            )
         return cls(given["ttft"] / 1000, given["itl"] / 1000)
 
     def kept(self, ttft_s: float, itl_s: float) -> bool:
@@ -160,6 +176,19 @@ def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> lis
     ]
 
 
+def not_known(searches: Mapping[str, Search]) -> list[str]:
+    """What is to be said where too few requests came at a rate to tell whether a share of them is kept."""
+    found = []
+    for share, least in LEAST_REQUESTS_OF.items():
+        names = [name for name, search in searches.items() if search.unknown(share) > search.best(share)[0]]
+        if names:
+            found.append(
+                f"{', '.join(names)}: of {share:.0%} nothing is known at rates of which fewer than {least} requests "
+                f"came, as it would be all of them: --slo-seconds of {least} over the rate, and a workload with as many"
+            )
+    return found
+
+
 def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
     """What is to be said where the least rate that was too high for a side was that for the load generator."""
     found = []
@@ -182,6 +211,7 @@ class Measurements:
 
     seconds: of one measurement. every_s: between two looks at the workers. runs: those of which the rate was one to
     find, of each side numbered from 1. learned: what its decode workers say of their steps.
+    failed: sides of which a request has failed, and at which rate; in the warm-up at none.
     """
 
     deployment: Deployment
@@ -196,7 +226,7 @@ class Measurements:
     runs: list[Run] = field(default_factory=list)
     problems: set[str] = field(default_factory=set)
     learned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sides = {variant.name: variant for variant in self.deployment.variants}
@@ -205,7 +235,7 @@ class Measurements:
         """Ask each side once: what is set up only then is not measured, and the target learns what a step takes."""
         requests = open_loop(self.workload, 4.0, 5.0, self.tokens)
         for name in self.sides:
-            self._asked(name, "warming up", requests, 0)
+            self._asked(name, "warming up", requests, 0, None)
 
     def trial(self, name: str, rate: float) -> Trial | None:
         """Of side ``name`` at ``rate`` per second; None where a request fails, or has before."""
@@ -213,7 +243,7 @@ class Measurements:
         self.show.step(f"({self.workload.key}) {name}, {at}", 0, "")
         number = 1 + sum(run.variant == name for run in self.runs)
         requests = open_loop(self.workload, rate, self.seconds, self.tokens)
-        run = None if name in self.failed else self._asked(name, at, requests, number)
+        run = None if name in self.failed else self._asked(name, at, requests, number, rate)
         if run is None:
             return None
         self.runs.append(run)
@@ -222,71 +252,17 @@ class Measurements:
         self.show.done(f"{name}, {at}: {told(trial)}")
         return trial
 
-    def _asked(self, name: str, at: str, requests: Workload, number: int) -> Run | None:
+    def _asked(self, name: str, at: str, requests: Workload, number: int, rate: float | None) -> Run | None:
         side = self.sides[name]
         try:
             run = run_once(self.deployment, self.load, requests, side, number, self.page_size, self.every_s)
             self.learned[name] = self.deployment.step_times(side)
         except PdRadixError as error:
-            self.failed.add(name)
+            self.failed[name] = rate
             self.problems.add(f"{name}, {at}: {error}; it was measured no further")
             self.show.done(f"{name}, {at}: {error}")
             return None
         return run
-
-
-def measure(
-    deployment: Deployment,
-    load: LoadGenerator,
-    workload: Workload,
-    plan: Plan,
-    tokens: Tokens,
-    page_size: int,
-    show: Show,
-    exact: bool,
-) -> dict[str, Any]:
-    """What the report has of one workload.
-
-    exact: as of `turns.measure_all`; answers are compared only there. That a request fails is a problem of the report,
-    which has what was found.
-    """
-    slo, seconds = plan.slo, max(plan.seconds, lasting_s(plan.slo))
-    show.begin(f"({workload.key}) {workload.title}: {slo}", 0)
-    measured = Measurements(deployment, load, workload, slo, seconds, tokens, page_size, show, plan.every_s)
-    measured.warm_up()
-    sides, problems = measured.sides, measured.problems
-    most_tried = most_rate(workload, slo)
-    interrupted = False
-    searches = {name: Search(most=most_tried) for name in sides if not name.startswith(BOUND_NAME)}
-    bounded: dict[str, Trial] = {}
-    compared = Compared()
-    try:
-        if plan.rates:
-            measure_given(searches, plan.rates, measured.trial)
-        else:
-            search_all(searches, measured.trial)
-        most = max((trial.rate for search in searches.values() for trial in search.trials), default=most_tried)
-        for name in sides:
-            trial = None if name in searches else measured.trial(name, min(MOST_RATE, BEYOND * most))
-            if trial:
-                bounded[name] = trial
-        if exact:
-            show.step(f"({workload.key}) comparing the answers", 0, "")
-            compared = compare(deployment, load, workload, measured.runs, show)
-    except KeyboardInterrupt:
-        interrupted = True
-        problems.add("interrupted before all rates were found and all answers compared")
-    show.end()
-    known = [NOT_COMPARED] * (not exact) + [RATES_GIVEN] * bool(plan.rates)
-    notes = [*known, *compared.notes, *sent_late(searches, slo)]
-    few = too_few(workload, slo, searches)
-    if any(search.trials for search in searches.values()):
-        notes += few
-    else:
-        problems.update(few)  # There is no result.
-    entry = entry_of(workload, slo, searches, [*sorted(problems), *compared.problems], notes)
-    entry |= {"step_times": measured.learned, "interrupted": interrupted, "differences": compared.looks}
-    return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in bounded.items()}}
 
 
 @dataclass(frozen=True)
@@ -301,6 +277,102 @@ class Compared:
         """What was not looked at, and is no problem."""
         count = 0 if self.problems else len(parted.left_out(self.looks))
         return [f"{count} more answers part and were not asked for again"] * bool(count)
+
+
+@dataclass
+class Findings:
+    """What is known of a workload so far: searches and `bounded` by side, and what comparing the answers has found.
+
+    exact: as of `measure`.
+    """
+
+    measured: Measurements
+    plan: Plan
+    exact: bool
+    searches: dict[str, Search] = field(init=False)
+    bounded: dict[str, Trial] = field(default_factory=dict)
+    compared: Compared = field(default_factory=Compared)
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        most = most_rate(self.measured.workload, self.plan.slo)
+        names = [name for name in self.measured.sides if not name.startswith(BOUND_NAME)]
+        self.searches = {name: Search(most=most) for name in names}
+
+    def find(self) -> None:
+        """Measure all that `plan` asks for, and compare the answers."""
+        measured = self.measured
+        if self.plan.rates:
+            measure_given(self.searches, self.plan.rates, measured.trial)
+        else:
+            search_all(self.searches, measured.trial)
+        tried = [trial.rate for search in self.searches.values() for trial in search.trials]
+        most = max(tried, default=most_rate(measured.workload, self.plan.slo))
+        for name in measured.sides:
+            trial = None if name in self.searches else measured.trial(name, min(MOST_RATE, BEYOND * most))
+            if trial:
+                self.bounded[name] = trial
+        if self.exact:
+            show = measured.show
+            show.step(f"({measured.workload.key}) comparing the answers", 0, "")
+            self.compared = compare(measured.deployment, measured.load, measured.workload, measured.runs, show)
+
+    def entry(self) -> dict[str, Any]:
+        """The workload's part of the report."""
+        measured, slo, searches = self.measured, self.plan.slo, self.searches
+        for name, rate in measured.failed.items():
+            if name in searches and rate is not None:
+                searches[name].failed_at = rate
+        problems = set(measured.problems)
+        if self.interrupted:
+            problems.add("interrupted before all rates were found and all answers compared")
+        known = [NOT_COMPARED] * (not self.exact) + [RATES_GIVEN] * bool(self.plan.rates)
+        notes = [*known, *self.compared.notes, *sent_late(searches, slo)]
+        few = too_few(measured.workload, slo, searches)
+        if any(search.trials for search in searches.values()):
+            notes += few
+        else:
+            problems.update(few)  # There is no result.
+        notes += not_known(searches)
+        entry = entry_of(measured.workload, slo, searches, [*sorted(problems), *self.compared.problems], notes)
+        entry |= {"step_times": measured.learned, "interrupted": self.interrupted, "differences": self.compared.looks}
+        return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in self.bounded.items()}}
+
+
+def measure(
+    deployment: Deployment,
+    load: LoadGenerator,
+    workload: Workload,
+    plan: Plan,
+    tokens: Tokens,
+    page_size: int,
+    show: Show,
+    exact: bool,
+    keep: Callable[[dict[str, Any]], None] = lambda entry: None,
+) -> dict[str, Any]:
+    """What the report has of one workload.
+
+    exact: as of `turns.measure_all`; answers are compared only there. That a request fails is a problem of the report,
+    which has what was found. keep: gets what was found where anything but Ctrl-C ends the search (a lost terminal,
+    SIGTERM, a full disk), which is raised again.
+    """
+    seconds = max(plan.seconds, lasting_s(plan.slo))
+    show.begin(f"({workload.key}) {workload.title}: {plan.slo}", 0)
+    measured = Measurements(deployment, load, workload, plan.slo, seconds, tokens, page_size, show, plan.every_s)
+    measured.warm_up()
+    findings = Findings(measured, plan, exact)
+    try:
+        findings.find()
+    except KeyboardInterrupt:
+        findings.interrupted = True
+    except BaseException:
+        # SIGHUP comes twice where a shell passes it on.
+        with process_group.ends_held_back():
+            findings.interrupted = True
+            keep(findings.entry())
+        raise
+    show.end()
+    return findings.entry()
 
 
 def compare(
@@ -338,6 +410,7 @@ def entry_of(
         },
         "most_rate": most_rate(workload, slo),
         "trials": {name: [dataclasses.asdict(t) for t in search.trials] for name, search in searches.items()},
+        "failed_at": {name: search.failed_at for name, search in searches.items() if search.failed_at < math.inf},
         "problems": list(problems),
         "notes": list(notes),
     }
@@ -346,7 +419,7 @@ def entry_of(
 def told(trial: Trial) -> str:
     """A measurement in a line."""
     return (
-        f"{trial.kept:.0%} within both, {trial.requests_per_s:.2f} requests/s, "
+        f"{trial.kept:.0%} of {trial.requests} requests within both, {trial.requests_per_s:.2f} requests/s, "
         f"TTFT p90 {1e3 * trial.ttft_p90_s:.0f} ms, ITL mean {1e3 * trial.itl_mean_s:.1f} ms, "
         f"p90 {1e3 * trial.itl_p90_s:.1f} ms"
         + ("" if trial.on_time else f"; sent too late: by {1e3 * trial.late_p90_s:.0f} ms p90")
@@ -366,21 +439,31 @@ def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         row = [name]
         measured = Search()
         measured.trials = [Trial(**t) for t in entry["trials"][name]]
+        measured.failed_at = entry["failed_at"].get(name, math.inf)
         for share in SHARES:
             rate = rates[f"{share:g}"]
             of_rate = [t for t in entry["trials"][name] if t["rate"] == rate]
             found = max(of_rate, key=lambda t: (t["on_time"], t["kept"]), default=None)
-            row += (
-                [f"below {measured.best(share)[1]:.3g}" if measured.trials else "not measured", "", ""]
-                if found is None
-                else [
-                    ("at least " if measured.best(share)[1] == math.inf else "") + f"{rate:.2f}",
-                    f"{1e3 * found['ttft_p90_s']:.0f}",
-                    f"{1e3 * found['itl_mean_s']:.1f}",
-                ]
-            )
+            row += [
+                _rate_told(measured, share),
+                "" if found is None else f"{1e3 * found['ttft_p90_s']:.0f}",
+                "" if found is None else f"{1e3 * found['itl_mean_s']:.1f}",
+            ]
         rows.append(row)
     return heading, rows
+
+
+def _rate_told(measured: Search, share: float) -> str:
+    """The greatest rate at which ``share`` is kept, or what else is known of it."""
+    right, wrong = measured.best(share)
+    if not right:
+        if wrong < math.inf:
+            return f"below {wrong:.3g}"
+        return f"fewer than {LEAST_REQUESTS_OF[share]} requests" if measured.unknown(share) else "not measured"
+    if wrong == math.inf:
+        return f"at least {right:.2f}"
+    # What lies between two rates that are further apart than a search leaves them was not measured.
+    return f"{right:.2f}" + (f" to below {wrong:.3g}" if wrong / right > PRECISION else "")
 
 
 def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:

@@ -157,7 +157,7 @@ class Watch(threading.Thread):
         for url in self._decode:
             # Not /v1/loads, which has all of it: with --enable-metrics it fails under the FastAPI that goes with this
             # engine (its metrics look for the path of a route that has none).
-            loads, info = http(url + "/get_load", timeout=20), http(url + "/get_server_info", timeout=20)
+            loads, info = http(url + "/get_load", timeout=20), http(url + "/server_info", timeout=20)
             if loads[0] != 200 or info[0] != 200:
                 return None
             for load in json.loads(loads[1]):

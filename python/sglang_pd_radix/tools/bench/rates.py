@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Parts of requests that are to keep both promises.
 SHARES = (0.9, 0.99)
+#: Requests of a measurement from which on it says anything of a part: of fewer, 99% would be all of them.
+LEAST_REQUESTS_OF = {0.99: 100}
 #: A rate is known when one that is by this part higher is too high. And the first that is tried, the least, the most.
 PRECISION = 1.15
 FIRST_RATE, LEAST_RATE, MOST_RATE = 8.0, 1 / 16, 1024.0
@@ -95,7 +97,7 @@ class Trial:
 class Search:
     """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far.
 
-    most: the greatest rate that is tried, per second.
+    most: the greatest rate that is tried, per second. failed_at: the one at which a request failed, which ended it.
     """
 
     def __init__(
@@ -107,16 +109,26 @@ class Search:
     ) -> None:
         self.shares, self.precision, self.tries, self.most = shares, precision, tries, most
         self.trials: list[Trial] = []
+        self.failed_at = math.inf
 
     def told(self, trial: Trial) -> None:
         self.trials.append(trial)
 
     def best(self, share: float) -> tuple[float, float]:
         """The greatest rate known to be kept below the least that is known not to be, and that; 0 and infinity."""
-        kept = {rate: found.kept_at_rate for rate, found in self.rates().items()}
-        wrong = min((rate for rate, part in kept.items() if part < share), default=math.inf)
-        right = max((rate for rate, part in kept.items() if part >= share and rate < wrong), default=0.0)
+        rates = self.rates()
+        # What is not even the least share is no greater one, of however few requests.
+        least = {rate: share if _enough(trial, share) else min(self.shares) for rate, trial in rates.items()}
+        wrong = min((rate for rate, trial in rates.items() if trial.kept_at_rate < least[rate]), default=math.inf)
+        wrong = min(wrong, self.failed_at)
+        right = max((rate for rate, trial in rates.items() if rate < wrong and _enough(trial, share)), default=0.0)
         return right, wrong
+
+    def unknown(self, share: float) -> float:
+        """The greatest rate below the least that is not kept of which too few requests came to say more; or 0."""
+        _, wrong = self.best(share)
+        few = (rate for rate, trial in self.rates().items() if rate < wrong and not _enough(trial, share))
+        return max(few, default=0.0)
 
     def rates(self) -> dict[float, Trial]:
         """The best measurement of each rate."""
@@ -130,6 +142,9 @@ class Search:
         """What to measure next; None when all is known."""
         for share in self.shares:
             right, wrong = self.best(share)
+            if wrong in (rates := self.rates()) and not _enough(rates[wrong], share):
+                continue  # Of lower rates fewer requests come. That it is not kept was tried for the least share.
+            right = max(right, self.unknown(share))
             if sum(trial.rate == wrong for trial in self.trials) in range(1, self.tries):
                 return wrong
             if not right:
@@ -150,6 +165,11 @@ class Search:
         """The measurement at the greatest rate; None where no rate is low enough."""
         right, _ = self.best(share)
         return self.rates().get(right)
+
+
+def _enough(trial: Trial, share: float) -> bool:
+    """Whether ``trial`` has the requests that it takes to say whether ``share`` is kept."""
+    return trial.requests >= LEAST_REQUESTS_OF.get(share, 0)
 
 
 def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial | None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -103,8 +104,9 @@ class Sizes:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip", "pause") else 1
-            if isinstance(value, (int, float)) and value < least:
-                raise PdRadixError(f"--set {key}.{f.name}={value}: must be at least {least}")
+            if isinstance(value, (int, float)) and not least <= value < math.inf:
+                finite = ", and finite" if isinstance(value, float) else ""
+                raise PdRadixError(f"--set {key}.{f.name}={value}: must be at least {least}{finite}")
 
     def make(self, key: str, tokens: Tokens) -> Workload:
         raise NotImplementedError

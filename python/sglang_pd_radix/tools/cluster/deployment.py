@@ -15,7 +15,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from .. import process_group
-from .local_http import API_KEY, freeze, http
+from .local_http import ADMIN_API_KEY, API_KEY, freeze, http
 from .options import has_option
 from .plan import lay_out
 from .process import Family, Process, Progress, check_alive, first_dead
@@ -133,6 +133,8 @@ class Cluster:
         self.processes = self.plan()
         if self.spec.api_key is not None:
             os.environ[API_KEY] = self.spec.api_key
+        if self.spec.admin_api_key is not None:
+            os.environ[ADMIN_API_KEY] = self.spec.admin_api_key
         startup = self._startup(self.processes)
         try:
             for wave in sorted({process.wave for process in self.processes}):
@@ -145,18 +147,23 @@ class Cluster:
             tokenizes = not any(has_option(args, "--skip-tokenizer-init") for _, _, args in self.spec.engines())
             for url in self.router_urls.values() or [self.router_url]:
                 startup.wait_served(url, tokenizes)
-            startup.call(self._settle, lambda: "a worker does not answer /flush_cache or /freeze_gc")
+            startup.call(lambda: self._settle(startup), lambda: "a worker does not answer /flush_cache or /freeze_gc")
             startup.report(None, "serving")
         except BaseException:
             self.stop()
             raise
 
-    def _settle(self) -> None:
+    def _settle(self, startup: Startup) -> None:
         """The request that went through is to leave nothing in a cache, nor what is loaded to collections."""
         for worker in self.processes:
             if worker.is_worker:
                 http(worker.url + "/flush_cache", {}, timeout=10)
-                freeze(worker.url)
+                self._freeze(worker, startup)
+
+    @staticmethod
+    def _freeze(worker: Process, startup: Startup) -> None:
+        if wrong := freeze(worker.url):
+            startup.report(worker, f"ready, but {wrong}")
 
     def _startup(self, watched: Sequence[Process]) -> Startup:
         return Startup(watched, self._timeout_s, self.log_dir, self._stopping, self._on_progress, self._on_wait)
@@ -207,7 +214,7 @@ class Cluster:
         self._family.start(process)
         startup.wait_ready([process])
         if process.is_worker:
-            startup.call(lambda: freeze(process.url), lambda: f"{name} does not answer /freeze_gc")
+            startup.call(lambda: self._freeze(process, startup), lambda: f"{name} does not answer /freeze_gc")
 
     def dead(self) -> Process | None:
         """The first process that has ended, if any has."""

@@ -11,7 +11,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from ..netns import Host
 from .gateway import Gateway, check_policy, named_gateway
-from .options import HOST, RoleArgs, RoleEnv, api_key, per_worker, per_worker_env, refuse_owned
+from .options import HOST, RoleArgs, RoleEnv, api_key, option_value, per_worker, per_worker_env, refuse_owned
 
 
 @dataclass
@@ -106,6 +106,12 @@ class Spec:
     def api_key(self) -> str | None:
         """The key that all engines ask for; see `options.api_key`."""
         return api_key(args for _, _, args in self.engines())
+
+    @property
+    def admin_api_key(self) -> str | None:
+        """The key that all engines ask their admin for; None if they ask for none, or not for the same."""
+        keys = {option_value(args, "--admin-api-key") for _, _, args in self.engines()}
+        return keys.pop() if len(keys) == 1 else None
 
     @property
     def named_routers(self) -> dict[str, tuple[Sequence[int], Sequence[str]]]:

@@ -90,7 +90,7 @@ WORTH_IT = (
     Panel(
         "Requests running",
         "In decode's batch. What the tree saves lets more of them run at once.",
-        (Query(_gauge("pd_requests", ',state="running"'), _WHO),),
+        (Query(_gauge("pd_requests", ',state="running",engine_type="decode"'), _WHO),),
     ),
     Panel(
         "Tree",
@@ -104,8 +104,10 @@ WORTH_IT = (
         ),
     ),
     Panel(
-        "Bytes in one run of pages",
-        "Pages that are contiguous on both sides go in one piece. Small pieces cost prefill's processor.",
+        "Bytes in one run of pages, all layers",
+        "Pages that are contiguous on both sides are one run. The backend writes it layer by layer, K and V apart: one "
+        "write has this many bytes over twice the number of layers (MLA: over the number of layers). Small writes cost "
+        "prefill's processor.",
         (Query(f"{_rate('kv_transfer_sent_bytes_total')} / {_rate('kv_transfer_runs_total')}", _WHO),),
         "bytes",
     ),

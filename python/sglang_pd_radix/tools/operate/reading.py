@@ -197,7 +197,7 @@ class Reader:
 def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
     """The ranks of one worker, and its oldest requests; at least one rank, one with an error if it cannot be read."""
     worker = url.partition("//")[2]
-    status, content = http(url + "/get_server_info", timeout=TIMEOUT_S)
+    status, content = http(url + "/server_info", timeout=TIMEOUT_S)
     said = content.decode(errors="replace")
     try:
         info = json.loads(content) if status == 200 else None

@@ -60,6 +60,13 @@ def versions(host: Host, router: str | None) -> dict[str, str]:
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    engine = loader.engine_root()
+    if engine is not None:
+        # A file of it that was edited has no other version.
+        files = sorted(file for file in engine.rglob("*.py") if file.is_file())
+        found["files of the engine"] = digest(
+            word for file in files for word in (str(file.relative_to(engine)), _digest_of_file(file))
+        )
     if host.checkout is not None:
         commit = _output(["git", "-C", str(host.checkout), "describe", "--always", "--dirty"])
         found["checkout"] = commit or "not a git repository"

@@ -7,8 +7,9 @@ is known.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import requests
@@ -18,6 +19,7 @@ from sglang.srt.disaggregation import computed_rooms, refusal
 from sglang.srt.disaggregation.common.authentication import SignedRequests, middleware, secret, unreadable
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.environ import envs
 from sglang.srt.managers import samples
 
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 RANK_VERSION = "decode_prefix_version"
 # Where ranks differ, which each node's environment may have them do: which decode has to go by to be right for all.
 _WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
+# Where decode asks which DP ranks have its rooms; what it adds where it understands that one has refused a room.
+RANKS_ROUTE, HEARS_REFUSALS = "/query_dp_ranks", "hears_refusals"
+# Rooms that this prefill has refused whose DP ranks are remembered, and seconds for which they are: decode asks for
+# them as soon as it has the request.
+MOST_REFUSED, REFUSED_S = 65536, 60.0
 
 
 def _own_timeouts() -> dict[str, int]:
@@ -44,6 +51,49 @@ class BootstrapRequests(SignedRequests):
         """As ``requests.put``, with which the engine registers ranks and does nothing else."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
         return super().put(url, **kwargs)
+
+    def post(self, url: str, **kwargs: Any) -> requests.Response:
+        """As ``requests.post``, with which the engine asks for the DP ranks of rooms, and says them."""
+        args = server_args._global_server_args
+        if url.endswith(RANKS_ROUTE) and getattr(args, "disaggregation_decode_enable_radix_cache", False):
+            kwargs["json"] = {**kwargs["json"], HEARS_REFUSALS: 1}
+        return super().post(url, **kwargs)
+
+
+class RefusedRanks:
+    """Which DP ranks of this prefill know of rooms that were refused before a sender could say which rank has them."""
+
+    def __init__(self) -> None:
+        self._ranks: RoomNotes[tuple[int, bool]] = RoomNotes(MOST_REFUSED, REFUSED_S)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def take(self, told: Any) -> None:
+        """Note what a process of this prefill says (`refusal.name_rank`). Raises ValueError for what is none."""
+        said: dict[str, Any] = told if isinstance(told, dict) else {}
+        rooms, rank = said.get("rooms"), said.get("dp_rank")
+        if not isinstance(rooms, list) or not all(map(is_room, rooms)) or type(rank) is not int or rank < 0:
+            raise ValueError("a DP rank that knows of refused rooms, or one of these, is not a number")
+        for room in rooms:
+            self._ranks.note(room, (rank, bool(said.get("to_all"))))
+
+    def find(self, rooms: Iterable[int], hears: bool) -> dict[str, int]:
+        """The ranks of those of ``rooms`` that are known here. hears: decode understands a refusal."""
+        found = {int(room): self._ranks.of(int(room)) for room in rooms}
+        return {str(room): note[0] for room, note in found.items() if note is not None and (hears or note[1])}
+
+    @web.middleware
+    async def add(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Add them to what the engine answers of its senders, whose ranks go before these."""
+        reply = await handler(request)
+        if request.path != RANKS_ROUTE or reply.status != 200 or not isinstance(reply, web.Response):
+            return reply
+        asked, known = await request.json(), json.loads(reply.text or "{}")
+        found = self.find(asked["bootstrap_rooms"], bool(asked.get(HEARS_REFUSALS)))
+        return web.json_response({**found, **known}) if found.keys() - known.keys() else reply
 
 
 class RegisteredRanks:
@@ -125,10 +175,12 @@ def _version(said: Any) -> str:
 
 
 def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Add the routes of the decode prefix, and of rooms that decode speaks of, and ask for the secret, if any."""
+    """Add the routes of the decode prefix, and of rooms that are spoken of, and ask for the secret, if any."""
     key = secret()
     if key is not None:
         app.middlewares.append(middleware(key))
+    ranks = RefusedRanks()
+    app.middlewares.append(ranks.add)
 
     async def decode_prefix(request: web.Request) -> web.Response:
         return web.json_response(await capabilities())
@@ -136,14 +188,22 @@ def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[s
     async def refused_room(request: web.Request) -> web.Response:
         return await _take(request, refusal.take_refusal)
 
+    async def refused_rank(request: web.Request) -> web.Response:
+        return await _take(request, ranks.take)
+
     async def computed_room(request: web.Request) -> web.Response:
         return await _take(request, computed_rooms.receive)
 
     async def sample_rooms(request: web.Request) -> web.Response:
-        return await _take(request, samples.take_announcement)
+        try:
+            return await _take(request, samples.take_announcement)
+        except samples.CannotServeNow as e:
+            # Not 400, which a router takes for the client's error. To any decode worker this is a prefill that fails.
+            return web.Response(text=str(e), status=503)
 
     app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
     app.router.add_post(refusal.REFUSED_ROUTE, refused_room)
+    app.router.add_post(refusal.REFUSED_RANK_ROUTE, refused_rank)
     app.router.add_post(computed_rooms.COMPUTED_ROUTE, computed_room)
     app.router.add_post(samples.SAMPLE_ROUTE, sample_rooms)
 

@@ -7,11 +7,13 @@ of pipeline stages: #28229 (open).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
@@ -25,15 +27,17 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
 from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
+from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes, forget_heartbeats
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
+from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSockets
 from sglang.srt.disaggregation.common.peer_watch import (
     DecodeWatch,
     PrefillWatch,
     SocketSweep,
     Unclaimed,
+    ports_in_use,
     ports_of,
 )
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
@@ -97,6 +101,7 @@ class CommonKVManager(engine.CommonKVManager):
         )
         self.connections = Connections()
         self.liveness = PeerLiveness()
+        self.peer_sockets = PeerSockets(CommonKVReceiver._ctx)
         super().__init__(*args, **kwargs)
         if (key := secret()) is not None:
             own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
@@ -104,7 +109,7 @@ class CommonKVManager(engine.CommonKVManager):
         # Made by the queue that makes this manager.
         self.counters = KvTransferCounters.get(self.server_args)
         # Looks for sockets of dead peers; and what looks after this worker's peers, with it.
-        self.sweep = SocketSweep(lambda: list(CommonKVReceiver._socket_cache), CommonKVReceiver.close_socket)
+        self.sweep = SocketSweep((CommonKVReceiver, self.peer_sockets), lambda: ports_in_use(self))
         if self.has_radix:
             global _rank_answers
             _rank_answers = _rank_answers or RankAnswers()
@@ -119,8 +124,8 @@ class CommonKVManager(engine.CommonKVManager):
             self.decode_watch.start()
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
-        """Messages are signed where there is a secret."""
-        return _signing(super()._connect(endpoint, is_ipv6), endpoint)
+        """Replaces the engine's sockets, which stay for good; and messages are signed where there is a secret."""
+        return _signing(self.peer_sockets.connect(endpoint, is_ipv6), endpoint)
 
     @property
     def has_radix(self) -> bool:
@@ -185,6 +190,7 @@ class CommonKVManager(engine.CommonKVManager):
         """Forget a prefill that is gone, and which rooms are its. The scheduler may open and close rooms meanwhile."""
         self.forget_connections(addr)
         self.prefill_info_table.pop(addr, None)
+        forget_heartbeats(self, addr)
         # A copy in one go: the scheduler may have the set in hand.
         rooms = list(self.addr_to_rooms_tracker.pop(addr, ()))
         self.counters.lost_peer()
@@ -327,6 +333,11 @@ class CommonKVSender(DeltaSender, engine.CommonKVSender):
 class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
     """Receiver that knows whether its prefill understands a prefix, and whether anybody still writes for it."""
 
+    _ctx = engine.CommonKVReceiver._ctx
+    _ctx.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
+    # When each socket was last asked for, by the monotonic clock.
+    _used_at: ClassVar[dict[str, float]] = {}
+
     @staticmethod
     def query_prefill_dp_ranks(bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
         """Wraps the engine's question, which holds up the scheduler, and with it all DP ranks, until it is answered."""
@@ -338,20 +349,34 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
         """Messages are signed where there is a secret, and with a radix cache no sender waits."""
+        # First: nobody may close between this and the message what has not been used for long.
+        cls._used_at[endpoint] = time.monotonic()
         socket, lock = super()._connect(endpoint, is_ipv6)
         if _rank_answers is not None:
             socket = UnwaitingSocket(socket, endpoint)
         return _signing(socket, endpoint), lock
 
     @classmethod
-    def close_socket(cls, endpoint: str) -> None:
-        """Close the socket to a peer that is gone; what is not sent is dropped. The next message makes a new one."""
+    def socket_endpoints(cls) -> list[str]:
+        """To what there are sockets."""
+        return list(cls._socket_cache)
+
+    @classmethod
+    def close_socket(cls, endpoint: str, unused_s: float | None = None) -> None:
+        """Close the socket to a peer that is gone; the next message makes a new one.
+
+        unused_s: only if it has not been used for so many seconds, and what waits in it has as long to go.
+        """
         with cls._global_lock:
+            now = time.monotonic()
+            if unused_s is not None and now - cls._used_at.setdefault(endpoint, now) < unused_s:
+                return
             socket, lock = cls._socket_cache.pop(endpoint, None), cls._socket_locks.pop(endpoint, None)
+            cls._used_at.pop(endpoint, None)
         if socket is not None:
             # Nobody may be writing to it. Who comes later with it in hand gets an error, and fails what is lost anyway.
             with lock:
-                socket.close(linger=0)
+                socket.close(linger=int(1000 * (unused_s or 0)))
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):

@@ -8,7 +8,6 @@ merged).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import logging
@@ -116,6 +115,17 @@ def _quarantine_s(receiver: DeltaReceiver) -> float:
     # Asked by another rank only, it goes by what is told now.
     told_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
     return max(manager.waiting_timeout, told_s)
+
+
+def _not_taken(peers: Iterable[dict], send: Callable[[dict], None]) -> list[dict]:
+    """Send to all of ``peers``; returns those that took nothing, which are at nobody else's expense."""
+    untold = []
+    for peer in peers:
+        try:
+            send(peer)
+        except NotTaken:
+            untold.append(peer)
+    return untold
 
 
 # The engine's class comes behind.
@@ -248,17 +258,15 @@ class DeltaReceiver(Base):
             self._send_to(peer, [*frames(peer["is_dummy"]), *self.prompt])
             self.state.asked, self.state.writes_s = True, self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
 
-    def announce(self) -> None:
-        """Tell prefill, where it listens, that this request waits here and will be asked for.
+    def announce(self, peers: Iterable[dict] | None = None) -> list[dict]:
+        """Tell prefill, where it listens, that this request waits here: it then knows whose end is also that of it.
 
-        It then knows whose end is also that of the request.
+        peers: prefill ranks, all if not given. Returns those that did not take it.
         """
-        if self.kv_mgr.prefills.of(self.bootstrap_addr).queued:
-            # What is not taken is said again, if it waits for long.
-            with contextlib.suppress(NotTaken):
-                # Those that write nothing for it wait for it too.
-                for peer in self.bootstrap_infos or []:
-                    self._send_to(peer, self._notice(QUEUED))
+        listens = self.kv_mgr.prefills.of(self.bootstrap_addr).queued
+        # Those that write nothing for it wait for it too.
+        ranks = (self.bootstrap_infos or []) if peers is None else peers
+        return _not_taken(ranks, lambda peer: self._send_to(peer, self._notice(QUEUED))) if listens else []
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]

@@ -122,6 +122,15 @@ def known_ranks(pool: Mapping[str, list[dict]], keys: Iterable[str]) -> list[lis
     return None if None in known else [infos for infos in known if infos is not None]
 
 
+def forget_heartbeats(manager: Any, addr: str) -> None:
+    """Of a prefill that is gone: the connection over which the engine's heartbeat asks it, and what came of that."""
+    with manager.session_pool_lock:
+        session = manager.session_pool.pop(addr, None)
+    if session is not None:
+        session.close()
+    manager.heartbeat_failures.pop(addr, None)
+
+
 def check_rank(addr: str, info: Any) -> None:
     """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there."""
     host, port = (info.get("rank_ip"), info.get("rank_port")) if isinstance(info, dict) else (None, None)

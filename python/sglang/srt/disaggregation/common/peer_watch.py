@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
+from sglang.srt.disaggregation.common.peer_sockets import UNUSED_S
 from sglang.srt.disaggregation.common.rooms import REMEMBERED_ROOMS, Rooms
 from sglang.srt.utils.network import NetworkAddress
 
@@ -51,6 +52,16 @@ def ports_of(
     return {addr: ports or {host_and_port(addr)} for addr, ports in found.items()}
 
 
+def ports_in_use(manager: Any) -> set[Endpoint]:
+    """Where the prefill ranks listen to which a decode worker's requests may be sent, by its manager.
+
+    None on prefill, which connects anew to a decode rank that asks after a while.
+    """
+    # A copy in one go: the scheduler makes connections.
+    connections = dict(getattr(manager, "connection_pool", {}))
+    return {(info["rank_ip"], info["rank_port"]) for infos in connections.values() for info in infos}
+
+
 class Pause:
     """Before a look: `LOOK_S`, and longer where the looks of this thread take long."""
 
@@ -64,16 +75,25 @@ class Pause:
         return max(LOOK_S, SHARE * (now - since))
 
 
+class Sockets(Protocol):
+    """Sockets to peers, by what they are connected to as ZeroMQ writes it."""
+
+    def socket_endpoints(self) -> list[str]: ...
+
+    def close_socket(self, endpoint: str, unused_s: float | None = None) -> None: ...
+
+
 class SocketSweep:
-    """Closes the sockets to peers at whose port nobody listens any more, every `SWEEP_S` seconds.
+    """Closes sockets, every `SWEEP_S` seconds: to peers at whose port nobody listens any more, and unused ones.
 
     The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in one
-    is sent to whoever is given that port next.
+    is sent to whoever is given that port next. A peer whose host is gone, as a deleted pod's, does not refuse: its
+    socket is one that nobody uses, and a context has only so many.
     """
 
-    def __init__(self, connected: Callable[[], Iterable[str]], close: Callable[[str], None]):
-        """connected: to what there are sockets, as ZeroMQ writes it. close: closes that to one of them."""
-        self._connected, self._close = connected, close
+    def __init__(self, books: Sequence[Sockets], in_use: Callable[[], Iterable[Endpoint]] = lambda: ()):
+        """in_use: peers to which there may be something to say at any time."""
+        self._books, self._in_use = books, in_use
         self._swept_at = time.monotonic()
 
     def sweep(self) -> None:
@@ -82,9 +102,14 @@ class SocketSweep:
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
-        peers = {host_and_port(at.removeprefix("tcp://")): at for at in self._connected()}
-        for peer in peer_liveness.gone(peers):
-            self._close(peers[peer])
+        peers: dict[Endpoint, list[tuple[Sockets, str]]] = {}
+        for sockets in self._books:
+            for at in sockets.socket_endpoints():
+                peers.setdefault(host_and_port(at.removeprefix("tcp://")), []).append((sockets, at))
+        gone, in_use = peer_liveness.gone(peers), {*self._in_use()}
+        for peer, found in peers.items():
+            for sockets, at in found if peer in gone or peer not in in_use else ():
+                sockets.close_socket(at, None if peer in gone else UNUSED_S)
 
 
 class PrefillWatch:

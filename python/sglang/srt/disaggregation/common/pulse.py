@@ -56,3 +56,8 @@ class Pulse:
         if self._runs_s + (0.0 if stands_still else since) < CATCH_UP_S:
             return self._stopped_at
         return beat_at if stands_still else now
+
+    def is_behind(self) -> bool:
+        """Whether something may have been said to this worker that has not been read."""
+        now = time.monotonic()
+        return self.heard_until() < now

@@ -253,11 +253,13 @@ class Rooms:
         """Seconds since a decode rank last said that ``room`` waits in it, or may have it wait unsaid, or ``since``.
 
         A decode worker without the flag never says so: it counts when it asks for anything. 0 where no decode worker
-        that would say so has sent a message.
+        that would say so has sent a message. What was said while this worker stood still has not been read yet, so
+        that time does not count.
         """
         if not self.hears_of_waiting:
             return 0.0
-        return time.monotonic() - max([since, self.silent_peer_at, *self.waiting.get(room, {}).values()])
+        heard_at = max([since, self.silent_peer_at, *self.waiting.get(room, {}).values()])
+        return max(0.0, self.pulse.heard_until() - heard_at)
 
     def lose_decode(self, rooms: list[int], reason: str) -> None:
         """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""

@@ -365,7 +365,9 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             return KVPoll.WaitingForInput
         self.fail_if_behind()
         rooms = self.kv_mgr.rooms
-        if self.conclude_state is None and self.init_time is not None and self.bootstrap_room in rooms.waiting:
+        # That it waits may have been said while this worker stood still.
+        said = self.bootstrap_room in rooms.waiting or rooms.pulse.is_behind()
+        if said and self.conclude_state is None and self.init_time is not None:
             unheard = rooms.silent_s(self.bootstrap_room, self.made_at)
             self.init_time = max(self.init_time, time.time() - unheard)
         status = super().poll()
@@ -509,7 +511,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     def _forget_room(self) -> None:
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
-        manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+        manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
         manager.awaited_rooms.forget(room)
         if manager.staging is not None:
             manager.staging.drop(room)

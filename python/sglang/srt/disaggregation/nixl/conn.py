@@ -577,7 +577,7 @@ class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
         manager.transfer_statuses.pop(room, None)
         manager.required_prefill_response_num_table.pop(room, None)
         manager.request_status.pop(room, None)
-        manager.addr_to_rooms_tracker[self.bootstrap_addr].discard(room)
+        manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
 
     def _notice(self, kind: bytes) -> list[bytes]:
         return [*_header(self), kind]

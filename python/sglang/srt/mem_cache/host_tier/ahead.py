@@ -31,6 +31,8 @@ class SaveAhead:
     def __init__(self, tree: DecodeRadixCache):
         self._tree = tree
         self._turns = 0
+        # What `_changes` were when leaves were last listed anew.
+        self._listed_at: tuple[int, ...] = ()
 
     def turn(self) -> bool:
         """Once in each turn of the scheduler's loop. Whether to look in this one: on all ranks alike."""
@@ -48,9 +50,17 @@ class SaveAhead:
         if short <= 0:
             return []
         if self._tree.eviction_policy == "mru":
-            # As an eviction does.
-            self._tree.victims.list_anew()
+            # As an eviction does; but this is asked for in turn after turn.
+            changes = self._changes()
+            if changes != self._listed_at:
+                self._tree.victims.list_anew()
+                self._listed_at = changes
         return [node for node in self._tree.victims.upcoming(short, _goes_with, LOOK_LEAVES) if not is_saved(node)]
+
+    def _changes(self) -> tuple[int, ...]:
+        """Where no leaf has become another one's next, these are the same: who uses one inserts, locks or unlocks."""
+        tree = self._tree
+        return tree.generation, tree.growth, tree.locks_taken, tree.locks_released
 
 
 def _goes_with(leaf: TreeNode) -> int:

@@ -109,6 +109,7 @@ class Saves:
 
     def used(self, node: TreeNode) -> None:
         """``node`` is new, or has been met again."""
+        _raise_saved(self._host, node)
         if self._ahead is not None:
             if getattr(node, _MARK, None) is False:
                 delattr(node, _MARK)
@@ -225,6 +226,7 @@ class Saves:
         lacks = sum(len(one.key) for one in path) - found.length
         if not lacks:
             _note_end(path, found.length, found.path[-1], found.in_last)
+            self._host.raise_priority(found.path[-1], node.priority)
             _mark_path(self._tree, node)
             return None
         above, slots = self._take(found, min(lacks, most) if found.length >= given.tokens else 0)
@@ -233,8 +235,7 @@ class Saves:
             self.dropped_tokens += lacks
             return None
         _note_end(path, found.length, above, found.in_last)
-        start = len(tokens) - lacks
-        stop = start + len(slots)
+        stop = (start := len(tokens) - lacks) + len(slots)
         key = RadixKey(tokens[start:stop], node.key.extra_key, is_bigram=self._tree.is_eagle)
         self._tree.inc_lock_ref(node)
         copy = None
@@ -268,7 +269,7 @@ class Saves:
             self._drop(saving)
             return
         self.unlock(saving)
-        before, last = host.insert_below(saving.above, saving.key, slots)
+        before, last = host.insert_below(saving.above, saving.key, slots, node.priority)
         # Others have saved the same meanwhile.
         host.pool.free(slots[:before])
         host.dec_lock_ref(saving.above)
@@ -332,6 +333,13 @@ def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
     """The node that was noted, if it is still there."""
     node = None if end is None else end()
     return node if node is not None and is_in(host, node) else None
+
+
+def _raise_saved(host: HostTree, node: TreeNode) -> None:
+    """What has been saved of ``node`` is of its priority at least: it may have been met by a request of a higher one."""
+    end = _live(host, getattr(node, _END, None)) if host.eviction_policy == "priority" else None
+    if end is not None:
+        host.raise_priority(end, node.priority)
 
 
 def _mark_path(tree: DecodeRadixCache, node: TreeNode) -> None:

@@ -14,17 +14,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.pegaflow.pages import (
     KV_OPTIONS,
     NOT_FROM_FILES,
     WEIGHT_OPTIONS,
+    config_by_path,
     config_file,
+    config_of_folder,
     deepgemm_experts,
     experts_apart,
     first_hash,
+    name_to_read,
     only_where_set,
     page_hashes,
     weights_fingerprint,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_id"]
 
 # Advanced when what is in a file, or how it is named, changes.
-VERSION = 3
+VERSION = 4
 # Options by which the KV of the same tokens of the same model may differ. As they are given: a storage outlives its
 # workers, and what was saved is found by the name that it had then.
 _OPTIONS = (*KV_OPTIONS, *WEIGHT_OPTIONS, "hicache_mem_layout", "page_size", "speculative_algorithm")
@@ -79,16 +81,17 @@ def model_folder(args: ServerArgs, weights: str | None) -> str:
         # These are made up at start.
         options["random_seed"] = args.random_seed
     options |= {"version": VERSION, "weights": weights or weights_id(args.model_path, args.revision, args=args)}
+    config, architecture = config_of_folder(args.model_path, args.revision)
+    if weights:
+        # As are, in their part of a name, those of a draft. Where they lie is of no account.
+        options["own_config"] = config
     # A name that is given is of these too.
-    options |= experts_apart(
-        args, lambda path: Path(path).name if weights else weights_id(path, None, "--kt-weight-path")
-    )
+    options |= experts_apart(args, lambda path: "" if weights else weights_id(path, None, "--kt-weight-path"))
     options |= only_where_set(args, bool(weights))
     if drafts:
         options["draft"] = _draft(args, weights)
     text = json.dumps(options, sort_keys=True, default=str)
-    name = Path(args.model_path.rstrip("/")).name or "model"
-    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    return f"{name_to_read(weights or architecture)}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
@@ -109,8 +112,10 @@ def _draft(args: ServerArgs, weights: str | None) -> list[Any]:
         found.append({"config": config})
     if path in (None, args.model_path):
         return found
+    # Other words in its path, another config.
+    found.append(config_by_path(path))
     if weights:
-        return [*found, Path(path).name]
+        return [*found, config_of_folder(path, revision)[0]]
     return [*found, weights_id(path, revision, path_option, args)]
 
 

@@ -3,7 +3,7 @@
 To admission, host memory is one more writer of a request's own pages: all that lies beyond what the tree holds is
 allocated for it as ever; what host memory has of that is copied there while prefill, which is asked for the rest,
 computes and sends it. Its commit waits for both. What is counted on is locked from before anything is allocated until
-the request is committed, or has given its pages back, so a promise to a prefill is always kept.
+the request is committed, or has failed and its copy is over, so a promise to a prefill is always kept.
 
 Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
@@ -114,7 +114,7 @@ class HostTier:
         self.loaded_tokens += load.end - load.start
 
     def let_go(self, load: Load) -> None:
-        """A request is committed, or has given its pages back; its copy has ended. On all ranks in the same step."""
+        """A request is committed, or has failed; its copy has ended. On all ranks in the same step."""
         if load.generation == self.host.generation:
             self.host.dec_lock_ref(load.node)
 

@@ -66,20 +66,29 @@ class HostTree(DecodeRadixCache):
             evictable += in_last
         return PrefixPeek(length, evictable, path, in_last)
 
-    def insert_below(self, node: TreeNode, key: RadixKey, slots: torch.Tensor) -> tuple[int, TreeNode]:
+    def insert_below(
+        self, node: TreeNode, key: RadixKey, slots: torch.Tensor, priority: int = 0
+    ) -> tuple[int, TreeNode]:
         """Insert what follows ``node``. Returns how many tokens of that were there, and the node that it ends with.
 
-        To the eviction policy all of the path has been used, as with `insert`.
+        To the eviction policy all of the path has been used, as with `insert`, and by a request of that priority.
         """
         now, above = time.monotonic(), node
         while above is not self.root_node:
             above.last_access_time = now
             self._inc_hit_count(above)
             above = above.parent
-        before = self._insert_helper(node, key, slots)
+        self.raise_priority(node, priority)
+        before = self._insert_helper(node, key, slots, priority)
         for child, _ in self.reader.descend(node, 0, key.token_ids, key.extra_key):
             node = child
         return before, node
+
+    def raise_priority(self, node: TreeNode, priority: int) -> None:
+        """What ends with ``node`` is of this priority at least. No node's is above that of the one that it follows."""
+        while node is not self.root_node and node.priority < priority:
+            node.priority = priority
+            node = node.parent
 
     def count_use(self, node: TreeNode) -> None:
         """A request uses what ends with ``node``: a policy by use hears of it also where nothing is inserted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,13 +24,16 @@ __all__ = [
     "KV_OPTIONS",
     "NOT_FROM_FILES",
     "WEIGHT_OPTIONS",
+    "config_by_path",
     "config_file",
+    "config_of_folder",
     "deepgemm_experts",
     "experts_apart",
     "files_digest",
     "first_hash",
     "model_files",
     "model_namespace",
+    "name_to_read",
     "only_where_set",
     "page_hashes",
     "rank_namespace",
@@ -116,7 +120,7 @@ NOT_FROM_FILES = ("remote", "remote_instance")
 # With weights made up at start, these decide which.
 _RANDOM_WEIGHTS_OPTIONS = ("random_seed",)
 # Advanced when a name no longer says what it said: as when an option came to names, under whose old ones its KV lies.
-_VERSION = 3
+_VERSION = 4
 # How the names of files end that the engine loads weights from.
 _WEIGHTS = (".bin", ".gguf", ".pt", ".safetensors")
 # And of what else says what is computed. The rest of a repository comes and goes: the engine downloads less than all.
@@ -132,6 +136,15 @@ _OF_TOKENS = (
     "tokenizer_config.json",
     "vocab.json",
 )
+# Load formats whose loaders read what lies in the model's folder itself, and nothing in the folders below it.
+_IN_THE_FOLDER = (
+    *("auto", "bitsandbytes", "dummy", "fastsafetensors", "flash_rl", "layered", "mistral", "pt", "safetensors"),
+)
+# Of these, those that read safetensors alone where there are any; but for models that find their files by themselves.
+_SAFETENSORS_FIRST = ("auto", "bitsandbytes", "flash_rl", "layered")
+_FIND_THEIR_OWN = ("CLIP", "Grok")
+# A path with one of these has the engine make a config of params.json, with "eagle" in it another one.
+_MISTRAL_PATHS = ("leanstral", "mistral-large-3", "mistral-small-4")
 # Options that are paths: what is there counts.
 _SCALES = "quantization_param_path"
 _PATHS = ("modelopt_checkpoint_restore_path", "rl_quant_profile")
@@ -205,8 +218,9 @@ def model_files(
 ) -> list[tuple[str, Path]]:
     """The files of the model that ``model_path`` names, or of its snapshots that have been downloaded, with names.
 
-    A config comes from the hub's cache, weights from there or from --download-dir: from which of them depends on the
-    revision, and on what was there before the start. What either has counts, so that the engine's weights always do.
+    What the engine does not load has no part in it: what else a repository has comes with one download and not with
+    another. A config comes from the hub's cache, weights from there or from --download-dir: from which of them depends
+    on the revision, and on what was there before the start. What either has counts, so that the engine's weights do.
     option: that needs them. named_by: the one that gives the path. args: of an engine that loads them, which may be
     from --download-dir, and of which it is known what it loads; None, or where nothing of that is there: all count.
     Raises ValueError if they are not on this machine, or if snapshots are without weights that are not made up.
@@ -215,7 +229,8 @@ def model_files(
     download_dir = None if args is None else args.download_dir
     made_up = args is not None and args.load_format == "dummy"
     found = [path] if path.exists() else _snapshots(model_path, revision, download_dir)
-    files = [file for one in found for file in _below(one)]
+    folders = [_below(one) for one in found]
+    files = [file for folder in folders for file in folder]
     weights = any(file.suffix in _WEIGHTS for _, file in files)
     if not found or not (path.exists() or made_up or weights):
         raise ValueError(
@@ -224,13 +239,104 @@ def model_files(
         )
     if args is None or not (weights or made_up):
         return files
-    return [(name, file) for name, file in files if file.suffix in _COUNT and file.name not in _OF_TOKENS]
+    files = [(name, file) for name, file in files if file.suffix in _COUNT and file.name not in _OF_TOKENS]
+    config = _read_config(files)
+    if args.load_format not in _IN_THE_FOLDER or _others_load(args) or _own_code_runs(files, config, args):
+        return files
+    if not config_by_path(model_path) and "config.json" in dict(files):
+        files = [file for file in files if file[0] != "params.json"]
+    return [file for folder in folders for file in _loaded(set(folder) & set(files), config, args)]
+
+
+def _loaded(files: set[tuple[str, Path]], config: dict[str, Any] | None, args: ServerArgs) -> list[tuple[str, Path]]:
+    """Of ``files`` of a folder that may count, by their names there, those that the engine's own loaders read."""
+    found = {name: file for name, file in files if "/" not in name and file.suffix != ".py"}
+    own = any(str(one).startswith(_FIND_THEIR_OWN) for one in _architectures(config))
+    if args.load_format in _SAFETENSORS_FIRST and not own and any(name.endswith(".safetensors") for name in found):
+        for name in list(found):
+            if name.endswith((".bin", ".bin.index.json", ".gguf", ".pt")):
+                del found[name]
+    return list(found.items())
+
+
+def _others_load(args: ServerArgs) -> bool:
+    """Whether a loader other than the engine's ordinary ones may read a model's files, or a draft's."""
+    names = ("quantization", "speculative_draft_model_quantization")
+    modelopt = any(str(getattr(args, name, None)).startswith("modelopt") for name in names)
+    return modelopt or bool(_weight_options(args) or envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get())
+
+
+def _own_code_runs(files: Sequence[tuple[str, Path]], config: dict[str, Any] | None, args: ServerArgs) -> bool:
+    """Whether code that comes with a model may run, which may read any of its files; nothing is said where not.
+
+    The engine asks for --trust-remote-code for a config's code, and not for that of a model that it does not know.
+    """
+    if not any(file.suffix == ".py" for _, file in files):
+        return False
+    if getattr(args, "trust_remote_code", False) or getattr(args, "model_impl", None) not in (None, "auto", "sglang"):
+        return True
+    # Another config than the one that is looked at here.
+    if (getattr(args, "json_model_override_args", None) or "{}") != "{}":
+        return True
+    if getattr(args, "decrypted_config_file", None) or getattr(args, "decrypted_draft_config_file", None):
+        return True
+    from sglang.srt.models.registry import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    return config is not None and not any(one in known for one in _architectures(config))
+
+
+def _read_config(files: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
+    """The config.json among ``files``; None where there is none, or the engine could not read it."""
+    for name, file in files:
+        if name == "config.json":
+            try:
+                found = json.loads(file.read_bytes())
+            except (OSError, ValueError):
+                return None
+            return found if isinstance(found, dict) else None
+    return None
+
+
+def _architectures(config: dict[str, Any] | None) -> list[Any]:
+    found = (config or {}).get("architectures")
+    return found if isinstance(found, list) else []
+
+
+def config_by_path(path: str) -> str:
+    """For a name: which config the engine makes of a model since its path has certain words; "" as a rule."""
+    path = path.lower()
+    if not any(word in path for word in _MISTRAL_PATHS):
+        return ""
+    return "params.json of a draft" if "eagle" in path else "params.json"
+
+
+def config_of_folder(model_path: str, revision: str | None) -> tuple[str | None, str]:
+    """A digest of a model's own config.json, and the architecture that it names, which is what a reader knows it by.
+
+    (None, "") where it is not on this machine.
+    """
+    path = Path(model_path)
+    for folder in [path] if path.exists() else _snapshots(model_path, revision, None):
+        file = folder / "config.json"
+        if file.is_file():
+            named = _architectures(_read_config([("config.json", file)]))
+            return hashlib.sha256(file.read_bytes()).hexdigest(), str(named[0]) if named else ""
+    return None, ""
+
+
+def name_to_read(text: str) -> str:
+    """What of ``text`` may begin the name of a folder, or "model". The rest of a name tells apart, this does not."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:64] or "model"
 
 
 def _below(path: Path) -> list[tuple[str, Path]]:
-    """The file ``path``, or those in that folder, each with its name there; without those of git and of downloads."""
+    """The files in that folder, each with its name there; without those of git and of downloads.
+
+    Or the file ``path``: what that is called is of no account.
+    """
     if not path.is_dir():
-        return [(path.name, path)]
+        return [("", path)]
     files = ((file.relative_to(path), file) for file in sorted(path.rglob("*")))
     return [
         (name.as_posix(), file)
@@ -304,6 +410,9 @@ def only_where_set(args: ServerArgs, weights_named: bool) -> dict[str, Any]:
             found[name] = value
     if deepgemm_experts(args):
         found["experts_by"] = "deep_gemm"
+    by_path = config_by_path(args.model_path)
+    if by_path:
+        found["config_by_path"] = by_path
     found |= _at_paths(args, weights_named)
     config = getattr(args, "decrypted_config_file", None)
     config = config_file(
@@ -358,6 +467,13 @@ def _changes_weights(given: Any) -> Any:
     return {key: found[key] for key in found if key not in _ONLY_HOW} if isinstance(found, dict) else given
 
 
+def _weight_options(args: ServerArgs) -> dict[str, Any]:
+    """Those of `WEIGHT_OPTIONS` that are set, without what changes nothing of weights."""
+    given = {name: getattr(args, name, None) for name in WEIGHT_OPTIONS}
+    given[_LOADER] = _changes_weights(given[_LOADER])
+    return {name: value for name, value in given.items() if value}
+
+
 def model_namespace(args: ServerArgs) -> str:
     """The part of the namespace that can be told from the options: model, weights, number formats, page size.
 
@@ -365,12 +481,13 @@ def model_namespace(args: ServerArgs) -> str:
     on this machine, or a config in the place of theirs is not.
     """
     options = {name: getattr(args, name, None) for name in KV_OPTIONS}
-    given = {name: getattr(args, name, None) for name in WEIGHT_OPTIONS}
-    given[_LOADER] = _changes_weights(given[_LOADER])
-    options |= {name: value for name, value in given.items() if value}
+    options |= _weight_options(args)
     options |= experts_apart(args, lambda path: weights_fingerprint(path, None, "--kt-weight-path"))
     remote = args.load_format in NOT_FROM_FILES
     options |= only_where_set(args, remote)
+    if remote:
+        # No file tells two of them apart that have one name of the user.
+        options["path"] = Path(args.model_path.rstrip("/")).name
     if args.load_format == "dummy":
         options |= {name: getattr(args, name, None) for name in _RANDOM_WEIGHTS_OPTIONS}
     options |= {
@@ -381,7 +498,7 @@ def model_namespace(args: ServerArgs) -> str:
         "version": _VERSION,
     }
     text = json.dumps(options, sort_keys=True, default=str)
-    name = Path(args.model_path.rstrip("/")).name or "model"
+    name = name_to_read(config_of_folder(args.model_path, args.revision)[1])
     return f"sglang-{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 

@@ -1,0 +1,175 @@
+"""n > 1: what one worker cannot do for a request with samples, its peer hears, and hears whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+import test_samples
+from fastapi import HTTPException
+from sglang.srt.disaggregation import peer_calls, refusal
+from sglang.srt.disaggregation.peer_calls import PeerCalls
+from sglang.srt.managers import samples
+from sglang.srt.managers.samples import sample_room
+from test_samples import MODES, Manager, answers, body, run, until
+
+server, no_shared_memory = test_samples.server, test_samples.no_shared_memory
+FAILED = {"type": "abort", "status_code": 500, "message": "lost"}
+
+
+def rooms_told(manager: Manager) -> list[int]:
+    """The rooms of which its scheduler has been told that decode has refused them."""
+    told = [message for message in manager.send_to_scheduler.got if isinstance(message, refusal.RefusedReq)]
+    return [message.room for message in told if message.by_decode]
+
+
+@pytest.fixture
+def gate():
+    """What is held up until the test opens it, or ends."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def prefill_that_hears() -> Manager:
+    prefill = Manager(*MODES[0])
+    prefill.event_loop = asyncio.get_running_loop()
+    refusal.listen(prefill._on_refused_by_decode)
+    samples.listen(prefill.samples)
+    return prefill
+
+
+def hold_up(prefill: Manager, monkeypatch: pytest.MonkeyPatch, late: bool, gate: threading.Event, port: int) -> None:
+    """late: prefill's front hears the announcement and answers too late. Else too many wait, and it is not made."""
+    if not late:
+        monkeypatch.setattr(samples, "_announcers", calls := PeerCalls("test"))
+        for _ in range(peer_calls.AT_ONCE + peer_calls.MOST_WAITING):
+            calls.submit(("127.0.0.1", port), gate.wait)
+        return
+    monkeypatch.setattr(samples, "ANSWER_S", 0.2)
+    take = prefill.samples.announced
+
+    def announced(rooms):
+        try:
+            return take(rooms)
+        finally:
+            gate.wait(20)
+
+    prefill.samples.announced = announced
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("late", [True, False], ids=["reply late", "burst"])
+def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, monkeypatch, gate, late, stream):
+    """It waited for 300 s, and the router with it, which answers when both workers have."""
+
+    def generate_request() -> None:
+        """What the engine calls the endpoint whose streams tell of ValueError only."""
+
+    async def ask(decode) -> None:
+        http = SimpleNamespace(scope={"endpoint": generate_request})
+        async for _ in decode.generate_request(body(port=server, stream=stream), http):
+            pass
+
+    async def test():
+        prefill, decode = prefill_that_hears(), Manager(*MODES[1])
+        hold_up(prefill, monkeypatch, late, gate, server)
+        served = asyncio.ensure_future(answers(prefill, body(port=server)))
+        await until(lambda: prefill.send_to_scheduler.requests, served)
+        with pytest.raises(ValueError if stream else HTTPException, match=r"cannot be told of samples"):
+            await ask(decode)
+        if late:
+            await until(lambda: len(prefill.send_to_scheduler.requests) == 7, served)
+        gate.set()
+        waiting = prefill.send_to_scheduler.requests[late:]
+        first = waiting[0].bootstrap_room
+        assert first == (sample_room(11, 0) if late else 11)
+        await until(lambda: first in rooms_told(prefill), served)
+        # As its scheduler does. One sample is enough.
+        prefill.answer(waiting[0], finish_reason=FAILED)
+        with pytest.raises(ValueError, match="cannot be told of samples"):
+            await served
+        assert {one.rid for one in waiting[1:]} <= {*prefill.send_to_scheduler.aborts}
+        # No room twice.
+        told = rooms_told(prefill)
+        assert len(told) == len({*told}) and {*told} <= {11, 12, sample_room(11, 0), sample_room(12, 0)}
+
+    run(test())
+
+
+def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refused(server, monkeypatch, gate):
+    async def test():
+        prefill, decode = prefill_that_hears(), Manager(*MODES[1])
+        hold_up(prefill, monkeypatch, True, gate, server)
+        with pytest.raises(HTTPException):
+            await answers(decode, body(port=server))
+        gate.set()
+        expected = {11, 12, sample_room(11, 0), sample_room(12, 0)}
+        await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
+        with pytest.raises(ValueError, match="cannot be told of samples"):
+            await answers(prefill, body(port=server))
+        assert not prefill.send_to_scheduler.requests and not prefill.rid_to_state
+
+    run(test())
+
+
+class Failing(Manager):
+    """One that cannot serve a request for ``error``."""
+
+    error: Exception
+
+    async def _validate_and_resolve_lora(self, obj):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("While loading an image: time-out"), 500),
+        (HTTPException(500, "While loading an image: time-out"), 500),
+        (ValueError("Failed to implicitly load LoRA adapter a: out of memory"), 500),
+        (ValueError("Duplicate request IDs detected: ['r_0']"), 500),
+        (ValueError("The input is longer than the model's context length"), 400),
+    ],
+)
+def test_what_is_prefills_own_fault_is_no_fault_of_the_request_with_samples(server, error, status):
+    """As with one. It was 400, after which no router asks another prefill."""
+
+    async def test():
+        prefill, decode = Failing(*MODES[0]), Manager(*MODES[1])
+        prefill.error = error
+        samples.listen(prefill.samples)
+        with pytest.raises(type(error)):
+            await answers(prefill, body(port=server))
+        with pytest.raises(HTTPException if status == 500 else ValueError) as said:
+            await answers(decode, body(port=server))
+        assert getattr(said.value, "status_code", 400) == status
+        assert str(getattr(error, "detail", error)) in str(getattr(said.value, "detail", said.value))
+        assert not decode.send_to_scheduler.requests
+
+    run(test())
+
+
+def test_a_warm_up_that_fails_as_its_samples_are_announced_fails_them():
+    """Between that and its refusal: decode has been answered that prefill knows, and waited for 300 s."""
+
+    async def test():
+        prefill = Manager(*MODES[0])
+        task = asyncio.ensure_future(answers(prefill, body()))
+        await until(lambda: prefill.send_to_scheduler.requests, task)
+        refuse = prefill.samples.refuse
+
+        def announced_before(*args, **options):
+            assert prefill.samples.announced([11, 12]) is None
+            refuse(*args, **options)
+
+        prefill.samples.refuse = announced_before
+        prefill.answer(prefill.send_to_scheduler.requests[0], finish_reason=FAILED)
+        with pytest.raises(HTTPException, match="lost"):
+            await task
+        told = [message for message in prefill.send_to_scheduler.got if isinstance(message, refusal.RefusedReq)]
+        assert [(message.room, message.at_fault) for message in told] == [(room, False) for room in test_samples.ROOMS]
+
+    run(test())
