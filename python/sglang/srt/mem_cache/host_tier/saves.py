@@ -336,7 +336,7 @@ def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
 
 
 def _raise_saved(host: HostTree, node: TreeNode) -> None:
-    """What has been saved of ``node`` is of its priority at least: it may have been met by a request of a higher one."""
+    """What has been saved of ``node`` is of its priority at least: a request of a higher one may have met it."""
     end = _live(host, getattr(node, _END, None)) if host.eviction_policy == "priority" else None
     if end is not None:
         host.raise_priority(end, node.priority)
