@@ -207,7 +207,9 @@ def _of_another_installation(root: Path) -> str | None:
             # Installed to be edited: the metadata alone is where packages are.
             place = Path(unquote(urlsplit(source["url"]).path))
             folders += [place / within / "sglang" for within in ("", "python", "src")]
-    if os.path.realpath(root) in map(os.path.realpath, folders):
+    # setuptools can install a folder of links to each file ("strict"), too.
+    roots = {os.path.realpath(root), os.path.dirname(os.path.realpath(root / "__init__.py"))}
+    if roots & set(map(os.path.realpath, folders)):
         return None
     installed = f"sglang {ENGINE_VERSION} is installed in {place}"
     return f"the engine that runs is in {root}, and its version is unknown: {installed}"

@@ -75,6 +75,9 @@ class Display:
     def startup(self, progress: Progress) -> None:
         """Show a step of a cluster's start-up: a row for each process."""
         if self._rows:
+            if progress.phase.startswith("ready, but"):
+                # Rows are gone at the end.
+                self._line(str(progress))
             name = progress.process.name if progress.process else "cluster"
             done = 1 if progress.is_ready else 0
             self._row(name, name, total=1, completed=done, state=progress.phase)
@@ -84,11 +87,12 @@ class Display:
     def _row(self, key: str, text: str, **fields: object) -> None:
         if self._rows is None:
             return
-        if key not in self._tasks:
-            # What is complete when it is added would not count as finished.
-            self._tasks[key] = self._rows.add_task("", total=None, bar=False, state="")
-        text = text[: max(20, self._console.width - 40)]
-        self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
+        with contextlib.suppress(OSError):
+            if key not in self._tasks:
+                # What is complete when it is added would not count as finished.
+                self._tasks[key] = self._rows.add_task("", total=None, bar=False, state="")
+            text = text[: max(20, self._console.width - 40)]
+            self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
 
     def _line(self, text: str) -> None:
         from rich.text import Text

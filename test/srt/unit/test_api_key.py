@@ -75,8 +75,8 @@ def test_a_deployment_with_a_key(tmp_path: Path, monkeypatch):
     assert API_KEY not in os.environ
 
 
-@pytest.fixture
-def worker() -> Iterator[Any]:
+@pytest.fixture(params=["the admin's"])
+def worker(request) -> Iterator[Any]:
     """A server behind the engine's authentication, with its routes of an admin; ``asked`` has those that answered."""
     asked: list[str] = []
     app = FastAPI()
@@ -87,7 +87,7 @@ def worker() -> Iterator[Any]:
     for path in ("/flush_cache", "/freeze_gc"):
         route(path, AuthLevel.ADMIN_OPTIONAL)
     route("/generate", AuthLevel.NORMAL)
-    add_api_key_middleware(app, api_key="the key", admin_api_key="the admin's")
+    add_api_key_middleware(app, api_key="the key", admin_api_key=request.param)
     (port,) = free_ports(1)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -104,6 +104,15 @@ def test_what_an_admin_alone_may_do_is_done_with_the_admins_key(worker, monkeypa
     assert not freeze(worker.url) and ask(worker.url + "/generate", {})[0] == 200
     empty_caches(cast(Cluster, None), [worker.url])
     assert worker.asked == ["/freeze_gc", "/generate", "/flush_cache"]
+
+
+@pytest.mark.parametrize("worker", [None], indirect=True)
+def test_one_that_has_no_key_for_its_admin_is_asked_with_the_other(worker, monkeypatch):
+    monkeypatch.setenv(API_KEY, "the key")
+    monkeypatch.setenv(ADMIN_API_KEY, "the admin's")
+    assert not freeze(worker.url)
+    empty_caches(cast(Cluster, SimpleNamespace(check=bool)), [worker.url])
+    assert worker.asked == ["/freeze_gc", "/flush_cache"]
 
 
 def test_where_the_admins_key_is_missing_it_is_said(worker, monkeypatch):

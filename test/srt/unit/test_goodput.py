@@ -366,7 +366,7 @@ def failing(run_once, fails):
     def run(deployment, load, asked, variant, number, page_size, every_s):
         (requests,) = asked.rounds
         if fails(variant.name, number, (len(requests) - 1) / requests[-1].arrival_s):
-            raise PdRadixError("request 7 of 20 failed: Service Unavailable")
+            raise measure.RequestFailed("request 7 of 20 failed: Service Unavailable")
         return run_once(deployment, load, asked, variant, number, page_size, every_s)
 
     return run
@@ -404,6 +404,21 @@ def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch, tmp_path):
     nothing = served.measure()
     assert len(nothing["problems"]) == 5 and not nothing["bounded"]
     goodput.write({"setting": {}, "workloads": [nothing]}, tmp_path)
+
+
+def test_a_load_generator_that_ends_says_nothing_of_a_side(monkeypatch):
+    served = Served(monkeypatch)
+
+    def ends(*args):
+        if args[4] > 0 and args[3].name == "on":
+            raise PdRadixError("the load generator ended")
+        return served.run_once(*args)
+
+    monkeypatch.setattr(goodput, "run_once", ends)
+    found = served.measure()
+    assert found["trials"]["on"] == [] and "the load generator ended" in found["problems"][0]
+    # Not "below" a rate at which it was asked nothing.
+    assert not found["failed_at"] and goodput.table(found)[1][1][1] == "not measured"
 
 
 def test_a_bound_that_was_measured_before_an_interruption_is_kept(monkeypatch):

@@ -447,7 +447,7 @@ def test_a_source_tree_in_front_of_the_installed_engine_is_left_alone(patched: S
     assert patched.start("-c", STATE, PYTHONPATH=path).stdout == "True applied to sglang 0.5.10.post1\n"
 
 
-@pytest.mark.parametrize("how", ["link", "linked environment", "editable", "egg-info", "zip"])
+@pytest.mark.parametrize("how", ["link", "linked environment", "editable", "strict editable", "egg-info", "zip"])
 def test_an_engine_is_known_however_it_is_installed(patched: Sandbox, how: str) -> None:
     tree, site = patched.base / "my tree" / "python", patched.site
     tree.mkdir(parents=True)
@@ -466,6 +466,13 @@ def test_an_engine_is_known_however_it_is_installed(patched: Sandbox, how: str) 
         told = {"url": tree.as_uri(), "dir_info": {"editable": True}}
         (metadata / "direct_url.json").write_text(json.dumps(told))
         path.append(tree)
+    elif how == "strict editable":
+        # As setuptools installs it: folders of their own, in which each file is a link.
+        told = {"url": tree.parent.as_uri(), "dir_info": {"editable": True}}
+        (metadata / "direct_url.json").write_text(json.dumps(told))
+        links = patched.base / "build" / "__editable__.sglang"
+        shutil.copytree(tree / "sglang", links / "sglang", copy_function=lambda file, link: os.symlink(file, link))
+        path.append(links)
     elif how == "egg-info":
         metadata.rename(tree / "sglang.egg-info")
         (tree / "sglang.egg-info" / "METADATA").rename(tree / "sglang.egg-info" / "PKG-INFO")

@@ -141,3 +141,16 @@ def test_a_turn_of_a_prefill_asks_no_sender_that_goes_on(monkeypatch):
     lost = scheduler.lost_requests()
     assert sorted(lost) == asked == [7002, 7004, 7005]
     assert lost[7002] == "decode is gone" and "has been sent" in lost[7004] and lost[7005] == "its own reason"
+
+
+def test_a_prefill_tells_all_that_fail_before_their_turn_at_once(monkeypatch):
+    """Which the engine's queue finds: it tells them one by one."""
+    loop = PrefillLoop(monkeypatch, 1, False)
+    messages = told_by(loop)
+    rooms = [*range(7001, 7006)]
+    for room in rooms:
+        loop.arrive(8, room, asked=False)
+    loop.wire.prefill[0].manager.rooms.lose_decode(rooms, "decode is gone")
+    loop.ranks.rank.number = 0
+    _, failed = loop.schedulers[0].disagg_prefill_bootstrap_queue.pop_bootstrapped(True)
+    assert len(failed) == 5 and [len(message.rids) for message in messages if message.rids] == [5]

@@ -91,6 +91,18 @@ def test_on_a_terminal_processes_have_rows_that_go_again(terminal: None, capsys:
     assert "━" not in seen, "nothing is counted"
 
 
+def test_on_a_terminal_what_is_wrong_with_one_that_is_ready_stays(
+    terminal: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Display() as show:
+        show.startup(LOADING)
+        show._rows.refresh()
+        capsys.readouterr()
+        show.startup(Progress(READY.process, "ready, but garbage collections will pause it", 12.34))
+        shown = capsys.readouterr().err
+    assert "decode-0: ready, but garbage collections will pause it\n" in visible(shown).replace("\r", "")
+
+
 def test_a_process_that_is_ready_when_it_is_first_told_of_is_ok(
     terminal: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +172,8 @@ def test_a_terminal_that_is_gone_ends_nothing(terminal: None, monkeypatch: pytes
     with Display(2) as show:
         show.begin("(a) shared prefixes", 10)
         os.close(ours)
+        # A new row is drawn at once.
+        show.startup(LOADING)
         show.done("(a) run 1: 5 req/s")
         show.end()
     with contextlib.suppress(OSError):

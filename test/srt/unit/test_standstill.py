@@ -86,6 +86,23 @@ def test_the_next_requests_of_a_prefill_that_stands_still_do_not_count_either(cl
     assert asked(more) == [True] * 3 and asked(healthy) == [True, True, False]
 
 
+def test_one_for_which_alone_all_wait_is_waited_for(clock):
+    """Its own queue came in whole, with nobody else to gain by it: slow first prompts, and much longer steps."""
+    world, _ = full_of_hung()
+    more = queue(world, *(tokens(n, 8) for n in range(3, 11)), prefill=HUNG)
+    pass_by(world, clock, LEAST_S + 10)
+    assert not any(asked(more))
+
+
+def test_what_it_is_asked_for_is_no_word_of_it(clock):
+    """A longer prompt made all that it owes count again."""
+    standstills = Standstills(Transfers())
+    coming = [sent(standstills)]
+    seconds_until_left_out(standstills, clock, coming)
+    coming.append(sent(standstills, tokens=100_000))
+    assert not standstills.without(coming, look=True)
+
+
 def test_what_comes_of_it_again_counts_at_once(clock):
     world, hung = full_of_hung()
     healthy = queue(world, *(tokens(n, 8) for n in (11, 12, 13)), prefill=HEALTHY)
@@ -218,6 +235,20 @@ def test_what_only_a_save_has_locked_no_step_reads():
     world.step()
     assert gate.load(world.queue.live()).shared == shared
     world.check()
+
+
+def test_what_a_save_has_locked_is_read_once_somebody_is_let_in():
+    """It counted nowhere: not as held by anybody, nor as what a newcomer would hold, since it was locked."""
+    world = World(size=512, page_size=4, host=HostSizes(1024, late=True), options=target(3.0))
+    # A step over 64 tokens of the tree and 8 more takes 1.7 ms, over those of two 2.5 ms.
+    gate = known(world, estimate(1, 0, 0.01))
+    gate._shares = True
+    serve_to_end(world, tokens(1, 64))
+    world.step()
+    (one,) = queue(world, tokens(1, 64) + tokens(50, 8))
+    load = gate.load(LiveReqs())
+    plan: Any = SimpleNamespace(found=world.tree.peek(one.req.origin_input_ids, None), delta=8)
+    assert plan.found.evictable == 0 and gate.add(load, plan, one.req, at_once=False) and load.shared == 64
 
 
 def test_what_a_failed_request_or_one_of_a_prefill_that_stands_still_holds_no_step_reads(clock):

@@ -6,7 +6,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry, Turns
@@ -115,7 +115,12 @@ class DecodeAdder:
     def _has_time(self, gate: ItlGate, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._load is None:
             assert self._live is not None
-            self._load = gate.load(self._live())
+
+            def prefills() -> set[Hashable]:
+                waits = [entry] if self._waiting is None else self._waiting()
+                return {None if one.local else one.prefill for one in waits}
+
+            self._load = gate.load(self._live(), prefills)
         return gate.add(self._load, plan, req, at_once=entry.local)
 
     def _budget_now(self) -> Budget:

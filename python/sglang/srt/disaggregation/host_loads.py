@@ -44,6 +44,7 @@ class HostLoads:
         stored = decode_req.entry.stored
         if stored.length:
             decode_req.load = self._tier.lock(stored, held)
+            self._tier.host.raise_priority(decode_req.load.node, decode_req.req.priority or 0)
 
     def begin(self, decode_req: DecodeRequest, held: int) -> int:
         """Begin to copy to the pages of a request, on all ranks or none: without it, its prefill is asked for more.

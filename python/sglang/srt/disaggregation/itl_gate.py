@@ -14,7 +14,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.step_time import (
     has_prompts,
     mean_of,
 )
-from sglang.srt.mem_cache.prefix_reader import tokens_above
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek, tokens_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
@@ -152,6 +152,8 @@ class ItlGate:
         # Whose prefills stand still; and how many of those on their way `load` has left out last for that.
         self.standstills: Standstills | None = None
         self.left_out = 0
+        # Locks on the tree of what no step reads; see `load`.
+        self._unread: Counter[TreeNode] = Counter()
         # Whether the last one was refused since no step has been like that, which the next ones may change.
         self.untried = False
         # The request that is held back, how many wait with it, and how many have been so far.
@@ -258,17 +260,19 @@ class ItlGate:
 
     # ---- decisions ----
 
-    def load(self, live: LiveReqs) -> Load:
-        """What steps over the live requests read. Cost: some figures of each."""
+    def load(self, live: LiveReqs, prefills: Callable[[], set[Hashable]] | None = None) -> Load:
+        """What steps over the live requests read. prefills: as of `Standstills.without`. Cost: some figures of each."""
         coming = live.coming
         if self.standstills is not None:
-            coming = self.standstills.without(coming, look=self._held is not None)
+            coming = self.standstills.without(coming, look=self._held is not None, prefills=prefills)
         self.left_out = len(live.coming) - len(coming)
-        load = Load(_held_by(self._tree, live, coming) if self._shares else 0)
+        self._unread = _locks_unread(self._tree, live, coming) if self._shares else Counter()
+        load = Load(self._tree.protected_size_ - _held_alone(self._unread) if self._shares else 0)
         load.reqs = self._figures(live.running)
         delay, step, admitted = self._delay(), self._steps, self._admitted
-        # Without those that have failed on their way.
-        self._admitted = {req.rid: admitted.get(req.rid) for req in live.coming}
+        # Without those that have failed on their way. How long a prefill stands still is no word of the others'.
+        self._admitted = dict.fromkeys([req.rid for req in live.coming])
+        self._admitted.update((req.rid, admitted.get(req.rid)) for req in coming)
         for req, (tokens, _, growth) in zip(coming, self._figures(coming), strict=True):
             since = self._admitted[req.rid]
             load.add(tokens, growth, 0 if since is None else max(0, delay - step + since))
@@ -300,7 +304,7 @@ class ItlGate:
         at_once: nothing is sent for it; it decodes beside those that run now, and not beside those that will be left.
         """
         alone = not load.reqs
-        shared = plan.found.evictable if self._shares else 0
+        shared = plan.found.evictable + _unread_of(plan.found, self._unread) if self._shares else 0
         start = 0 if at_once else self._delay()
         load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), start, shared)
         if alone or self._covers(load):
@@ -370,24 +374,29 @@ class ItlGate:
         return state if self.estimate is None else state | _told(self.estimate)
 
 
-def _held_by(tree: DecodeRadixCache, live: LiveReqs, coming: Sequence[Req]) -> int:
-    """Tokens of ``tree`` that requests hold which run, or of which ``coming`` are on their way.
-
-    What only saves have locked no step reads, nor what failed requests hold.
-    """
+def _locks_unread(tree: DecodeRadixCache, live: LiveReqs, coming: Sequence[Req]) -> Counter[TreeNode]:
+    """Locks on the nodes of ``tree`` of what only saves have locked, failed requests, and those not of ``coming``."""
     counted = set(map(id, coming))
     others = [req.last_node for req in (*live.quarantined, *live.coming) if id(req) not in counted]
-    return tree.protected_size_ - _held_alone(chain(tree.nodes_in_use(), others))
-
-
-def _held_alone(nodes: Iterable[TreeNode | None]) -> int:
-    """Tokens of the tree that locks on ``nodes`` hold, one on each, and no other lock."""
     locks: Counter[TreeNode] = Counter()
-    for node in nodes:
+    for node in chain(tree.nodes_in_use(), others):
         while node is not None and node.parent is not None:
             locks[node] += 1
             node = node.parent
+    return locks
+
+
+def _held_alone(locks: Counter[TreeNode]) -> int:
+    """Tokens of the tree that these locks hold, and no other."""
     return sum(len(node.key.token_ids) for node, count in locks.items() if node.lock_ref == count)
+
+
+def _unread_of(found: PrefixPeek, unread: Counter[TreeNode]) -> int:
+    """Tokens of ``found`` that have no locks but these: no step was counted to read them, and the next ones will."""
+    if not unread:
+        return 0
+    spans = [len(node.key.token_ids) for node in found.path[:-1]] + [found.in_last]
+    return sum(span for node, span in zip(found.path, spans, strict=False) if node.lock_ref == unread.get(node))
 
 
 def _told(known: Estimate) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 if TYPE_CHECKING:
     import torch.distributed as dist
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,8 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         """
         if self.reads is not None:
             self._turn_reads(self.reads)
-        popped, failed = super().pop_bootstrapped(True, rids_to_check)
+        with _told_at_once(self.scheduler):
+            popped, failed = super().pop_bootstrapped(True, rids_to_check)
         for req in popped:
             req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
             req.time_stats.decode_prefix_len = req.start_send_idx
@@ -114,6 +117,20 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
             bool(scheduler.waiting_queue) and not runs,
             lambda pollers: utils.poll_and_all_reduce_attn_cp_tp_group(pollers, *groups),
         )
+
+
+@contextlib.contextmanager
+def _told_at_once(scheduler: Scheduler) -> Iterator[None]:
+    """What the engine tells clients of failed requests, each time with a look at all that wait, goes in one message."""
+    told: list[Req] = []
+    send = scheduler.stream_output
+    scheduler.stream_output = lambda reqs, *_: told.extend(reqs)
+    try:
+        yield
+    finally:
+        scheduler.stream_output = send
+        if told:
+            send(told, any(req.return_logprob for req in told))
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):

@@ -129,8 +129,8 @@ def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tu
         # Prefill knows only of the rooms of prompts.
         at = [(i * obj.samples, room) for i, room in enumerate(obj.request_rooms)]
         if getattr(obj, "unreached", False):
-            # Or it has heard of the samples, and its answer was late: there one that fails ends all of its request.
-            at = [one for i, room in at for one in ((i, room), (i, rooms[i]))]
+            # Or it has heard of the samples, and its answer was late. In a stream one that fails ends no other.
+            at = [one for i, room in at for one in ((i, room), *((j, rooms[j]) for j in range(i, i + obj.samples)))]
     for i, room in at[:MOST_PROMPTS]:
         if is_room(room) and room not in live:
             yield room, _of_prompt(hosts, i), _of_prompt(ports, i)

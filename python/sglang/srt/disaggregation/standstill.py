@@ -12,7 +12,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_agreement import of_first
@@ -63,17 +63,21 @@ class Standstills:
             self._sent[req.rid] = _Sent(req, entry.prefill, entry.delta)
             self._heard.setdefault(entry.prefill, self._clock)
 
-    def without(self, coming: Sequence[Req], look: bool) -> Sequence[Req]:
+    def without(
+        self, coming: Sequence[Req], look: bool, prefills: Callable[[], set[Hashable]] | None = None
+    ) -> Sequence[Req]:
         """Those of ``coming`` that do not wait for a prefill which stands still.
 
         coming: all that are on their way to decode. look: whether to find out anew which do; on several ranks that is a
-        collective, which all come to in the same step. Cost: some figures of each request.
+        collective, which all come to in the same step. prefills: that those who wait are to ask, None for decode
+        itself. Cost: some figures of each request.
         """
         self._take_in(coming)
         self._pass_time(look)
         if look and self._sent:
             self._look()
-        if not self._still:
+        if not self._still or (prefills is not None and prefills() <= self._still):
+            # Nobody waits but for these: to count on them keeps out nobody else.
             return coming
         sent, still = self._sent, self._still
         return [req for req in coming if req.rid not in sent or sent[req.rid].prefill not in still]
@@ -108,7 +112,8 @@ class Standstills:
         if self._ranks is not None and self._ranks.size > 1:
             # By the first one's clock, and by what it has measured.
             still = of_first(self._ranks.group, still)
-        self._still = {prefill for i, prefill in enumerate(asked) if still >> i & 1}
+        # What it is asked for meanwhile, however long, is no word of it: see `_take_in`.
+        self._still |= {prefill for i, prefill in enumerate(asked) if still >> i & 1}
 
     def _is_still(self, prefill: Hashable, tokens: int) -> bool:
         """By this rank's clock. tokens: of the longest prompt that ``prefill`` has been asked for."""

@@ -159,9 +159,10 @@ class Takeovers(NoTakeovers):
         figures = [(self._known(dr, failed), _delta(dr)) for _, dr, failed in asked]
         taken: list[Taken] = []
         queued = self._queued()
+        total, longest = sum(queued), max(queued, default=0)
         for (place, decode_req, failed), (least, most, delta) in zip(asked, self._reduce(figures), strict=True):
-            if least > NO and most == GONE and sum(queued) + delta - max([*queued, delta]) <= MOST_QUEUED:
-                queued.append(delta)
+            if least > NO and most == GONE and total + delta - max(longest, delta) <= MOST_QUEUED:
+                total, longest = total + delta, max(longest, delta)
                 taken.append(Taken(place, decode_req, delta, late=not failed))
         return taken
 

@@ -23,7 +23,7 @@ from sglang_pd_radix.tools.up import write_whole
 from . import parted
 from .chart import Chart, Line
 from .deploy import Deployment, Side
-from .measure import LoadGenerator, Run, run_once
+from .measure import LoadGenerator, RequestFailed, Run, run_once
 from .rates import (
     LATE,
     LEAST_RATE,
@@ -258,7 +258,8 @@ class Measurements:
             run = run_once(self.deployment, self.load, requests, side, number, self.page_size, self.every_s)
             self.learned[name] = self.deployment.step_times(side)
         except PdRadixError as error:
-            self.failed[name] = rate
+            # Of anything else the side is not to blame, which had not even been asked then.
+            self.failed[name] = rate if isinstance(error, RequestFailed) else None
             self.problems.add(f"{name}, {at}: {error}; it was measured no further")
             self.show.done(f"{name}, {at}: {error}")
             return None

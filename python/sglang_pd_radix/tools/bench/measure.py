@@ -34,6 +34,10 @@ Progress = Callable[[int, int], None]
 # ---------------------------------------------------------------------------------------------------- load generator
 
 
+class RequestFailed(PdRadixError):
+    """A request of the load got no answer, or not all of it: what says something of the servers."""
+
+
 class LoadGenerator:
     """The process of `load.py`. It takes some seconds to import the engine, which can pass beside other work."""
 
@@ -252,7 +256,7 @@ def run_once(
     every_s: float = 0.5,
     progress: Progress = lambda done, of: None,
 ) -> Run:
-    """Empty the caches, ask round by round, and take the figures. Raises PdRadixError if a request fails."""
+    """Empty the caches, ask round by round, take the figures. Raises PdRadixError; RequestFailed of a request."""
     deployment.use(variant)
     url, check = deployment.url(variant), deployment.cluster.check
     index = PageIndex(page_size)
@@ -393,9 +397,9 @@ def _ask(
     for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
         if output["error"]:
             check()  # a worker that died says more than the request it took along
-            raise PdRadixError(f"request {i} of {len(requests)} failed: {output['error']}")
+            raise RequestFailed(f"request {i} of {len(requests)} failed: {output['error']}")
         if output["tokens"] != request.answer:
-            raise PdRadixError(
+            raise RequestFailed(
                 f"request {i} of {len(requests)} got {output['tokens']} tokens of {request.answer}: it was cut off"
             )
     return outputs

@@ -366,7 +366,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         self.fail_if_behind()
         rooms = self.kv_mgr.rooms
         # That it waits may have been said while this worker stood still.
-        said = self.bootstrap_room in rooms.waiting or rooms.pulse.is_behind()
+        said = self.bootstrap_room in rooms.waiting or (rooms.hears_of_waiting and rooms.pulse.is_behind())
         if said and self.conclude_state is None and self.init_time is not None:
             unheard = rooms.silent_s(self.bootstrap_room, self.made_at)
             self.init_time = max(self.init_time, time.time() - unheard)

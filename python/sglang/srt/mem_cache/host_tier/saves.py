@@ -337,9 +337,19 @@ def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
 
 def _raise_saved(host: HostTree, node: TreeNode) -> None:
     """What has been saved of ``node`` is of its priority at least: a request of a higher one may have met it."""
-    end = _live(host, getattr(node, _END, None)) if host.eviction_policy == "priority" else None
-    if end is not None:
-        host.raise_priority(end, node.priority)
+    if host.eviction_policy != "priority":
+        return
+    one, behind = node, 0
+    while (end := _live(host, getattr(one, _END, None))) is None:
+        # Of a node that was split, the last part alone keeps its end.
+        if not one.children:
+            return
+        one = next(iter(one.children.values()))
+        behind += len(one.key)
+    while behind >= len(end.key):
+        behind -= len(end.key)
+        end = end.parent
+    host.raise_priority(end, node.priority)
 
 
 def _mark_path(tree: DecodeRadixCache, node: TreeNode) -> None:
