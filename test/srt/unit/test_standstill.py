@@ -16,23 +16,15 @@ from sglang.srt.disaggregation.decode_budget import LiveReqs
 from sglang.srt.disaggregation.standstill import FAR, LEAST_S, Standstills
 from test_followers import asked, queue
 from test_itl_target import estimate, known, target
+from test_read_pace import Clock
 from test_traps import Rank, serve, serve_to_end, tokens
 
 HUNG, HEALTHY = "10.0.0.9:1", "10.0.0.1:1"
 
 
-class Clock:
-    """Of this module alone: seconds go by as a test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
+    """Of this module alone: seconds go by as a test says."""
     clock = Clock()
     monkeypatch.setattr(standstill, "time", clock)
     return clock

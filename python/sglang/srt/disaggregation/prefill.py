@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -129,8 +129,13 @@ def _told_at_once(scheduler: Scheduler) -> Iterator[None]:
         yield
     finally:
         scheduler.stream_output = send
-        if told:
-            send(told, any(req.return_logprob for req in told))
+        _tell_once(scheduler, told)
+
+
+def _tell_once(scheduler: Any, reqs: list[Req]) -> None:
+    """Tell the clients of these requests, once for all: each output looks at all that waits here, for its load."""
+    if reqs:
+        scheduler.stream_output(reqs, any(req.return_logprob for req in reqs))
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
@@ -157,7 +162,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                     if sender.has_failed():
                         self._end_lost(req, sender.failure_reason())
                         lost.append(req)
-            self._tell_lost(lost)
+            _tell_once(self, lost)
         told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
         for req in done:
@@ -186,7 +191,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if sender is not None:
                 # Nobody polls it any more.
                 self._end_lost(req, sender.take_reason())
-                self._tell_lost([req])
+                _tell_once(self, [req])
             elif isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.drop()
                 req.time_stats.trace_ctx.abort()
@@ -255,24 +260,19 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             # Overlapped, a step in flight has a chunk of it, whose result is processed before that poll.
             self.chunked_req = None
             self.disagg_prefill_inflight_queue.append(req)
-        self._tell_lost(ended)
+        _tell_once(self, ended)
 
     def _in_flight(self) -> list[Req]:
         """The requests of the step whose result has not been processed."""
         return [*self.last_batch.reqs] if self.enable_overlap and self.last_batch else []
 
     def _end_lost(self, req: Req, reason: str) -> None:
-        """A request has failed: `_tell_lost` tells its client. That it ends here again later, the engine does not."""
+        """A request has failed: `_tell_once` tells its client. That it ends here again later, the engine does not."""
         message = f"Prefill transfer failed for request {req.rid}, room {req.bootstrap_room}: {reason}"
         logger.warning(message)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         if reason != COMPUTED:
             KvTransferCounters.get(self.server_args).failed(message)
-
-    def _tell_lost(self, reqs: list[Req]) -> None:
-        """Tell the clients of these requests, once for all: each output looks at all that waits here, for its load."""
-        if reqs:
-            self.stream_output(reqs, any(req.return_logprob for req in reqs))
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""
