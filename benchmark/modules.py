@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from sglang_pd_radix.patching import syntax
+
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ROOT / "python" / "sglang" / "srt"
 PICTURE = ROOT / "docs" / "report" / "modules.svg"
@@ -36,7 +38,7 @@ def imports(code: Path = CODE) -> dict[str, frozenset[str]]:
     found = {}
     for name, path in paths.items():
         package = "/".join(name.split("/")[: None if path.name == "__init__.py" else -1])
-        named = set(_named(ast.parse(path.read_text(encoding="utf-8")), package))
+        named = set(_named(syntax.parse(path.read_text(encoding="utf-8"), path), package))
         found[name] = frozenset(other for other in paths if other in named and other != name)
     return found
 

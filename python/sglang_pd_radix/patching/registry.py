@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.patching import loader
+from sglang_pd_radix.patching import loader, syntax
 
 PINS = Path(__file__).with_name("pins.json")
 
@@ -86,7 +86,7 @@ class _Module:
         self.name, self.path, self.source = name, path, source
         try:
             text = path.read_text(encoding="utf-8")
-            self.tree = ast.parse(text, str(path))
+            self.tree = syntax.parse(text, path)
         except SyntaxError as error:
             raise PdRadixError(f"{path}, line {error.lineno}: {error.msg}") from error
         except ValueError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.patching import loader
+from sglang_pd_radix.patching import loader, syntax
 
 Row = Sequence[str]
 
@@ -457,7 +457,7 @@ def metrics(root: Path | None = None) -> list[Row]:
     """
     found: dict[tuple[str, str, str], str] = {}
     for path in sorted((root or loader.patch_root()).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax.parse(path.read_text(encoding="utf-8"), path)):
             if isinstance(node, ast.If):
                 only = "prefill" if "prefill" in ast.unparse(node.test) else "decode"
                 found |= dict.fromkeys(_made(node.body), only) | dict.fromkeys(_made(node.orelse), "decode")

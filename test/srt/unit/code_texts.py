@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_pd_radix.patching import syntax
+
 HOLE = "\0"
 _PERCENT = re.compile(r"%[-+ #0]*[\d.*]*[sdrgfxi]")
 
@@ -91,7 +93,7 @@ def returned(functions: Collection[str], *roots: Path) -> list[Raised]:
 def _nodes(*roots: Path) -> Iterator[tuple[Path, ast.AST]]:
     for root in roots:
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(syntax.parse(path.read_text(encoding="utf-8"), path)):
                 yield path, node
 
 

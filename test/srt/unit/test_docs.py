@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.decode_agreement import CANDIDATES, MEASURED, SHA
 from sglang.srt.disaggregation.local_pace import Pace
 from sglang.srt.disaggregation.ttft_target import TtftTarget
 
-from sglang_pd_radix.patching import registry
+from sglang_pd_radix.patching import registry, syntax
 from sglang_pd_radix.tools import reference
 from sglang_pd_radix.tools.cli import COMMANDS
 
@@ -139,7 +139,7 @@ def known_options() -> frozenset[str]:
     for command in COMMANDS:
         found |= reference.option_names(command)
     for path in [*ROOT.glob("benchmark/**/*.py"), *ROOT.glob("test/srt/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax.parse(path.read_text(encoding="utf-8"), path)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add_argument", "add_parser"):
                 found |= {a.value for a in node.args if isinstance(a, ast.Constant) and str(a.value).startswith("--")}
     # What `pd-radix up` gives the routers, which of smg is all that Python knows of its options.

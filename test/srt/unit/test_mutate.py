@@ -11,6 +11,8 @@ import pytest
 from mutation import changes
 from mutation.forks import codes
 
+from sglang_pd_radix.patching import syntax
+
 SOURCE = '''
 LIMIT = 3
 
@@ -69,7 +71,7 @@ def test_a_mutant_differs_in_one_function_and_from_every_other():
     seen = set()
     original = {code.co_name: code for code in codes(compile(SOURCE, "f", "exec"))}
     for mutant in changes.mutants("module.py"):
-        tree = changes.Mutator("module.py", mutant.index).visit(ast.parse(SOURCE))
+        tree = changes.Mutator("module.py", mutant.index).visit(syntax.parse(SOURCE))
         made = {code.co_name: code for code in codes(compile(ast.fix_missing_locations(tree), "f", "exec"))}
         changed = {name for name in made if made[name] != original[name]} - {"Queue"}
         assert changed == {mutant.function.split(".")[-1]}, mutant
@@ -96,7 +98,7 @@ def test_again_draws_from_what_was_not_killed(tmp_path, monkeypatch):
 def test_marks_tell_what_is_reached(monkeypatch):
     reached = []
     monkeypatch.setattr(builtins, "__reached__", lambda module, line: reached.append(line), raising=False)
-    tree = ast.fix_missing_locations(changes.Marker("module.py").visit(ast.parse(SOURCE)))
+    tree = ast.fix_missing_locations(changes.Marker("module.py").visit(syntax.parse(SOURCE)))
     names = {"told": [], "logger": type("Silent", (), {"info": lambda *args: None})}
     exec(compile(tree, "f", "exec"), names)
     assert reached == []

@@ -12,6 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.pegaflow.pages import _READ_DIRECTLY
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pd_radix.patching import syntax
 from sglang_pd_radix.tools import reference
 from sglang_pd_radix.tools.cli import COMMANDS
 
@@ -102,7 +103,7 @@ def test_fields_of_a_pool_are_those_that_a_worker_tells():
     functions = [
         node
         for path in PATCH.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(syntax.parse(path.read_text(encoding="utf-8"), path))
         if isinstance(node, ast.FunctionDef) and FIELDS & keys_of(node)
     ]
     keys = set().union(*map(keys_of, functions))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import json
 import re
 import sys
@@ -11,7 +13,7 @@ import pytest
 from sandbox import Sandbox
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.patching import loader, registry
+from sglang_pd_radix.patching import loader, registry, syntax
 from sglang_pd_radix.tools import cli
 
 BASE = """
@@ -269,6 +271,26 @@ def test_the_page_has_a_row_for_each_change_and_counts_the_rest(sandbox: Sandbox
 
 
 # -- the real thing --------------------------------------------------------------------------------------------------
+
+
+class _ParsesAtItsEnd:
+    """As a pending task does that is collected: what it logs has a traceback, whose lines are parsed."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        ast.parse("x = (1 + 2) * [3, 4]")
+
+
+def test_a_tree_is_built_whatever_is_collected_meanwhile() -> None:
+    """Python 3.11.7 and before made a SystemError of it, in one run of the tests in many."""
+    text = Path(registry.__file__).read_text(encoding="utf-8")
+    for _ in range(20):
+        for _ in range(50):
+            _ParsesAtItsEnd()
+        assert syntax.parse(text, registry.__file__).body
+    assert gc.isenabled()
 
 
 def test_patch_set_is_documented_and_pinned_to_the_installed_engine(capsys: pytest.CaptureFixture[str]) -> None:

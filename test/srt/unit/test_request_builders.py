@@ -32,6 +32,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability import metrics_collector
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pd_radix.patching import syntax
+
 VOCAB = 100
 NAN, INF = math.nan, math.inf
 ENGINE = Path(sglang.__path__[0])
@@ -101,7 +103,7 @@ def found(scan, *folders: str) -> dict[str, set[str]]:
         for file in sorted((ENGINE / folder).rglob("*.py")):
             text = file.read_text(encoding="utf-8")
             if "sampling_param" in text or "to_srt_kwargs" in text:
-                for name in scan(ast.parse(text)):
+                for name in scan(syntax.parse(text)):
                     names[name].add(str(file.relative_to(ENGINE)))
     return names
 

@@ -23,6 +23,7 @@ from sglang.srt.managers.request_checks import MAX_SAMPLES
 from sglang.srt.managers.samples import STRIDE, sample_room, samples_asked
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from sglang_pd_radix.patching import syntax
 from sglang_pd_radix.tools.cluster import free_ports
 
 EDGES = [1, 2, STRIDE - 1, STRIDE, STRIDE + 1, 7 * STRIDE, 2**62, 2**63 // STRIDE * STRIDE, 2**63 - STRIDE, 2**63 - 1]
@@ -94,7 +95,7 @@ def test_every_list_of_the_engine_is_expanded():
     source = textwrap.dedent(inspect.getsource(GenerateReqInput.__mro__[1].__getitem__))
     taken = {
         node.value.attr
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(syntax.parse(source))
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
     }
     # rid and lora_id come otherwise, the latter after this.

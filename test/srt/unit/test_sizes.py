@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_pd_radix.patching import syntax
+
 ROOT = Path(__file__).parents[3]
 FILES = [path for folder in ("python", "benchmark") for path in sorted((ROOT / folder).rglob("*.py"))]
 # Lines, the signature, decorators and docstring included. Of a kernel the signature is not: it has an argument a line,
@@ -27,7 +29,7 @@ def too_long(text: str) -> list[str]:
     """What is longer in a file of this text than it may be, by line and name."""
     lines = text.count("\n")
     found = [f"the file has {lines} lines, {FILE} are allowed"] if lines > FILE else []
-    for node, most in definitions(ast.parse(text)):
+    for node, most in definitions(syntax.parse(text)):
         first = min([node.lineno, *(item.lineno for item in node.decorator_list)])  # type: ignore[attr-defined]
         if any(ast.unparse(item) == "triton.jit" for item in node.decorator_list):  # type: ignore[attr-defined]
             first = node.body[0].lineno  # type: ignore[attr-defined]
