@@ -90,7 +90,10 @@ class Display:
         with contextlib.suppress(OSError):
             if key not in self._tasks:
                 # What is complete when it is added would not count as finished.
-                self._tasks[key] = self._rows.add_task("", total=None, bar=False, state="")
+                with contextlib.suppress(OSError):
+                    self._rows.add_task("", total=None, bar=False, state="")
+                # It is there though it could not be drawn.
+                self._tasks[key] = self._rows.task_ids[-1]
             text = text[: max(20, self._console.width - 40)]
             self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
 

@@ -107,6 +107,15 @@ def test_nor_is_its_error(load):
         texts(load, job(0))
 
 
+def test_each_job_hears_that_the_process_has_ended(load):
+    """The second ended the command with status 141, as if its reader had gone, or waited for ever."""
+    assert texts(load, job(7)) == ["7"]
+    load._process.kill()
+    for _ in range(3):
+        with pytest.raises(PdRadixError, match="the load generator ended"):
+            texts(load, job(8))
+
+
 @pytest.mark.parametrize("prompts", [(-1, 3), (3, -1), (-1, -2)])
 def test_requests_that_fail_say_why_though_none_is_whole(load, prompts):
     """The engine's benchmark fails with an IndexError of its own where no answer is whole."""

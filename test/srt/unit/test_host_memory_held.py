@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from decode_world import HostSizes, World
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.host_tier import saves
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_host_tier import PAGE, admit, leave_pool, saved, world
 from test_traps import tokens
 
@@ -84,6 +88,22 @@ def test_what_is_the_head_of_a_longer_saved_prompt_is_its_own_too():
         saved(one, prompt, max_new=1, priority=1)
     assert on_host(one, IMPORTANT) == 20
     one.check()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_to_raise_what_a_path_holds_takes_some_looks_at_each_of_its_nodes(monkeypatch, ahead):
+    """It took as many as there are nodes below: 22 ms for an insert of 400 nodes, with none of them saved."""
+    looks = []
+    live = saves._live
+    monkeypatch.setattr(saves, "_live", lambda *args: looks.append(args) or live(*args))
+    nodes = 100
+    one = ByPriority(size=1024, page_size=PAGE, host=HostSizes(1024, ahead=ahead))
+    slots = one.allocator.alloc(PAGE * nodes).to(torch.int64)
+    prompt = tokens(1, PAGE * nodes)
+    for end in range(PAGE, len(prompt) + 1, PAGE):
+        looks.clear()
+        one.tree.insert(InsertParams(key=RadixKey(prompt[:end], None), value=slots[:end], priority=1))
+    assert len(looks) <= nodes * saves.MOST_PARTS
 
 
 def test_what_is_loaded_for_a_request_is_of_its_priority_before_it_is_to_be_saved():

@@ -164,6 +164,19 @@ def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         stderr.close()
 
 
+def test_a_row_that_could_not_be_drawn_is_one_row(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step added one more, and what rich would draw of all."""
+    stderr = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - as above
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Display(2) as show:
+        assert show._rows is not None
+        for i in range(5):
+            show.step("(a) off", i, "")
+        assert len(show._rows.tasks) <= 2
+    with contextlib.suppress(OSError):
+        stderr.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of rich, which draws the rows
 def test_a_terminal_that_is_gone_ends_nothing(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.openpty()

@@ -69,8 +69,8 @@ def test_a_prefill_that_does_not_answer_holds_up_no_refusal_to_another(black_hol
     monkeypatch.setattr(refusal, "_tellers", PeerCalls("test"))
     port, heard = prefill
     for room in range(1, 50):
-        refusal.tell_prefill("127.0.0.1", black_hole, room, "why")
-    refusal.tell_prefill("127.0.0.1", port, 7, "why")
+        refusal.tell_prefill("127.0.0.1", black_hole, [room], "why")
+    refusal.tell_prefill("127.0.0.1", port, [7], "why")
     until(lambda: heard == [7], "its refusal", timeout=20)
 
 
@@ -104,7 +104,7 @@ def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
     monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
     monkeypatch.setattr(samples, "_listener", SimpleNamespace(announced=lambda rooms: heard.extend(rooms)))
     with bootstrap_server("::1") as port:
-        refusal.tell_prefill(host, port, 5, "why")
+        refusal.tell_prefill(host, port, [5], "why")
         until(lambda: heard == [5], "its refusal", timeout=20)
         asyncio.run(samples.announce(samples_at(port, 6, host), 0))
         assert heard == [5, 6]
@@ -230,7 +230,7 @@ def several_tokenizers(tmp_path_factory):
 
 def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_tokenizers):
     url, scheduler = several_tokenizers
-    reply = requests.post(url + refusal.REFUSED_ROUTE, json={"room": 5, "reason": "rid in use"}, timeout=20)
+    reply = requests.post(url + refusal.REFUSED_ROUTE, json={"rooms": [5], "reason": "rid in use"}, timeout=20)
     assert reply.status_code == 200
     assert scheduler.recv_pyobj() == refusal.RefusedReq(5, "rid in use", by_decode=True)
 
@@ -252,7 +252,7 @@ def test_a_reason_can_be_said_to_the_client(monkeypatch):
     """JSON may hold half a character, which no answer over HTTP can."""
     heard: list[tuple[int, str]] = []
     monkeypatch.setattr(refusal, "_listeners", [lambda *told: heard.append(told)])
-    refusal.take_refusal({"room": 5, "reason": "rid \ud800 ü is in use"})
+    refusal.take_refusal({"rooms": [5], "reason": "rid \ud800 ü is in use"})
     assert heard == [(5, "rid ? ü is in use")]
 
 

@@ -103,6 +103,23 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
     run(test())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_a_request_whose_samples_prefill_may_know_it_hears_in_one_word(monkeypatch, stream):
+    """A word for each room left no place for those of other requests, and for some of its own."""
+    sent = []
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: sent.append((host, port, rooms)))
+    prompts, n = 100, 8
+    firsts = list(range(11, 11 + prompts))
+    each = [[sample_room(room, i) for i in range(n)] for room in firsts]
+    obj = SimpleNamespace(stream=stream, samples=n, announced=False, unreached=True, request_rooms=firsts)
+    obj.bootstrap_room = [room for rooms in each for room in rooms]
+    obj.bootstrap_host, obj.bootstrap_port = ["a"] * (prompts * n), 7
+    Manager(*MODES[1])._tell_peer(obj, "late")
+    # Where one that fails ends the others, the first of a prompt is enough.
+    expected = firsts + [room for rooms in each for room in (rooms if stream else rooms[:1])]
+    assert sent == [("a", 7, expected)]
+
+
 def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refused(server, monkeypatch, gate):
     async def test():
         prefill, decode = prefill_that_hears(), Manager(*MODES[1])
@@ -110,7 +127,7 @@ def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refuse
         with pytest.raises(HTTPException):
             await answers(decode, body(port=server))
         gate.set()
-        expected = {11, 12, *(sample_room(room, i) for room in (11, 12) for i in range(3))}
+        expected = {11, 12, *(sample_room(room, 0) for room in (11, 12))}
         await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
         with pytest.raises(ValueError, match="cannot be told of samples"):
             await answers(prefill, body(port=server))

@@ -518,9 +518,10 @@ def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
     prefill._check_room(7)
     url = f"http://127.0.0.1:{bootstrap_port}{refusal.REFUSED_ROUTE}"
     # Among them the room of all health checks.
-    for wrong in ({}, {"room": "x", "reason": ""}, [], None, {"room": 0, "reason": "x"}):
+    none = [{"rooms": rooms, "reason": "x"} for rooms in (5, [], [0], ["5"], [7, 0], [7] * (refusal.MOST_ROOMS + 1))]
+    for wrong in ({}, {"rooms": [7]}, {"rooms": [7], "reason": 1}, [], None, *none):
         assert requests.post(url, json=wrong, timeout=30).status_code == 400
-    for wrong in (b"", b"{", b'{"room": 1e999, "reason": "x"}'):
+    for wrong in (b"", b"{", b'{"rooms": [1e999], "reason": "x"}'):
         assert requests.post(url, data=wrong, timeout=30).status_code == 400
 
 
@@ -604,7 +605,7 @@ def test_of_each_dp_rank_one_scheduler_tells_prefill(monkeypatch, tp_rank, attn_
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
     scheduler.tp_rank, scheduler.attn_tp_rank = tp_rank, attn_tp_rank
     scheduler._tell_peer(request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=5), "why")
-    assert told == ([("h", 1, 5, "why")] if attn_tp_rank == 0 else [])
+    assert told == ([("h", 1, [5], "why")] if attn_tp_rank == 0 else [])
 
 
 def door(mode: DisaggregationMode, **options) -> TokenizerManager:
@@ -856,7 +857,7 @@ def test_a_request_that_ends_while_its_state_is_made_leaves_none(monkeypatch):
     monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
     monkeypatch.setattr(TokenizerManager.__bases__[-1], "_req_stats_init", init)
     told = []
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, room, reason: told.append(room))
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: told.extend(rooms))
     with pytest.raises(OverflowError):
         asyncio.run(ask())
     assert not worker.rid_to_state and not worker.own_states and told == [5]

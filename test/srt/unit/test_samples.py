@@ -511,7 +511,7 @@ MODES = [(DisaggregationMode.PREFILL, False), (DisaggregationMode.DECODE, True)]
 def test_decode_refuses_where_prefill_cannot(server, monkeypatch):
     """The prefill has no such route, then nobody who would listen, and then another way to derive rooms."""
     refused = []
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, room, reason: refused.append(room))
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: refused.extend(rooms))
 
     async def ask(match: str):
         decode = Manager(*MODES[1])
@@ -525,7 +525,7 @@ def test_decode_refuses_where_prefill_cannot(server, monkeypatch):
     monkeypatch.setattr(samples, "SAMPLE_ROUTE", "/no_such_route")
     run(ask("n must be 1: prefill 127.0.0.1.*Install"))
     monkeypatch.undo()
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, room, reason: refused.append(room))
+    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: refused.extend(rooms))
     monkeypatch.setattr(samples, "_listener", None)
     run(ask("several tokenizer processes"))
     monkeypatch.setattr(samples, "DERIVATION", 2)

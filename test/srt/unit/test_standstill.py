@@ -155,6 +155,18 @@ def test_a_short_remainder_is_computed_here_beside_a_transfer_that_stands_still(
     assert len(world.transfer.local.waiting) == 1
 
 
+def test_what_decode_may_compute_waits_for_no_prefill_that_stands_still(clock):
+    """Behind a prompt that is prefill's, it is not known yet who computes it: decode idled until the time-out."""
+    options = target(3.0) | {"disaggregation_decode_local_prefill": "40"}
+    world = World(size=512, page_size=4, reserved=0, options=options)
+    known(world, estimate(1.0, 0.0, 0.02, answer=4))
+    queue(world, tokens(100, 100), prefill=HUNG)
+    world.step()
+    queue(world, tokens(120, 100), *(tokens(n, 8) for n in (60, 61, 62, 63)), prefill=HUNG)
+    pass_by(world, clock, LEAST_S + 10)
+    assert world.transfer.local.waiting
+
+
 def test_a_retracted_request_comes_back_beside_transfers_that_stand_still(clock):
     world = World(size=512, max_reqs=16, options=target(3.5))
     known(world, estimate())

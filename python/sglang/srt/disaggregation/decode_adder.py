@@ -53,6 +53,7 @@ class DecodeAdder:
         agreed_prefixes: bool,
         gate: ItlGate | None = None,
         live: Callable[[], LiveReqs] | None = None,
+        computes: bool = False,
     ):
         """room: requests for which there is a row and a buffer.
 
@@ -60,8 +61,9 @@ class DecodeAdder:
         that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
         admitted.
         agreed_prefixes: whether an eviction may cost a prefix that ranks have agreed on, and so ends the step.
-        gate, live: what bounds the time of decode steps, and who is in them.
+        gate, live: what bounds the time of decode steps, and who is in them. computes: whether decode computes prompts.
         """
+        self._computes = computes
         self._gate, self._live = gate, live
         self._load: Load | None = None
         self._policy, self._room, self._reserved = policy, room, reserved
@@ -120,7 +122,8 @@ class DecodeAdder:
                 waits = [entry] if self._waiting is None else self._waiting()
                 return {None if one.local else one.prefill for one in waits}
 
-            self._load = gate.load(self._live(), prefills)
+            # Of what waits behind somebody it is not known yet whether decode computes it.
+            self._load = gate.load(self._live(), None if self._computes else prefills)
         return gate.add(self._load, plan, req, at_once=entry.local)
 
     def _budget_now(self) -> Budget:

@@ -42,9 +42,9 @@ REFUSED_ROUTE = "/refused_room"
 REFUSED_RANK_ROUTE = "/refused_dp_rank"
 # Refusals that are remembered, for a request that comes after its refusal, and seconds for which they are. The router
 # sends to both workers at once; who uses a room anew later means another request.
-REMEMBERED, REMEMBERED_S = 4096, 10.0
-# Of a request that is refused, prompts whose rooms the other worker is told of.
-MOST_PROMPTS = 256
+REMEMBERED, REMEMBERED_S = 16384, 10.0
+# Of a request that is refused, prompts whose rooms the other worker is told of; and rooms, with those of samples.
+MOST_PROMPTS, MOST_ROOMS = 256, 4096
 # Of a reason; it comes from another worker.
 MOST_CHARACTERS = 1000
 # Seconds that a prefill has to answer.
@@ -116,8 +116,8 @@ def is_at_fault(reason: str) -> bool:
 def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tuple[int, Any, Any]]:
     """The rooms of a refused request that the other worker is told of, each with host and port of its prefill.
 
-    Of the first prompts, and None for what the request does not say. served: requests that are being served; their
-    rooms are theirs, and this request was a copy. decodes: whether decode refuses it.
+    Of the first prompts, before their samples, and None for what the request does not say. served: requests that are
+    being served; their rooms are theirs, and this request was a copy. decodes: whether decode refuses it.
     """
     rooms = getattr(obj, "bootstrap_room", None)
     if rooms is None:
@@ -130,8 +130,9 @@ def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tu
         at = [(i * obj.samples, room) for i, room in enumerate(obj.request_rooms)]
         if getattr(obj, "unreached", False):
             # Or it has heard of the samples, and its answer was late. In a stream one that fails ends no other.
-            at = [one for i, room in at for one in ((i, room), *((j, rooms[j]) for j in range(i, i + obj.samples)))]
-    for i, room in at[:MOST_PROMPTS]:
+            each = range(obj.samples if obj.stream else 1)
+            at += [(i + j, rooms[i + j]) for i, _ in at[:MOST_PROMPTS] for j in each]
+    for i, room in at[:MOST_ROOMS]:
         if is_room(room) and room not in live:
             yield room, _of_prompt(hosts, i), _of_prompt(ports, i)
 
@@ -147,38 +148,46 @@ def listen(listener: Callable[[int, str], None]) -> None:
 
 
 def take_refusal(told: Any) -> None:
-    """Take what decode has told of a room that it has refused. Raises ValueError for what cannot be meant."""
+    """Take what decode has told of rooms that it has refused. Raises ValueError for what cannot be meant."""
     said: dict[str, Any] = told if isinstance(told, dict) else {}
-    room: Any = said.get("room")
-    reason = said.get("reason")
-    if not is_room(room) or not isinstance(reason, str):
-        raise ValueError("a refusal has a room and a reason")
+    rooms, reason = said.get("rooms"), said.get("reason")
+    # At most `MOST_ROOMS`, as many as decode tells of one request.
+    if not isinstance(rooms, list) or not 0 < len(rooms) <= MOST_ROOMS or not all(map(is_room, rooms)):
+        raise ValueError(f"a refusal has rooms, {MOST_ROOMS} at most")
+    if not isinstance(reason, str):
+        raise ValueError("a refusal has a reason")
     # JSON may hold half a character, with which no client could be answered.
     reason = reason[:MOST_CHARACTERS].encode(errors="replace").decode()
     for listener in _listeners:
-        listener(room, reason)
+        for room in rooms:
+            listener(room, reason)
 
 
-def tell_prefill(host: str, port: int, room: int, reason: str) -> Future | None:
-    """Tell a prefill, without waiting for it, that decode has refused ``room``. One without the package has no ear.
+def tell_prefill(host: str, port: int, rooms: Sequence[int], reason: str) -> Future | None:
+    """Tell a prefill, without waiting for it, that decode has refused ``rooms``. One without the package has no ear.
 
     Returns what is done when it has been told, or could not be; None where nobody is told.
     """
     if host == FAKE_BOOTSTRAP_HOST:
         return None
     url = NetworkAddress(host, port).to_url() + REFUSED_ROUTE
+    said = {"rooms": list(rooms), "reason": reason[:MOST_CHARACTERS]}
 
     def tell() -> None:
         try:
-            SignedRequests().post(url, json={"room": room, "reason": reason[:MOST_CHARACTERS]}, timeout=ANSWER_S)
+            SignedRequests().post(url, json=said, timeout=ANSWER_S)
         except Exception as e:
-            logger.warning("Could not tell prefill at %s:%s that room %s was refused: %s", host, port, room, e)
+            logger.warning("Could not tell prefill at %s:%s that %s was refused: %s", host, port, _named(rooms), e)
 
     try:
         return _tellers.submit((host, port), tell)
     except TooManyCalls:
-        logger.warning("Too many refusals wait to be told: prefill at %s:%s will wait for room %s", host, port, room)
+        logger.warning("Too many refusals wait to be told: prefill %s:%s will wait for %s", host, port, _named(rooms))
         return None
+
+
+def _named(rooms: Sequence[int]) -> str:
+    return f"room {rooms[0]}" + (f" with {len(rooms) - 1} more" if len(rooms) > 1 else "")
 
 
 def name_rank(args: Any, rooms: Sequence[int], dp_rank: int, host: str | None = None, to_all: bool = False) -> None:
@@ -205,4 +214,4 @@ def name_rank(args: Any, rooms: Sequence[int], dp_rank: int, host: str | None = 
     try:
         _tellers.submit((host, port), tell)
     except TooManyCalls:
-        logger.warning("Too many refusals wait to be told: decode will wait for rooms %s", rooms)
+        logger.warning("Too many refusals wait to be told: decode will wait for %s", _named(rooms))

@@ -218,7 +218,7 @@ class SchedulerRefusalMixin(Base):
             self.handle_refused_request(RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
             self._name_rank(room, host)
         elif self.disaggregation_mode == DisaggregationMode.DECODE and self.attn_tp_rank == 0 and host:
-            tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, room, reason)
+            tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, [room], reason)
 
     def _name_rank(self, room: int, host: str | None) -> None:
         """On prefill: say, once for all of its ranks, which DP rank has refused ``room``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -67,6 +68,8 @@ class LoadGenerator:
                     check()
                 continue
             if not line:
+                # Also for whoever asks next.
+                self._lines.put(line)
                 tail = "\n".join(f"  | {text}" for text in log_tail(self._log_path, 15))
                 raise PdRadixError(f"the load generator ended. The end of its log, {self._log_path}:\n{tail}")
             return json.loads(line)
@@ -86,8 +89,10 @@ class LoadGenerator:
         assert self._process.stdin
         self._jobs += 1
         told = {"number": self._jobs, "key": servers_key(), **job}
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
-        self._process.stdin.flush()
+        # Of one that has ended, what was its last says it.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.flush()
         while True:
             message = self._next(check)
             if message["number"] != self._jobs:

@@ -325,6 +325,8 @@ class Saves:
 _MARK = "in_host_memory"
 _END = "end_in_host_memory"
 NOTHING_YET = Given()
+# Of a node that was split: parts among which its end is looked for, in each use of each node of a path.
+MOST_PARTS = 16
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 
@@ -337,15 +339,17 @@ def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
 
 def _raise_saved(host: HostTree, node: TreeNode) -> None:
     """What has been saved of ``node`` is of its priority at least: a request of a higher one may have met it."""
-    if host.eviction_policy != "priority":
+    if host.eviction_policy != "priority" or not getattr(node, _MARK, False):
         return
     one, behind = node, 0
-    while (end := _live(host, getattr(one, _END, None))) is None:
+    for _ in range(MOST_PARTS):
+        if (end := _live(host, getattr(one, _END, None))) is not None or not one.children:
+            break
         # Of a node that was split, the last part alone keeps its end.
-        if not one.children:
-            return
         one = next(iter(one.children.values()))
         behind += len(one.key)
+    if end is None:
+        return
     while behind >= len(end.key):
         behind -= len(end.key)
         end = end.parent
