@@ -28,6 +28,7 @@ from . import process_group
 from .arguments import split_options
 from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway
 from .cluster.startup import NotReadyError
+from .locked_directory import alone
 from .progress import Display
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
@@ -197,22 +198,11 @@ def check_log_dir(path: Path | None) -> None:
 def own_log_dir(path: Path | None) -> Iterator[None]:
     """Make ``path``, where logs go, and keep others' `pd-radix up` out of it meanwhile.
 
-    They would write over the logs. Raises PdRadixError if it cannot be made, or one is there. Where there are no locks,
-    or none may be had, nobody is kept out.
+    They would write over the logs. Raises PdRadixError if it cannot be made, or one is there.
     """
     check_log_dir(path)
-    with contextlib.ExitStack() as held:
-        if path:
-            try:
-                directory = os.open(path, os.O_RDONLY)
-                held.callback(os.close, directory)
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise PdRadixError(
-                    f"--log-dir {path}: a deployment that runs has its logs there; give another directory"
-                ) from None
-            except OSError:
-                pass
+    refusal = f"--log-dir {path}: a deployment that runs has its logs there; give another directory"
+    with alone(path, refusal) if path else contextlib.nullcontext():
         yield
 
 

@@ -58,7 +58,7 @@ NO_USERS = {
     "no rank is usable",
     "frames",
     "shared figures",
-    "has a room and a reason",
+    "has rooms and a reason",
     "a room that decode computes has a number",
     "an announcement of samples has rooms",
     "unknown kind",

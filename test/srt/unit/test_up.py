@@ -19,7 +19,7 @@ from waiting import until
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
-from sglang_pd_radix.tools import process_group, up, verify
+from sglang_pd_radix.tools import locked_directory, process_group, up, verify
 from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.cluster import (
     GATEWAYS,
@@ -780,7 +780,7 @@ def test_a_log_dir_that_cannot_be_read_can_be_used(tmp_path, monkeypatch):
     def refused(*args: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(up.os, "open", refused)
+    monkeypatch.setattr(locked_directory.os, "open", refused)
     with up.own_log_dir(tmp_path):
         pass
 

@@ -9,7 +9,8 @@ Upstream: none is known by which a worker tells its peer; sgl-project/sglang#303
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "rooms_refused",
     "take_refusal",
     "tell_prefill",
+    "tell_prefills",
     "words_for_decode",
 ]
 
@@ -150,12 +152,12 @@ def listen(listener: Callable[[int, str], None]) -> None:
 def take_refusal(told: Any) -> None:
     """Take what decode has told of rooms that it has refused. Raises ValueError for what cannot be meant."""
     said: dict[str, Any] = told if isinstance(told, dict) else {}
-    rooms, reason = said.get("rooms"), said.get("reason")
-    # At most `MOST_ROOMS`, as many as decode tells of one request.
-    if not isinstance(rooms, list) or not 0 < len(rooms) <= MOST_ROOMS or not all(map(is_room, rooms)):
-        raise ValueError(f"a refusal has rooms, {MOST_ROOMS} at most")
-    if not isinstance(reason, str):
-        raise ValueError("a refusal has a reason")
+    rooms: Any = said.get("rooms")
+    reason = said.get("reason")
+    # At most as many as decode tells of one request.
+    named = isinstance(rooms, list) and 0 < len(rooms) <= MOST_ROOMS and all(map(is_room, rooms))
+    if not named or not isinstance(reason, str):
+        raise ValueError("a refusal has rooms and a reason")
     # JSON may hold half a character, with which no client could be answered.
     reason = reason[:MOST_CHARACTERS].encode(errors="replace").decode()
     for listener in _listeners:
@@ -170,24 +172,21 @@ def tell_prefill(host: str, port: int, rooms: Sequence[int], reason: str) -> Fut
     """
     if host == FAKE_BOOTSTRAP_HOST:
         return None
-    url = NetworkAddress(host, port).to_url() + REFUSED_ROUTE
     said = {"rooms": list(rooms), "reason": reason[:MOST_CHARACTERS]}
-
-    def tell() -> None:
-        try:
-            SignedRequests().post(url, json=said, timeout=ANSWER_S)
-        except Exception as e:
-            logger.warning("Could not tell prefill at %s:%s that %s was refused: %s", host, port, _named(rooms), e)
-
-    try:
-        return _tellers.submit((host, port), tell)
-    except TooManyCalls:
-        logger.warning("Too many refusals wait to be told: prefill %s:%s will wait for %s", host, port, _named(rooms))
-        return None
+    return _tell(host, port, REFUSED_ROUTE, said, f"that decode has refused room {_named(rooms)}")
 
 
-def _named(rooms: Sequence[int]) -> str:
-    return f"room {rooms[0]}" + (f" with {len(rooms) - 1} more" if len(rooms) > 1 else "")
+def tell_prefills(rooms: Iterable[tuple[int, Any, Any]], port: int, reason: str) -> list[Future]:
+    """Tell each prefill, in one word, which of ``rooms`` decode has refused. port: where a request names none.
+
+    rooms: as of `rooms_refused`. Returns as `tell_prefill`, of all that are told.
+    """
+    of_prefill: defaultdict[tuple[Any, Any], list[int]] = defaultdict(list)
+    for room, host, its_port in rooms:
+        if host:
+            of_prefill[host, its_port or port].append(room)
+    calls = [tell_prefill(*address, refused, reason) for address, refused in of_prefill.items()]
+    return [call for call in calls if call is not None]
 
 
 def name_rank(args: Any, rooms: Sequence[int], dp_rank: int, host: str | None = None, to_all: bool = False) -> None:
@@ -199,19 +198,27 @@ def name_rank(args: Any, rooms: Sequence[int], dp_rank: int, host: str | None = 
     """
     if not rooms or args.dp_size == 1 or args.load_balance_method == "follow_bootstrap_room":
         return
-    host, port = host or args.host, args.disaggregation_bootstrap_port
-    url = NetworkAddress(host, port).to_url() + REFUSED_RANK_ROUTE
     said = {"rooms": list(rooms), "dp_rank": dp_rank, "to_all": to_all}
+    what = f"which DP rank has refused room {_named(rooms)}"
+    _tell(host or args.host, args.disaggregation_bootstrap_port, REFUSED_RANK_ROUTE, said, what)
+
+
+def _tell(host: str, port: int, route: str, said: Mapping[str, Any], what: str) -> Future | None:
+    """Say it to a bootstrap server, without waiting. what: for the log. Returns None if too much waits to be said."""
+    url = NetworkAddress(host, port).to_url() + route
 
     def tell() -> None:
         try:
             SignedRequests().post(url, json=said, timeout=ANSWER_S)
         except Exception as e:
-            logger.warning(
-                "Could not name the DP rank of refused rooms to %s:%s, of which decode waits: %s", host, port, e
-            )
+            logger.warning("Could not tell %s:%s %s, for which the other worker waits: %s", host, port, what, e)
 
     try:
-        _tellers.submit((host, port), tell)
+        return _tellers.submit((host, port), tell)
     except TooManyCalls:
-        logger.warning("Too many refusals wait to be told: decode will wait for %s", _named(rooms))
+        logger.warning("Too many refusals wait to be told, and %s:%s is not told %s", host, port, what)
+        return None
+
+
+def _named(rooms: Sequence[int]) -> str:
+    return str(rooms[0]) if len(rooms) == 1 else f"{rooms[0]} and {len(rooms) - 1} more"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
@@ -270,19 +269,17 @@ class CheckedRequests(Base):
         """
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return []
-        rooms: list[int] = []
-        told: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
         decodes = self.disaggregation_mode == DisaggregationMode.DECODE
-        for room, host, port in refusal.rooms_refused(obj, served, decodes):
-            if not decodes:
-                self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
-                rooms += [room] if self.refused_rooms.reason(room) is None else []
-            elif host and (port := port or self.server_args.disaggregation_bootstrap_port):
-                told[host, port].append(room)
+        refused = refusal.rooms_refused(obj, served, decodes)
+        if decodes:
+            return refusal.tell_prefills(refused, self.server_args.disaggregation_bootstrap_port, reason)
+        rooms = []
+        for room, _, _ in refused:
+            self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
+            rooms += [room] if self.refused_rooms.reason(room) is None else []
         refusal.name_rank(self.server_args, rooms, dp_rank=0)  # All ranks have been told.
-        calls = [refusal.tell_prefill(*address, refused, reason) for address, refused in told.items()]
-        return [call for call in calls if call is not None]
+        return []
 
     def _on_computed_by_decode(self, room: int) -> None:
         self._on_loop(self.computed.note, self.computed.note, room)

@@ -21,6 +21,7 @@ from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import netns, process_group
 from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway, option_value
+from sglang_pd_radix.tools.locked_directory import alone
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.thorough.runner import hidden
@@ -274,6 +275,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     document: dict[str, Any] = {"workloads": []}
     with (
+        alone(args.out, f"--out {args.out}: a benchmark that runs writes its report there; give another directory"),
         tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
         Display(len(sizes) * max(1, len(rates)), stamped=True) as show,
     ):
