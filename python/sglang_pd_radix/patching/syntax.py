@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import gc
+import threading
+
+_one_at_a_time = threading.Lock()
 
 
 def parse(text: str | bytes, path: object = "<unknown>") -> ast.Module:
@@ -20,10 +23,11 @@ def parse(text: str | bytes, path: object = "<unknown>") -> ast.Module:
         SyntaxError: the source is no Python.
         ValueError: it has NULs.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return ast.parse(text, str(path))
-    finally:
-        if collects:
-            gc.enable()
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(text, str(path))
+        finally:
+            if collects:
+                gc.enable()

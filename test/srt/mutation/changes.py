@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_pd_radix.patching import syntax
+
 PATCHES = Path(__file__).resolve().parents[3] / "python" / "sglang"
 
 COMPARED = {
@@ -174,7 +176,7 @@ def is_log(node: ast.stmt) -> bool:
 
 def mutants(module: str) -> list[Mutant]:
     mutator = Mutator(module)
-    mutator.visit(ast.parse((PATCHES / module).read_bytes()))
+    mutator.visit(syntax.parse((PATCHES / module).read_bytes()))
     return mutator.found
 
 
@@ -192,7 +194,7 @@ class Marker(ast.NodeTransformer):
         if not isinstance(node, ast.stmt) or not self.depth:
             return node
         call = f"__reached__({self.module!r}, {node.lineno})"  # type: ignore[attr-defined]
-        mark = ast.parse(call).body[0]
+        mark = syntax.parse(call).body[0]
         for one in ast.walk(mark):
             ast.copy_location(one, node)
         return [mark, node]

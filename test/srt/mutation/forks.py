@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from sglang_pd_radix.patching import syntax
+
 from .changes import PATCHES, Marker, Mutant, Mutator
 
 # A test may take this long in a mutant, in seconds: so much more than it took, and so many times as long.
@@ -145,7 +147,7 @@ def make_map(forks: Forks, path: Path) -> None:
         builtins.__reached__ = lambda module, line: reached.add((module, line))  # type: ignore[attr-defined]
         for file in {Path(key[0]) for key in forks.functions}:
             module = str(file.relative_to(PATCHES))
-            give(Marker(module).visit(ast.parse(file.read_bytes())), file, forks.functions)
+            give(Marker(module).visit(syntax.parse(file.read_bytes())), file, forks.functions)
 
         def each(name: str, outcome: str, seconds: float) -> bool:
             with path.open("a") as out:
@@ -196,7 +198,7 @@ def run_mutants(forks: Forks, chosen: list[Mutant], path: Path, out: Path, cases
     def outcome_of(mutant: Mutant | None, names: list[str], limits: dict[str, float]) -> dict[str, Any]:
         def act() -> dict[str, Any]:
             if mutant is not None:
-                tree = Mutator(mutant.module, mutant.index).visit(ast.parse((PATCHES / mutant.module).read_bytes()))
+                tree = Mutator(mutant.module, mutant.index).visit(syntax.parse((PATCHES / mutant.module).read_bytes()))
                 if not give(tree, PATCHES / mutant.module, forks.functions):
                     return {"outcome": "not applied"}
             ended: dict[str, Any] = {"outcome": "survived"}

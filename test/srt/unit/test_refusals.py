@@ -233,6 +233,9 @@ def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_t
     reply = requests.post(url + refusal.REFUSED_ROUTE, json={"rooms": [5], "reason": "rid in use"}, timeout=20)
     assert reply.status_code == 200
     assert scheduler.recv_pyobj() == refusal.RefusedReq(5, "rid in use", by_decode=True)
+    # An earlier version says one room.
+    assert requests.post(url + refusal.REFUSED_ROUTE, json={"room": 6, "reason": "x"}, timeout=20).status_code == 200
+    assert scheduler.recv_pyobj() == refusal.RefusedReq(6, "x", by_decode=True)
 
 
 @pytest.mark.parametrize("with_secret", [False, True])

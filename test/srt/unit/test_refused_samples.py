@@ -104,11 +104,11 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_of_a_request_whose_samples_prefill_may_know_it_hears_in_one_word(monkeypatch, stream):
+@pytest.mark.parametrize(("prompts", "n"), [(100, 8), (1, 4096), (256, 16), (300, 2)])
+def test_of_a_request_whose_samples_prefill_may_know_it_hears_in_one_word(monkeypatch, prompts, n, stream):
     """A word for each room left no place for those of other requests, and for some of its own."""
     sent = []
     monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: sent.append((host, port, rooms)))
-    prompts, n = 100, 8
     firsts = list(range(11, 11 + prompts))
     each = [[sample_room(room, i) for i in range(n)] for room in firsts]
     obj = SimpleNamespace(stream=stream, samples=n, announced=False, unreached=True, request_rooms=firsts)

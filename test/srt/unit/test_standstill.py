@@ -155,6 +155,18 @@ def test_a_short_remainder_is_computed_here_beside_a_transfer_that_stands_still(
     assert len(world.transfer.local.waiting) == 1
 
 
+def test_what_is_too_long_for_decode_waits_for_a_prefill_that_alone_is_asked(clock):
+    """Where decode computes other prompts, twenty were let in for two."""
+    options = target(3.5) | {"disaggregation_decode_local_prefill": "40"}
+    world = World(size=4096, max_reqs=64, options=options)
+    known(world, estimate())
+    queue(world, *(tokens(n, 100) for n in (1, 2)), prefill=HUNG)
+    world.step()
+    more = queue(world, *(tokens(n, 100) for n in range(3, 11)), prefill=HUNG)
+    pass_by(world, clock, LEAST_S + 10)
+    assert not any(asked(more))
+
+
 def test_what_decode_may_compute_waits_for_no_prefill_that_stands_still(clock):
     """Behind a prompt that is prefill's, it is not known yet who computes it: decode idled until the time-out."""
     options = target(3.0) | {"disaggregation_decode_local_prefill": "40"}

@@ -169,7 +169,7 @@ class Admission:
             agreed_prefixes=several_ranks,
             gate=self._gate,
             live=live,
-            computes=self._local is not None,
+            computes=0 if self._local is None else self._local.policy.most,
         )
         was_blocked, self.blocked, self.held, self.left = self.blocked, None, None, agreed.left
         admitted: list[DecodeRequest] = []

@@ -53,7 +53,7 @@ class DecodeAdder:
         agreed_prefixes: bool,
         gate: ItlGate | None = None,
         live: Callable[[], LiveReqs] | None = None,
-        computes: bool = False,
+        computes: int = 0,
     ):
         """room: requests for which there is a row and a buffer.
 
@@ -61,7 +61,8 @@ class DecodeAdder:
         that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
         admitted.
         agreed_prefixes: whether an eviction may cost a prefix that ranks have agreed on, and so ends the step.
-        gate, live: what bounds the time of decode steps, and who is in them. computes: whether decode computes prompts.
+        gate, live: what bounds the time of decode steps, and who is in them. computes: tokens of a prompt that decode
+        may compute itself.
         """
         self._computes = computes
         self._gate, self._live = gate, live
@@ -120,11 +121,18 @@ class DecodeAdder:
 
             def prefills() -> set[Hashable]:
                 waits = [entry] if self._waiting is None else self._waiting()
-                return {None if one.local else one.prefill for one in waits}
+                return {None if one.local or self._may_be_local(one) else one.prefill for one in waits}
 
-            # Of what waits behind somebody it is not known yet whether decode computes it.
-            self._load = gate.load(self._live(), None if self._computes else prefills)
+            self._load = gate.load(self._live(), prefills)
         return gate.add(self._load, plan, req, at_once=entry.local)
+
+    def _may_be_local(self, entry: QueueEntry) -> bool:
+        """Whether decode may compute it; of what waits behind somebody, it is not known yet whether it does."""
+        if not self._computes or entry.watch is None:
+            return False
+        # What the tree and host memory hold of it may be another number on each rank.
+        held = [watch.length for watch in (entry.watch, entry.host_watch) if watch is not None]
+        return self._agreed_prefixes or len(entry.watch.token_ids) - max(held) <= self._computes
 
     def _budget_now(self) -> Budget:
         budget = self._budget

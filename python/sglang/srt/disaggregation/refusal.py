@@ -46,7 +46,7 @@ REFUSED_RANK_ROUTE = "/refused_dp_rank"
 # sends to both workers at once; who uses a room anew later means another request.
 REMEMBERED, REMEMBERED_S = 16384, 10.0
 # Of a request that is refused, prompts whose rooms the other worker is told of; and rooms, with those of samples.
-MOST_PROMPTS, MOST_ROOMS = 256, 4096
+MOST_PROMPTS, MOST_ROOMS = 256, 256 + 4096
 # Of a reason; it comes from another worker.
 MOST_CHARACTERS = 1000
 # Seconds that a prefill has to answer.
@@ -126,15 +126,16 @@ def rooms_refused(obj: Any, served: Iterable[Any], decodes: bool) -> Iterator[tu
         return
     hosts, ports = obj.bootstrap_host, obj.bootstrap_port
     live = {getattr(other, "bootstrap_room", None) for other in served}
-    at = list(enumerate(rooms[:MOST_PROMPTS] if isinstance(rooms, list) else [rooms]))
+    most = MOST_ROOMS if decodes else MOST_PROMPTS
+    at = list(enumerate(rooms[:most] if isinstance(rooms, list) else [rooms]))
     if getattr(obj, "samples", 0) and decodes and not obj.announced:
         # Prefill knows only of the rooms of prompts.
         at = [(i * obj.samples, room) for i, room in enumerate(obj.request_rooms)]
         if getattr(obj, "unreached", False):
             # Or it has heard of the samples, and its answer was late. In a stream one that fails ends no other.
             each = range(obj.samples if obj.stream else 1)
-            at += [(i + j, rooms[i + j]) for i, _ in at[:MOST_PROMPTS] for j in each]
-    for i, room in at[:MOST_ROOMS]:
+            at += [(i + j, rooms[i + j]) for i, _ in at[:most] for j in each]
+    for i, room in at[:most]:
         if is_room(room) and room not in live:
             yield room, _of_prompt(hosts, i), _of_prompt(ports, i)
 
@@ -152,7 +153,8 @@ def listen(listener: Callable[[int, str], None]) -> None:
 def take_refusal(told: Any) -> None:
     """Take what decode has told of rooms that it has refused. Raises ValueError for what cannot be meant."""
     said: dict[str, Any] = told if isinstance(told, dict) else {}
-    rooms: Any = said.get("rooms")
+    # An earlier version says one.
+    rooms: Any = said.get("rooms", [said.get("room")])
     reason = said.get("reason")
     # At most as many as decode tells of one request.
     named = isinstance(rooms, list) and 0 < len(rooms) <= MOST_ROOMS and all(map(is_room, rooms))
@@ -172,7 +174,8 @@ def tell_prefill(host: str, port: int, rooms: Sequence[int], reason: str) -> Fut
     """
     if host == FAKE_BOOTSTRAP_HOST:
         return None
-    said = {"rooms": list(rooms), "reason": reason[:MOST_CHARACTERS]}
+    # The first by itself is what an earlier version hears.
+    said = {"room": rooms[0], "rooms": list(rooms), "reason": reason[:MOST_CHARACTERS]}
     return _tell(host, port, REFUSED_ROUTE, said, f"that decode has refused room {_named(rooms)}")
 
 

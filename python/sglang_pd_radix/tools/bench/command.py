@@ -292,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         finally:
             load.close()
-    files = _finish(document, args, runs, started)
+        files = _finish(document, args, runs, started)
     _print(document, files)
     return 1 if any(entry["problems"] for entry in document["workloads"]) else 0
 

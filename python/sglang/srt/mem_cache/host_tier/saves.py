@@ -339,9 +339,12 @@ def _live(host: HostTree, end: weakref.ref[TreeNode] | None) -> TreeNode | None:
 
 def _raise_saved(host: HostTree, node: TreeNode) -> None:
     """What has been saved of ``node`` is of its priority at least: a request of a higher one may have met it."""
-    if host.eviction_policy != "priority" or not getattr(node, _MARK, False):
+    if host.eviction_policy != "priority":
         return
     one, behind = node, 0
+    if not getattr(node, _MARK, False) and _live(host, getattr(node, _END, None)) is None:
+        # None of it has been saved, or nobody has noted what.
+        return
     for _ in range(MOST_PARTS):
         if (end := _live(host, getattr(one, _END, None))) is not None or not one.children:
             break
