@@ -6,7 +6,7 @@ import pytest
 from decode_world import HostSizes
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import takeover
-from test_takeover import arrive, ended_well, loop_of, lose, played
+from test_takeover import LOCAL, POLICY, arrive, ended_well, loop_of, lose, played
 from test_traps import tokens
 
 
@@ -125,3 +125,33 @@ def test_one_that_host_memory_is_being_copied_for_starts_over_with_what_is_left(
     loop.run(between)
     loop.check_answers()
     assert len(ended_well(loop)) == 6
+
+
+def test_those_that_are_lost_together_stand_in_their_order():
+    """They stood the other way round, and by the TTFT target's book as if they had come after all others."""
+    options = LOCAL | {"disaggregation_decode_ttft_target": 1e6}
+    loop = Loop(options=options, reserved=0, size=8192, page_size=4, max_reqs=400)
+    loop.transfer.local.policy = POLICY
+    seen = {}
+
+    def between() -> None:
+        if loop.iterations == 1:
+            for token in range(1, 4):
+                loop.handshake(loop.arrive([token] * 11))
+        elif loop.iterations == 4:
+            for decode_req in list(loop.asked):
+                lose(decode_req)
+            # Nobody is admitted any more.
+            loop.pool.free_slots, loop.check = [], lambda: None
+            for token in (50, 51):
+                loop.handshake(loop.arrive([token] * 11))
+        elif loop.iterations == 6:
+            seen["stand"] = [decode_req.entry.arrival for decode_req in loop.queue.queue]
+            seen["in time"] = list(loop.transfer.policy.ttft._in_time)
+            raise LoopEnds
+
+    loop.run(between)
+    first, *others = seen["stand"]
+    assert len(others) == 4 and seen["stand"] == sorted(seen["stand"])
+    # Numbers that nobody has would stay in the book.
+    assert seen["in time"] == seen["stand"][3:]

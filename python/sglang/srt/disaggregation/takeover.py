@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -283,10 +285,14 @@ def make_takeovers(queue: Any) -> NoTakeovers:
         queue.pending_reqs = [decode_req for decode_req in queue.pending_reqs if not is_taken_over(decode_req)]
 
     def admit_again(fresh: DecodeRequest, old: DecodeRequest) -> None:
-        queue.policy.leave(old.entry)
-        queue.queue.insert(0, fresh)
-        # In its turn.
-        queue.schedule.entry_of(fresh).arrival = old.entry.arrival
+        policy = queue.policy
+        policy.leave(old.entry)
+        entry = queue.schedule.entry_of(fresh)
+        if policy.ttft is not None:
+            policy.ttft.left(entry.arrival)
+        # In its turn: several are lost in one step, and they stand in the order of their admission.
+        entry.arrival = old.entry.arrival
+        insort(queue.queue, fresh, key=lambda dr: math.inf if dr.entry is None else dr.entry.arrival)
 
     takeovers.look_for_no_prefill, takeovers.admit_again = look_for_no_prefill, admit_again
     return takeovers
