@@ -450,6 +450,13 @@ def _trees() -> str:
     return cache_support.markdown()
 
 
+#: Metrics that a decode worker writes without the flag too. It does not export the others, or they stay 0.
+WITHOUT_FLAG = (
+    *("decode_prompt_tokens", "decode_transferred_tokens"),
+    *("pd_requests", "pd_oldest_request_seconds", "pd_pool_size", "pd_pool_free"),
+)
+
+
 def metrics(root: Path | None = None) -> list[Row]:
     """(name, worker, kind, help) of each Prometheus metric, from the calls that make them.
 
@@ -464,8 +471,15 @@ def metrics(root: Path | None = None) -> list[Row]:
             elif isinstance(node, ast.FunctionDef):
                 found |= dict.fromkeys(_made(node.body), "prefill, decode")
     ends = {"counter": "_total", "gauge": ""}
-    rows = [(f"sglang:{name}{ends[kind]}", worker, kind, text) for (kind, name, text), worker in found.items()]
-    return [(name, worker, kind, _sentence(text)) for name, worker, kind, text in rows]
+    return [
+        (
+            f"sglang:{name}{ends[kind]}",
+            worker if name in WITHOUT_FLAG else worker.replace("decode", "decode with the flag"),
+            kind,
+            _sentence(text),
+        )
+        for (kind, name, text), worker in found.items()
+    ]
 
 
 def _made(body: Iterable[ast.stmt]) -> Iterator[tuple[str, str, str]]:
@@ -504,7 +518,9 @@ def as_markdown() -> str:
         "`GET /metrics` of a worker with `--enable-metrics`. Requests and their tokens are counted on the first TP "
         "rank; bytes, runs, digests and lost peers are summed over TP ranks. Of gauges the last write of a TP rank is "
         "shown, but of faults, of what is in quarantine or free, and of how long requests have been here, the worst of "
-        "them. Of a worker with DP ranks each has the label `dp_rank`.",
+        "them. Of a worker with DP ranks each has the label `dp_rank`. What is of decode with the flag, a decode "
+        "worker without it does not export, or it stays 0. The engine's `sglang:cached_tokens_total` counts also what "
+        "decode with the flag held, as `device`.",
         _table(("metric", "worker", "kind", "meaning"), [(f"`{name}`", *rest) for name, *rest in metrics()]),
         "## What a worker says of itself",
         "`GET /server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",

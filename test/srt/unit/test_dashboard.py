@@ -99,7 +99,7 @@ def test_lines_of_several_workers_and_ranks_are_told_apart():
     for panel in PANELS:
         for query in panel.queries:
             assert 'instance=~"$worker"' in query.expr and "{{instance}}" in query.legend, panel.title
-            if named(query.expr) & OURS and "increase" not in query.expr:
+            if named(query.expr.partition(" unless ")[0]) & OURS and "increase" not in query.expr:
                 assert 'dp_rank=~"$rank"' in query.expr and "{{dp_rank}}" in query.legend, panel.title
 
 
@@ -124,6 +124,31 @@ def test_what_runs_on_prefill_is_not_drawn_as_decodes_batch(tmp_path):
                 "exp_samples": [{"labels": '{instance="d0"}', "value": 8}],
             }
         ],
+    }
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump({"tests": [case]}))
+    done = subprocess.run(["promtool", "test", "rules", tmp_path / "cases.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+@pytest.mark.parametrize("title", ["Time to first token", "Time between tokens"])
+def test_prefill_has_no_line_of_what_clients_of_decode_see(tmp_path, title):
+    """The tokenizer's metrics have no label for it. A server of neither mode, which tells no requests, has its line."""
+    query = panel(title).queries[0]
+    (name,) = named(query.expr.partition(" unless ")[0])
+    series = {
+        f'sglang:pd_requests{{instance="{instance}",engine_type="{role}",state="{state}"}}': "0x30"
+        for instance, role in (("p0", "prefill"), ("d0", "decode"))
+        for state in ("waiting", "running")
+    }
+    for instance in ("p0", "d0", "e0"):
+        series |= {f'{name}{{instance="{instance}",le="{le}"}}': "0+1x30" for le in ("2", "+Inf")}
+    expr = query.expr.replace("$worker", ".*").replace("$__rate_interval", "1m")
+    samples = [{"labels": f'{{instance="{instance}"}}', "value": 1} for instance in ("d0", "e0")]
+    case = {
+        "interval": "10s",
+        "input_series": [{"series": each, "values": values} for each, values in series.items()],
+        "promql_expr_test": [{"expr": expr, "eval_time": "3m", "exp_samples": samples}],
     }
     (tmp_path / "cases.yml").write_text(yaml.safe_dump({"tests": [case]}))
     done = subprocess.run(["promtool", "test", "rules", tmp_path / "cases.yml"], capture_output=True, text=True)

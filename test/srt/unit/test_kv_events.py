@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from decode_world import HostSizes, World
@@ -9,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from kv_listener import Listener, names_in, names_of
+from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored, KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
@@ -114,6 +117,31 @@ def listened_to(world: World) -> World:
     world.tree.reset()
     world.tree.take_events()
     return world
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_listens_knows_the_tree_of_an_idle_worker_with_something_in_quarantine(overlap):
+    """For as long as a prefill may still write, which is minutes."""
+    loop = Loop(size=64, page_size=PAGE, reserved=0, overlap=overlap)
+    listener, scheduler = Listener(), loop.scheduler
+    listened_to(loop)
+    scheduler.enable_kv_cache_events = True
+    scheduler.kv_event_publisher = SimpleNamespace(publish=lambda batch: listener.hear(batch.events))
+    served, failed = loop.arrive([1] * 12, max_new=9), loop.arrive([2] * 12, max_new=9)
+
+    def between() -> None:
+        if loop.iterations == 1:
+            for decode_req in (served, failed):
+                loop.handshake(decode_req)
+        if served in loop.asked:
+            loop.complete(served)
+            failed.lose("timed out after 3 s")
+        if loop.iterations == 30:
+            raise LoopEnds
+
+    loop.run(between)
+    assert loop.transfer.quarantine == [failed] and loop.told == [failed.req, served.req]
+    assert set(listener.parents) == set(names_in(loop.tree)) and len(listener.parents) == 20 // PAGE
 
 
 def test_pages_are_named_as_by_the_engines_own_tree():

@@ -80,7 +80,8 @@ def test_metrics_are_those_that_are_made():
         made |= set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", source))
     listed = {name.removeprefix("sglang:").removesuffix("_total"): worker for name, worker, *_ in reference.metrics()}
     assert {*listed} == made and len(made) > 10
-    assert listed["pd_requests"] == "prefill, decode" and listed["decode_audit_faults"] == "decode"
+    assert listed["pd_requests"] == "prefill, decode" and listed["decode_audit_faults"] == "decode with the flag"
+    assert listed["kv_transfer_failures"] == "prefill, decode with the flag"
     assert (
         listed["kv_transfer_sent_bytes"] == listed["prefill_reads"] == "prefill"
         and listed["decode_prompt_tokens"] == "decode"

@@ -96,6 +96,30 @@ def test_what_is_looked_for_again_counts_as_used(world):
 # ---- fetching ----
 
 
+@pytest.mark.parametrize(("gone", "brought", "questions"), [(0, 0, 1), (1, 4, 2), (7, 28, 5), (None, 32, 2)])
+def test_nothing_is_read_behind_a_gap_at_the_start(any_world, gone, brought, questions):
+    """Room was made for it, in place of what is wanted; nothing came. Of a removal by age, such gaps stay.
+
+    gone: which of 8 pages.
+    """
+    one, two = any_world(), any_world(host=64, size=128)
+    prompt, wanted = tokens(1, 32), [tokens(start, 32) for start in (100, 200)]
+    one.serve(prompt)
+    two.storage.stopped = True
+    for other in wanted:
+        two.serve(other, max_new=1)
+    two.storage.stopped = False
+    two.tree.evict_shortfall(two.tree.evictable_size())
+    if gone is not None:
+        one.inside.lose(names_of(prompt)[gone])
+    asked, exists = [], two.files.exists
+    two.files.exists = lambda key: asked.append(key) or exists(key)
+    assert two.admit(prompt).req.from_storage == brought
+    two.check()
+    held = [two.tier.host.peek(other, None).length for other in wanted]
+    assert len(asked) == questions and (held == [32, 32]) == (gone == 0)
+
+
 def fetched_together(two: StorageWorld, prompts: list[list[int]]) -> list[int]:
     """How much of each prompt comes from the storage where all are to be fetched from one step on."""
     two.storage.stopped = False

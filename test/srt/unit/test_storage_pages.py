@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool
+from sglang.srt.mem_cache.host_tier.storage_backend import HEADER
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from storage_kinds import opened
+from storage_kinds import Inside, opened
 
 PAGE, SIZE = 4, 32
 OPTIONS: Any = SimpleNamespace(hicache_ratio=3, hicache_size=0, hicache_mem_layout="layer_first")
@@ -114,3 +116,41 @@ def test_every_layout_of_host_memory(make, layout):
     two.write(2, buffer)
     two.read(2, again)
     assert torch.equal(buffer, again) and buffer.unique().numel() > 8
+
+
+def test_another_page_in_the_place_of_one_is_not_that_page(kind, tmp_path):
+    """As over Mooncake: what a removed page had is given to another one, of the same length, while it is read."""
+    page, other = (torch.full((100,), byte, dtype=torch.uint8) for byte in (1, 2))
+    store = opened(kind, tmp_path / "rank", 100)
+    inside, buffer = Inside(kind, store), torch.zeros(100, dtype=torch.uint8)
+    assert store.set("a", page) and store.set("b", other)
+    inside.put("a", inside.data("b"))
+    assert store.get("a", buffer) is None and store.corrupt == 1 and inside.names() == ["b"]
+    assert store.get("b", buffer) is buffer and torch.equal(buffer, other) and store.corrupt == 1
+    # It is removed, and written again.
+    assert store.set("a", page) and store.get("a", buffer) is buffer and torch.equal(buffer, page)
+
+
+def test_in_mooncake_another_ranks_page_of_one_name_is_not_that_page(master, tmp_path):
+    """All ranks of all models are in one store, and their pages of one length take each other's places."""
+    ranks = [opened(master.kind, tmp_path / name, 100) for name in ("rank", "rank2")]
+    for byte, store in enumerate(ranks):
+        assert store.set("a", torch.full((100,), byte, dtype=torch.uint8))
+    first, second = (Inside(master.kind, store) for store in ranks)
+    first.put("a", second.data("a"))
+    buffer = torch.zeros(100, dtype=torch.uint8)
+    assert ranks[0].get("a", buffer) is None and ranks[0].corrupt == 1 and first.names() == []
+    assert ranks[1].get("a", buffer) is buffer and buffer.all()
+
+
+def test_pages_of_an_earlier_form_are_not_there(kind, tmp_path, caplog):
+    """They have other folders; if they had not, they would be removed, with one line for all of them."""
+    store = opened(kind, tmp_path / "rank", 100)
+    inside, page = Inside(kind, store), torch.ones(100, dtype=torch.uint8)
+    for name in "abc":
+        assert store.set(name, page)
+        # The checksum of the page alone.
+        earlier = HEADER.pack(b"PDR1", zlib.crc32(page.numpy()), 100)
+        inside.put(name, earlier + inside.data(name)[HEADER.size :])
+    assert [store.get(name, page) for name in "abc"] == [None] * 3 and inside.names() == []
+    assert caplog.text.count("is not what was written") == 1 and store.corrupt == 3

@@ -154,6 +154,17 @@ def test_what_is_read_of_workers():
     assert "10 running, 2 not yet" in summary(look) and "127.0.0.1:9" in summary(look)
 
 
+def test_the_first_line_counts_a_failed_pair_once_for_each_of_its_workers():
+    """And does not wait for what has failed and been answered."""
+    prefill = Rank("p", "prefill", requests={"running": 0}, counters={"failures": 1.0})
+    decode = Rank("d", "decode", flag=True, requests={"waiting": 2, "quarantined": 1}, counters={"failures": 1.0})
+    said = summary(Look(0, [decode, prefill], [])).split(" | ")
+    assert "0 running, 2 not yet, 1 in quarantine" in said and "failed: 1 on prefill, 1 on decode" in said
+    # Without metrics nobody knows.
+    said = summary(Look(0, [Rank("p", "prefill"), Rank("d", "decode", requests={"running": 1})], [])).split(" | ")
+    assert "1 running, 0 not yet" in said and "failed: –" in said
+
+
 def test_dp_ranks_are_those_that_they_say_they_are():
     """They are told in the order in which they answered. One of an older version does not say it."""
     held = {"0": 1, "1": 2, "2": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,12 @@ from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
 from sglang.srt.disaggregation.decode_budget import Memory
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters, count_runs, pages
 from sglang.srt.disaggregation.itl_gate import ItlGate
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.observability.kv_transfer_metrics import count_transfer
+from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 
 PREFIX = "sglang:"
 
@@ -30,6 +36,50 @@ def registry(monkeypatch):
 def told(registry) -> dict[str, float]:
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     return {s.name.removeprefix(PREFIX): s.value for s in samples if not s.name.endswith("_created") and s.value}
+
+
+@pytest.mark.parametrize(
+    ("cached", "details", "counted"),
+    [
+        (960, {"device": 0, "host": 0, "decode_prefix": 960}, {"device": 960}),
+        (960, {"device": 64, "host": 32, "decode_prefix": 960}, {"device": 928, "host": 32}),
+        (
+            *(960, {"device": 8, "host": 8, "storage": 16, "storage_backend": "file", "decode_prefix": 960}),
+            {"device": 936, "host": 8, "storage_file": 16},
+        ),
+        # Prefill held more, and neither held anything.
+        (96, {"device": 96, "host": 0, "decode_prefix": 16}, {"device": 96}),
+        (0, {"device": 0, "host": 0, "decode_prefix": 0}, {}),
+        # Without the flag.
+        (96, {"device": 64, "host": 32}, {"device": 64, "host": 32}),
+        (96, {"device": 0, "host": 0}, {}),
+        (96, None, {"total": 96}),
+    ],
+)
+def test_what_decode_held_is_counted_among_the_cached_tokens(registry, monkeypatch, cached, details, counted):
+    """Once, when the request has ended; and its client is told the parts as they were."""
+    monkeypatch.setattr(prometheus_client, "Histogram", partial(prometheus_client.Histogram, registry=registry))
+    args = SimpleNamespace(prompt_tokens_buckets=None, generation_tokens_buckets=None)
+    manager = object.__new__(TokenizerManager)
+    manager.metrics_collector = TokenizerMetricsCollector(args, {"model_name": "m"})
+    manager.enable_priority_scheduling, manager.disaggregation_mode = False, DisaggregationMode.DECODE
+    obj = SimpleNamespace(custom_labels=None, sampling_params={})
+    times = APIServerReqTimeStats(disagg_mode=DisaggregationMode.DECODE)
+    for finished in (False, True):
+        state = ReqState([], finished, asyncio.Event(), obj, time_stats=times)
+        out = SimpleNamespace(
+            completion_tokens=[5, 5], prompt_tokens=[1024] * 2, cached_tokens=[7, cached], retraction_counts=[0, 0],
+            cached_tokens_details=[{"device": 7}, details],
+        )  # fmt: skip
+        as_told = details and dict(details)
+        manager.collect_metrics(state, out, 1)
+        assert details == as_told and out.cached_tokens_details[0] == {"device": 7}
+    assert {
+        s.labels["cache_source"]: s.value
+        for metric in registry.collect()
+        for s in metric.samples
+        if s.name == "sglang:cached_tokens_total"
+    } == counted
 
 
 def test_prefill_counts_what_it_sends(registry):
@@ -143,6 +193,27 @@ def test_bytes_are_counted_by_all_ranks(registry):
     counters.sent(100, 30, 2)
     counters.sent_states(5)
     assert sorted(told(registry).values()) == [2, 5, 30, 100]
+
+
+@pytest.mark.parametrize(
+    ("lens", "theirs", "page_bytes"),
+    [
+        # An MLA target, and a draft whose K and V are wider: each rank gets all of both.
+        ([1152, 1152, 8192, 8192], 1152, 18688),
+        # And one that is narrower.
+        ([1152, 1152, 512, 512], 1152, 3328),
+        # Of heads, a decode rank gets its share, of a draft's as well; or all that this rank has.
+        ([4096] * 6, 1024, 6 * 1024),
+        ([4096] * 6, 8192, 6 * 4096),
+    ],
+)
+def test_bytes_are_those_of_all_buffers(registry, lens, theirs, page_bytes):
+    counters = KvTransferCounters("m", "prefill", enabled=True)
+    count_transfer(counters, SimpleNamespace(kv_item_lens=lens, state_item_lens=[]), theirs, 10, 5, 1)
+    assert told(registry) == {
+        "kv_transfer_sent_bytes_total": 10 * page_bytes, "kv_transfer_saved_bytes_total": 5 * page_bytes,
+        "kv_transfer_runs_total": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -518,6 +518,7 @@ def idle_check(world: World) -> int:
         server_args=SimpleNamespace(disaggregation_decode_enable_offload_kvcache=False),
         tree_cache=world.tree,
         recv_from_tokenizer=None,
+        enable_kv_cache_events=False,
         check_memory=look,
         check_tree_cache=lambda: None,
         init_new_token_ratio=0,

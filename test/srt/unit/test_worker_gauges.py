@@ -13,17 +13,22 @@ import prometheus_client
 import pytest
 from code_texts import HOLE, handed
 from decode_world import World
+from overlapped_loop import LoopEnds
 from prometheus_client import multiprocess
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import SenderState
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.observability import worker_gauges
 from sglang.srt.observability.failure_causes import CAUSES, ELSEWHERE, OTHER, cause_of
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+
+from sglang_pd_radix.tools import reference
 
 PATCH = Path(__file__).parents[3] / "python" / "sglang" / "srt"
 
@@ -48,9 +53,14 @@ def told(registry, name: str) -> dict[str, float]:
 
 @pytest.fixture
 def scheduler(monkeypatch, registry):
+    """A decode worker's scheduler, with the flag and metrics."""
+    return worker_of(monkeypatch, World(size=64, page_size=4))
+
+
+def worker_of(monkeypatch, world):
     """A decode worker's scheduler over the queues and pools of ``world``, with metrics."""
     made = object.__new__(Scheduler)
-    made.world = world = World(size=64, page_size=4)
+    made.world = world
     made.token_to_kv_pool_allocator, made.tree_cache = world.allocator, world.tree
     made.req_to_token_pool = world.queue.req_to_token_pool
     made.disagg_decode_prealloc_queue, made.disagg_decode_transfer_queue = world.queue, world.queue.transfer_queue
@@ -93,6 +103,65 @@ def test_requests_by_state_through_the_life_of_one(scheduler, registry):
     assert seen == [{"handshake"}, {"transfer"}, {"received"}, {"running"}, set()]
     assert told(registry, "decode_radix_evictable_tokens") == {"": 12}
     assert told(registry, "pd_pool_size")["kv"] == 64
+
+
+def test_the_tree_is_told_when_what_is_free_is(scheduler, registry, monkeypatch):
+    """Told in between, what comes into the tree would be free too, and PdRadixPoolTwice would fire."""
+    world = scheduler.world
+    world.queue.counters = KvTransferCounters.get(scheduler.server_args)
+
+    def parts() -> tuple[float, ...]:
+        of_tree = (told(registry, f"decode_radix_{part}_tokens")[""] for part in ("evictable", "protected"))
+        return (told(registry, "pd_pool_free")["kv"], *of_tree)
+
+    scheduler.publish_gauges()
+    monkeypatch.setattr(worker_gauges, "PUBLISH_S", 3600.0)
+    decode_req = world.arrive(list(range(1, 13)))
+    world.handshake(decode_req)
+    world.step()
+    world.complete(decode_req)
+    for _ in range(2):
+        world.step()
+        scheduler.publish_gauges()
+    assert world.tree.protected_size() == 12 and parts() == (64, 0, 0)
+    monkeypatch.setattr(worker_gauges, "PUBLISH_S", 0.0)
+    scheduler.publish_gauges()
+    assert parts() == (52, 0, 12)
+    world.finish(decode_req.req)
+    scheduler.publish_gauges()
+    assert parts() == (52, 12, 0)
+    # A flush leaves neither as it was.
+    world.tree.reset()
+    world.allocator.clear()
+    scheduler.publish_gauges()
+    assert parts() == (64, 0, 0)
+
+
+def test_what_a_decode_worker_without_the_flag_writes(monkeypatch, registry):
+    """And nothing else, as docs/reference.md has it: a transfer that fails is the engine's to count."""
+    made = worker_of(monkeypatch, World(size=64, page_size=4, tree_type=ChunkCache, watermark=None))
+    world, failed, written = made.world, [], set()
+    world.queue.counters = KvTransferCounters.get(made.server_args)
+    KvTransferCounters._made["m", "decode"] = world.queue.counters
+    world.scheduler.enable_metrics = True
+    world.scheduler.metrics_collector = SimpleNamespace(increment_transfer_failed_reqs=lambda: failed.append(1))
+
+    def look() -> None:
+        made.publish_gauges()
+        names = {s.name.removesuffix("_total") for m in registry.collect() for s in m.samples if s.value}
+        written.update(name.removeprefix("sglang:") for name in names if not name.endswith("_created"))
+
+    for end in (world.complete, lambda dr: setattr(dr.kv_receiver, "state", KVPoll.Failed)):
+        decode_req = world.arrive(list(range(1, 13)), peer_takes_prefix=False)
+        world.handshake(decode_req)
+        world.step()
+        # Or it has been here for 0 ms.
+        time.sleep(0.002)
+        look()
+        end(decode_req)
+        world.step()
+        look()
+    assert failed and written == {*reference.WITHOUT_FLAG}
 
 
 def test_how_long_a_transfer_takes_is_counted_from_its_beginning(scheduler, registry):
@@ -362,6 +431,72 @@ def test_prefill_has_each_request_once():
     assert {(id(each.req), each.state) for each in found} == {
         (id(boots), "bootstrap"), (id(waits), "waiting"), (id(chunked), "running"), (id(sends), "sending"),
     }  # fmt: skip
+
+
+class Stage(Scheduler):
+    """One of two stages of a prefill, in the engine's own loop, that looks at what it has at the start of each turn."""
+
+    def __init__(self, batches: list[SimpleNamespace], depth: int):
+        self.batches, self.seen, self.in_flight = batches, list[tuple[list, list]](), list[SimpleNamespace]()
+        self.pp_size, self.pp_rank = 2, 0
+        self.server_args = SimpleNamespace(pp_async_batch_depth=depth, enable_nsa_prefill_context_parallel=False)
+        self.pp_group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+        self.disaggregation_mode, self.waiting_queue, self.chunked_req = DisaggregationMode.PREFILL, [], None
+        self.disagg_prefill_bootstrap_queue, self.disagg_prefill_inflight_queue = SimpleNamespace(queue=[]), []
+        self.send_req_work = self.send_proxy_work = []
+
+    def process_input_requests(self, recv_reqs: list) -> None:
+        self.seen.append(([req for batch in self.in_flight for req in batch.reqs], worker_gauges.in_hand(self)))
+
+    def get_new_batch_prefill(self) -> SimpleNamespace | None:
+        return self.batches.pop(0) if self.batches else None
+
+    def _pp_launch_batch(self, *args: object) -> tuple[None, None]:
+        self.in_flight.append(self.cur_batch)
+        return None, None
+
+    def _pp_process_batch_result(self, batch: SimpleNamespace, result: None) -> None:
+        assert batch is self.in_flight.pop(0)
+        self.disagg_prefill_inflight_queue += batch.reqs
+
+    def process_disagg_prefill_inflight_queue(self, rids: list) -> None:
+        # One is still being sent.
+        left = self.disagg_prefill_inflight_queue[-1:] if self.in_flight else []
+        for req in self.disagg_prefill_inflight_queue:
+            req.done = req not in left
+        self.disagg_prefill_inflight_queue = left
+
+    def self_check_during_idle(self) -> None:
+        raise LoopEnds
+
+    recv_requests = _pp_pd_get_bootstrapped_ids = _pp_pd_get_prefill_transferred_ids = lambda self: []
+    _pp_recv_pyobj_from_prev_stage = lambda self: []  # noqa: E731
+    _pp_commit_comm_work = process_bootstrapped_queue = lambda self, work: work
+    process_prefill_chunk = _pp_recv_proxy_tensors = lambda self: None
+    maybe_prepare_mlp_sync_batch = lambda self, batch: batch  # noqa: E731
+    _pp_pd_send_consensus_bootstrapped_ids = _pp_pd_send_consensus_release_ids = lambda self, *args: ([], [])
+
+    def _pp_commit_send_output_work_and_preprocess_output_tensors(self, *args: object) -> tuple:
+        return None, None, SimpleNamespace(synchronize=lambda: None)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_stages_of_prefill_run_what_they_have_in_flight(depth):
+    """The last batch that the engine knows of then is one that has been processed."""
+
+    def req() -> SimpleNamespace:
+        made = SimpleNamespace(done=False)
+        made.finished = lambda: made.done
+        return made
+
+    stage = Stage([SimpleNamespace(reqs=[req(), req()]) for _ in range(9)], depth)
+    with pytest.raises(LoopEnds):
+        stage.event_loop_pp_disagg_prefill()
+    assert max(len(flies) for flies, _ in stage.seen) >= 2
+    for flies, found in stage.seen:
+        known = [id(each.req) for each in found]
+        assert len(set(known)) == len(known), "a request counts once"
+        assert {id(each.req) for each in found if each.state == "running"} == set(map(id, flies))
 
 
 # ---- causes ----

@@ -385,7 +385,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if self.admission.blocked is None and not self.retracted_queue:
             # While a request waits for memory, what is cached may be what it waits for.
             self.radix.evict_to_watermark()
-        self.counters.tree(self.radix.evictable_size(), self.radix.protected_size())
 
     def _forget(self, decode_reqs: Sequence[DecodeRequest]) -> None:
         if not decode_reqs:

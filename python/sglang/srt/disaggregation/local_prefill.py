@@ -107,12 +107,13 @@ def may_compute(req: Req) -> bool:
 @dataclasses.dataclass(eq=False)
 class LocalReq:
     """A request that is computed here. done: tokens of its prompt held, or launched. agreed: by all ranks. begun: a
-    step has computed, or computes, a part of it."""
+    step has computed, or computes, a part of it. computed: so many tokens of it."""
 
     decode_req: DecodeRequest
     done: int
     agreed: bool = False
     begun: bool = False
+    computed: int = 0
 
     @property
     def req(self) -> Req:
@@ -205,7 +206,8 @@ class PromptPages:
         req, tree = one.req, self._tree
         if end > req.cache_protected_len and tree.accepts(req):
             req.fill_ids, req.committed_indices = self._tokens(req, end), None
-            tree.cache_unfinished_req(req)
+            # All slices of a prompt are one use of it: the last counts.
+            tree.cache_unfinished_req(req, chunked=end < self.end(one, len(req.origin_input_ids)))
 
     def _tokens(self, req: Req, end: int) -> list[int]:
         """What the tree knows the tokens before ``end`` by: with drafts, the token after them is part of it."""
@@ -433,6 +435,7 @@ class LocalPrefills:
             # The tree has got all of it from elsewhere meanwhile.
             return False
         one.begun = True
+        one.computed += end - start
         req.fill_ids = prompt[:end]
         req.prefix_indices = self._rows.req_to_token[req.req_pool_idx, :start].to(torch.int64)
         req.set_extend_input_len(end - start)
@@ -453,5 +456,8 @@ class LocalPrefills:
             if one.left == 0:
                 self._admission.computed(one.decode_req.entry)
                 one.decode_req.advance(Phase.COMMITTED)
-                self._counters.committed(len(req.origin_input_ids), req.transfer_prefix_len or 0, req.computed_here)
+                # What has come into the tree since its admission was held, and not computed.
+                prompt_len, req.computed_here = len(req.origin_input_ids), one.computed
+                req.transfer_prefix_len = prompt_len - one.computed
+                self._counters.committed(prompt_len, req.transfer_prefix_len, one.computed)
         self.waiting = [one for one in self.waiting if one.left]

@@ -250,11 +250,13 @@ def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:
         scheduler.spec_algorithm,
     )
     batch.has_slots = True
+    cached_before = sum(req.cached_tokens for req in reqs)
     batch.prepare_for_extend()
     local.launch(batch, slices)
     batch.prefill_stats = PrefillStats(
         log_input_tokens=batch.extend_num_tokens,
-        log_hit_tokens=sum(batch.prefix_lens),
+        # What is before a later slice has been counted: held when the first began, or computed.
+        log_hit_tokens=sum(req.cached_tokens for req in reqs) - cached_before,
         new_token_ratio=scheduler.new_token_ratio,
         num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, scheduler.enable_priority_scheduling),
         num_new_seqs=len(reqs),

@@ -17,13 +17,16 @@ class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
     def self_check_during_idle(self) -> None:
         """Puts the leak check off while pages are in quarantine, or read, or a prompt waits to be computed here.
 
-        It would report them as lost. Adds that the time without a step is no step's.
+        It would report them as lost. The KV events that go with it are published all the same: a quarantine may last
+        for minutes. Adds that the time without a step is no step's.
         """
         queue = getattr(self, "disagg_decode_transfer_queue", None)
         for watcher in step_watchers(queue):
             watcher.idle()
         # A turn without a step need not be idle: those that decoded have ended, and the prompts waited for them.
-        if not (has_prompts_to_compute(queue) or self.has_quarantine() or self.has_reads()):
+        if has_prompts_to_compute(queue) or self.has_quarantine() or self.has_reads():
+            self._publish_kv_events()
+        else:
             super().self_check_during_idle()
 
     def has_quarantine(self) -> bool:

@@ -86,6 +86,17 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         if state is not None and state.finished:
             self._remember(recv_obj.rid, state, None)
 
+    def collect_metrics(self, state: ReqState, recv_obj, i: int) -> None:
+        """Counts what decode held among the cached tokens of a request that has ended, as `device`.
+
+        The engine counts the parts that it knows, and not what their sum lacks. A client is told them as they were.
+        """
+        parts = getattr(recv_obj, "cached_tokens_details", None) if state.finished else None
+        if parts and parts[i] and "decode_prefix" in parts[i]:
+            more = recv_obj.cached_tokens[i] - sum(parts[i].get(source, 0) for source in ("device", "host", "storage"))
+            parts[i] = parts[i] | {"device": parts[i].get("device", 0) + max(more, 0)}
+        super().collect_metrics(state, recv_obj, i)
+
     def _remember(self, rid: str, state: ReqState, life: dict[str, float] | None) -> None:
         if self.ended is not None and state.out_list:
             meta = state.out_list[-1]["meta_info"]

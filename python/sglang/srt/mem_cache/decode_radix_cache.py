@@ -201,6 +201,7 @@ class DecodeRadixCache(RadixCache):
         """Put the committed KV of ``req`` into the tree and move its lock to the end of it.
 
         ``fill_ids`` already has the token whose KV the next decode step computes; a slot of it must not enter the tree.
+        chunked: to policies by use this is none, nor is what a retracted request does when it comes back.
         """
         if not self.accepts(req):
             return
@@ -210,7 +211,7 @@ class DecodeRadixCache(RadixCache):
         fill_ids = req.fill_ids
         req.fill_ids = fill_ids[: self._committed_end(req)]
         try:
-            super().cache_unfinished_req(req, chunked)
+            super().cache_unfinished_req(req, chunked or req.retracted_stain)
         finally:
             req.fill_ids = fill_ids
 

@@ -104,7 +104,7 @@ class KvTransferCounters:
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
             self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
-            self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds; 0 without a target.")
+            self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds, where one is set.")
             self._step = gauge("decode_step_seconds", "Mean time of the last steps, where an ITL target is set.")
             self._predicted = gauge(
                 "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
@@ -249,5 +249,7 @@ def count_transfer(
     """
     if states:
         counters.sent_states(states * sum(kv_args.state_item_lens))
-    page_bytes = sum(min(item, their_item_len) for item in kv_args.kv_item_lens)
+    # What is cut for another TP size is cut as its first buffer is; a draft's differ in size, and are then not cut.
+    first = kv_args.kv_item_lens[0]
+    page_bytes = sum(kv_args.kv_item_lens) * min(their_item_len, first) // first
     counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)

@@ -58,8 +58,10 @@ def in_hand(scheduler: Any) -> list[InHand]:
     """The requests of a prefill or decode worker, each once."""
     if scheduler.disaggregation_mode.value == "decode":
         return _on_decode(scheduler)
-    step = scheduler.last_batch
-    running = [*(step.reqs if step else ()), *([scheduler.chunked_req] if scheduler.chunked_req else ())]
+    # Pipeline stages have several steps in flight, none of which is the last: that one has been processed.
+    steps = [scheduler.last_batch, *(getattr(scheduler, "mbs", None) or ())]
+    running = [req for step in steps if step for req in step.reqs]
+    running += [scheduler.chunked_req] if scheduler.chunked_req else []
     found = [InHand(req, "sending") for req in scheduler.disagg_prefill_inflight_queue]
     found += [InHand(req, "bootstrap") for req in scheduler.disagg_prefill_bootstrap_queue.queue]
     found += [InHand(req, "waiting") for req in scheduler.waiting_queue]

@@ -93,19 +93,30 @@ def ordered(ranks: list[Rank], column: str, turned: bool) -> list[Rank]:
     return sorted(by_name, key=COLUMNS[column].key, reverse=(column not in NAMES) != turned)
 
 
+def _failed(ranks: list[Rank]) -> str:
+    """Failures by role: both workers of a pair count a request that fails, if both have it."""
+    by_role: dict[str, float] = {}
+    for rank in ranks:
+        if "failures" in rank.counters:
+            by_role[rank.role] = by_role.get(rank.role, 0.0) + rank.counters["failures"]
+    # Prefill is before decode, as a request is.
+    return ", ".join(f"{size(by_role[role])} on {role}" for role in sorted(by_role, reverse=True)) or size(None)
+
+
 def summary(look: Look) -> str:
     """The first line: the deployment as a whole."""
     sums = totals(look.ranks)
     decode, rates = sums["requests"].get("decode", {}), sums["rates"]
     tokens = rates if rates.get("prompt_tokens") else sums["counters"]
     held = tokens.get("held_tokens", 0) / tokens["prompt_tokens"] if tokens.get("prompt_tokens") else None
-    waits = sum(count for state, count in decode.items() if state != "running")
+    waits = sum(count for state, count in decode.items() if state not in ("running", "quarantined"))
+    kept = f", {decode['quarantined']} in quarantine" if decode.get("quarantined") else ""
     said = [
         f"{len(look.ranks)} ranks",
-        f"{decode.get('running', 0)} running, {waits} not yet",
+        f"{decode.get('running', 0)} running, {waits} not yet{kept}",
         f"{part(held)} of prompts held",
         f"sent {size(rates.get('sent_bytes'), 'B/s')}, saved {size(rates.get('saved_bytes'), 'B/s')}",
-        f"{size(sums['counters'].get('failures'))} failed",
+        f"failed: {_failed(look.ranks)}",
     ]
     if sums["unreachable"]:
         said.append("cannot be looked at: " + ", ".join(sums["unreachable"]))

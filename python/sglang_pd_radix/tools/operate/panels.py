@@ -49,8 +49,11 @@ def _once(how: str, name: str, by: str = "instance, dp_rank") -> str:
 
 
 def _quantile(part: float, name: str) -> str:
+    """Of what clients see, without prefill's: its engine observes no first token, and tokens of failed requests."""
     rate = f"rate(sglang:{name}_bucket{{{_OF_WORKER}}}[$__rate_interval])"
-    return f"histogram_quantile({part}, sum by (le, instance) ({rate}))"
+    # The tokenizer process does not say which kind of worker it is of.
+    prefill = 'sglang:pd_requests{engine_type="prefill"}'
+    return f"histogram_quantile({part}, sum by (le, instance) ({rate})) unless on (instance) {prefill}"
 
 
 def _counted(metric: str, says: str) -> Query:
@@ -125,7 +128,7 @@ WORTH_IT = (
 HURTS = (
     Panel(
         "Time to first token",
-        "As each worker's clients see it: on prefill the end of its part, on decode all of it.",
+        "As each worker's clients see it. Prefill observes none, and is left out.",
         (
             Query(_quantile(0.5, "time_to_first_token_seconds"), "p50 {{instance}}"),
             Query(_quantile(0.95, "time_to_first_token_seconds"), "p95 {{instance}}"),
@@ -134,8 +137,9 @@ HURTS = (
     ),
     Panel(
         "Time between tokens",
-        "It rises with the number of requests that run. With --disaggregation-decode-itl-target also a decode step as "
-        "measured and as its parts explain it, and the target.",
+        "It rises with the number of requests that run. Prefill, which sends one token, is left out. With "
+        "--disaggregation-decode-itl-target also a decode step, as measured and as its parts explain it, and the "
+        "target.",
         (
             Query(_quantile(0.5, "inter_token_latency_seconds"), "p50 {{instance}}"),
             Query(_quantile(0.95, "inter_token_latency_seconds"), "p95 {{instance}}"),

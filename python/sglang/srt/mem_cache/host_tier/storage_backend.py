@@ -19,20 +19,24 @@ logger = logging.getLogger(__name__)
 
 # The option with which a storage's own are given.
 EXTRA_CONFIG = "--hicache-storage-backend-extra-config"
-# Mark, checksum and length of the page that follows.
+# Mark, checksum of the name and the page that follows, and its length.
 HEADER = struct.Struct("<4sIQ")
 _MARK = b"PDR1"
 
 
-def seal(page: memoryview) -> bytes:
-    """What is stored in front of a page."""
-    return HEADER.pack(_MARK, zlib.crc32(page), len(page))
+def seal(key: str, page: memoryview) -> bytes:
+    """What is stored in front of a page. key: what it is called where it is stored."""
+    return HEADER.pack(_MARK, _checksum(key, page), len(page))
 
 
-def is_whole(header: bytes, page: memoryview) -> bool:
-    """Whether ``page`` is what ``header`` was written for."""
+def is_whole(key: str, header: bytes, page: memoryview) -> bool:
+    """Whether ``page`` is what ``header`` was written for, under the name ``key``: another's page may be whole too."""
     mark, checksum, length = HEADER.unpack(header)
-    return mark == _MARK and length == len(page) and checksum == zlib.crc32(page)
+    return mark == _MARK and length == len(page) and checksum == _checksum(key, page)
+
+
+def _checksum(key: str, page: memoryview) -> int:
+    return zlib.crc32(page, zlib.crc32(key.encode()))
 
 
 class Room:

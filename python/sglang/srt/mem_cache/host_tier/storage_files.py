@@ -2,9 +2,9 @@
 
 The engine's backend of that name writes a file in place: a worker that is killed leaves a part of one under its name
 for ever, and who reads while another writes gets a part. Here a file is written beside and renamed, and says how long
-its page is and the checksum of it. Checked are length and checksum (CRC-32) of each page that is read: that finds files
-cut short and bits that have changed, not somebody who means harm. Whoever may write to the directory decides what the
-model reads.
+its page is and the checksum of its name and it. Checked are length and checksum (CRC-32) of each page that is read:
+that finds files cut short, bits that have changed and another page's file, not somebody who means harm. Whoever may
+write to the directory decides what the model reads.
 
 Upstream: none is known.
 """
@@ -142,7 +142,7 @@ class PageFiles(PageStorage):
             self._remove(key, str(e.strerror))
             return None
         self._in_a_row.clear()
-        if header is not None and is_whole(header, memoryview(page.numpy())):
+        if header is not None and is_whole(key, header, memoryview(page.numpy())):
             return page
         self._remove(key, "changed or cut short")
         return None
@@ -201,7 +201,7 @@ class PageFiles(PageStorage):
         part = self._parts / uuid.uuid4().hex
         try:
             with open(part, "wb", buffering=0) as file:
-                self._write(file, seal(memoryview(page.numpy())), page)
+                self._write(file, seal(key, memoryview(page.numpy())), page)
             os.replace(part, self._path(key))
         except BaseException:
             with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["first_hash", "model_folder", "page_names", "rank_folder", "weights_id"]
 
 # Advanced when what is in a file, or how it is named, changes.
-VERSION = 4
+VERSION = 5
 # Options by which the KV of the same tokens of the same model may differ. As they are given: a storage outlives its
 # workers, and what was saved is found by the name that it had then.
 _OPTIONS = (*KV_OPTIONS, *WEIGHT_OPTIONS, "hicache_mem_layout", "page_size", "speculative_algorithm")

@@ -2,7 +2,8 @@
 
 Each page is one object, header and page, which the master shows to others when all of it has been written. The master
 evicts what has not been asked for lately; a client that ends takes what its memory has with it. Of an object that is
-removed or evicted while it is read, the checksum tells.
+removed or evicted while it is read, the checksum tells: also where all of its place has been given to another page by
+then, of any rank or model, since the checksum begins with the object's name.
 
 The store's calls for pages block without the interpreter's lock, its start and its end with it. So the master is looked
 for before the start, and nothing ends it but the process.
@@ -281,7 +282,7 @@ class PagesInMooncake(PageStorage):
         if length != _LONGER:
             self._done(length, "reads no page")
             room.copy_to(page)
-            if length == room.size and is_whole(room.header, memoryview(page.numpy())):
+            if length == room.size and is_whole(self._prefix + key, room.header, memoryview(page.numpy())):
                 return page
         self._count_corrupt(key, "changed or of another size")
         self._store.remove(self._prefix + key, True)
@@ -290,7 +291,7 @@ class PagesInMooncake(PageStorage):
     def set(self, key: str, value: torch.Tensor) -> bool:
         """Write a page; nothing is done where there is one of that name. False where the store stays full."""
         room = self._room()
-        room.put(seal(memoryview(value.numpy())), value)
+        room.put(seal(self._prefix + key, memoryview(value.numpy())), value)
         waits = ROOM_S if time.monotonic() >= self._full_until else ()
         code = self._store.put_from(self._prefix + key, room.address, room.size)
         for wait_s in waits:

@@ -140,20 +140,22 @@ def _end_of_shared(fetch: Fetch, other: Fetch, held: int, page_size: int) -> int
 def look(fetch: Fetch, threads: StorageThreads, page_size: int, beat: Callable[[], None]) -> None:
     """Find out how many pages the storage has behind what is held; by halving, since they came in order.
 
+    Without the first there is nothing to read, and no room to be made: others may have removed what was written first.
+
     beat: called before each call of the storage.
     """
     found = 0
     try:
         names = page_names(fetch.tokens[fetch.held :], page_size, fetch.before)
-        low, high = 0, len(names)
+        low, high, middle = 0, len(names), 1
         while low < high and not fetch.closed:
             beat()
-            # First the last: most often there is all of it, or nothing.
-            middle = high if high == len(names) else (low + high + 1) // 2
             if threads.files.exists(names[middle - 1].hex()):
                 low = middle
             else:
                 high = middle - 1
+            # Behind the first the last: most often there is all of it, or nothing.
+            middle = high if high == len(names) else (low + high + 1) // 2
         fetch.names, tokens = names, fetch.held + low * page_size
         found = tokens if tokens >= fetch.worth else 0
     finally:

@@ -1,0 +1,93 @@
+"""With write_through_selective, what one request alone has used is not saved, however often it enters the tree."""
+
+from __future__ import annotations
+
+import pytest
+from decode_world import HostSizes, World
+from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.mem_cache.host_tier.tier import HITS
+from test_host_tier import PAGE, admit, saved
+from test_traps import tokens
+
+SELECTIVE = HITS["write_through_selective"]
+# Its last page is not shared: that of its last token is computed into a page of its own.
+PROMPT = tokens(1, 41)
+
+
+def settle(one: World) -> int:
+    """Tokens that have been saved when nothing more is."""
+    for _ in range(40):
+        one.tier.memory.wait()
+        one.step()
+    assert not one.tier.saves.busy
+    one.check()
+    return one.tier.saves.saved_tokens
+
+
+def computed_here(slice_tokens: int, times: int, hits: int) -> Loop:
+    """PROMPT, so often, one after another, computed by decode in slices."""
+    loop = Loop(
+        options={"disaggregation_decode_local_prefill": "100"},
+        size=256,
+        page_size=PAGE,
+        reserved=0,
+        host=HostSizes(256, hits),
+    )
+    loop.transfer.local.policy = Policy(most=100, slice=slice_tokens, step=2 * slice_tokens, queued=100, debt=200)
+
+    def between() -> None:
+        if loop.iterations % 40 == 1 and loop.iterations < 40 * times:
+            loop.handshake(loop.arrive(PROMPT, max_new=2))
+        loop.tier.memory.wait()
+        if loop.iterations >= 40 * times and loop.idle() and loop.in_flight is None:
+            raise LoopEnds
+        assert loop.iterations < 40 * times + 40
+
+    loop.run(between)
+    loop.check_answers()
+    return loop
+
+
+@pytest.mark.parametrize("slice_tokens", [4, 10, 100])
+def test_the_slices_of_a_prompt_are_one_use_of_it(slice_tokens):
+    loop = computed_here(slice_tokens, 1, SELECTIVE)
+    assert len(loop.extended) == {4: 6, 10: 3, 100: 1}[slice_tokens] and loop.tier.saves.saved_tokens == 0
+    assert computed_here(slice_tokens, 2, SELECTIVE).tier.saves.saved_tokens == 40
+    # And it is one: after the first, all of it is saved where that is enough.
+    assert computed_here(slice_tokens, 1, 1).tier.saves.saved_tokens == 40
+
+
+@pytest.mark.parametrize("retractions", [0, 1, 3])
+def test_a_request_that_is_retracted_and_comes_back_is_one_use(retractions):
+    one = World(size=128, page_size=PAGE, host=HostSizes(256, SELECTIVE))
+    prompt = tokens(1, 24)
+    one.complete(admit(one, prompt, max_new=8))
+    one.step()
+    for _ in range(retractions):
+        one.decode()
+        one.retract(one.running[-1])
+        one.step()
+        assert one.running
+    while one.running:
+        one.decode()
+    assert settle(one) == 0
+    saved(one, prompt + tokens(9, 4))
+    assert settle(one) == 24
+
+
+def test_what_a_request_brings_back_is_saved_at_its_end():
+    """Where one use is enough, and both memories have lost it while it was retracted."""
+    one = World(size=128, page_size=PAGE, host=HostSizes(256))
+    prompt = tokens(1, 24)
+    one.complete(admit(one, prompt, max_new=4))
+    one.step()
+    assert settle(one) == 24
+    one.retract(one.running[-1])
+    for tree in one.tree, one.tier.host:
+        tree.evict_shortfall(tree.evictable_size())
+    one.step()
+    while one.running:
+        one.decode()
+    settle(one)
+    assert one.tier.host.peek(prompt, None).length == 24
