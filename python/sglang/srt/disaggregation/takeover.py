@@ -126,6 +126,7 @@ class Takeovers(NoTakeovers):
             decode_req.advance(Phase.HANDSHAKE)
             if decode_req.entry is not None:
                 decode_req.entry.follow_nobody()
+                decode_req.entry.prefill = None
             polls[place] = int(KVPoll.Bootstrapping)
         self.look_for_no_prefill()
         return polls

@@ -250,6 +250,6 @@ def count_transfer(
     if states:
         counters.sent_states(states * sum(kv_args.state_item_lens))
     # What is cut for another TP size is cut as its first buffer is; a draft's differ in size, and are then not cut.
-    first = kv_args.kv_item_lens[0]
+    first = kv_args.kv_item_lens[0] if kv_args.kv_item_lens else 1
     page_bytes = sum(kv_args.kv_item_lens) * min(their_item_len, first) // first
     counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)

@@ -108,12 +108,12 @@ class Saves:
     # ---- what happens to the device's tree ----
 
     def used(self, node: TreeNode) -> None:
-        """``node`` is new, or has been met again."""
+        """``node`` is new, or has been met again. Of what slices bring, or who comes back, no use has been counted."""
         _raise_saved(self._host, node)
         if self._ahead is not None:
             if getattr(node, _MARK, None) is False:
                 delattr(node, _MARK)
-        elif node.hit_count >= self.hits and not getattr(node, _MARK, False):
+        elif max(1, node.hit_count) >= self.hits and not getattr(node, _MARK, False):
             setattr(node, _MARK, True)
             self.to_come[node] = NOTHING_YET
 
