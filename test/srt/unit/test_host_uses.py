@@ -25,8 +25,8 @@ def settle(one: World) -> int:
     return one.tier.saves.saved_tokens
 
 
-def computed_here(slice_tokens: int, times: int, hits: int) -> Loop:
-    """PROMPT, so often, one after another, computed by decode in slices."""
+def computing(slice_tokens: int, hits: int) -> Loop:
+    """A decode worker that computes prompts in slices, with host memory."""
     loop = Loop(
         options={"disaggregation_decode_local_prefill": "100"},
         size=256,
@@ -35,6 +35,12 @@ def computed_here(slice_tokens: int, times: int, hits: int) -> Loop:
         host=HostSizes(256, hits),
     )
     loop.transfer.local.policy = Policy(most=100, slice=slice_tokens, step=2 * slice_tokens, queued=100, debt=200)
+    return loop
+
+
+def computed_here(slice_tokens: int, times: int, hits: int) -> Loop:
+    """PROMPT, so often, one after another, computed by decode in slices."""
+    loop = computing(slice_tokens, hits)
 
     def between() -> None:
         if loop.iterations % 40 == 1 and loop.iterations < 40 * times:
@@ -78,14 +84,7 @@ def test_a_request_that_is_retracted_and_comes_back_is_one_use(retractions):
 
 def test_where_one_use_is_enough_each_slice_is_saved_as_it_comes():
     """A request that is aborted between two slices leaves what they have computed in both memories."""
-    loop = Loop(
-        options={"disaggregation_decode_local_prefill": "100"},
-        size=256,
-        page_size=PAGE,
-        reserved=0,
-        host=HostSizes(256, HITS["write_through"]),
-    )
-    loop.transfer.local.policy = Policy(most=100, slice=4, step=8, queued=100, debt=200)
+    loop = computing(4, HITS["write_through"])
     aborted = []
 
     def between() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -153,28 +154,30 @@ def test_a_reader_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch, cap
     assert capfd.readouterr().out == "the result\n"
 
 
-def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stderr goes to one."""
     stderr = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - that it cannot be closed in order is the case
     monkeypatch.setattr(sys, "stderr", stderr)
-    with Display() as show:
-        show.startup(READY)
-        show.now("making the model")
-        show.done("(a) run 1 of 1, on: 5 req/s")
+    yield
     with contextlib.suppress(OSError):
         stderr.close()
 
 
-def test_a_row_that_could_not_be_drawn_is_one_row(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_nothing(full_disk: None) -> None:
+    with Display() as show:
+        show.startup(READY)
+        show.now("making the model")
+        show.done("(a) run 1 of 1, on: 5 req/s")
+
+
+def test_a_row_that_could_not_be_drawn_is_one_row(terminal: None, full_disk: None) -> None:
     """Each step added one more, and what rich would draw of all."""
-    stderr = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - as above
-    monkeypatch.setattr(sys, "stderr", stderr)
     with Display(2) as show:
         assert show._rows is not None
         for i in range(5):
             show.step("(a) off", i, "")
         assert len(show._rows.tasks) <= 2
-    with contextlib.suppress(OSError):
-        stderr.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of rich, which draws the rows

@@ -37,11 +37,14 @@ def pass_by(world: World, clock: Clock, seconds: float, step_s: float = 0.1) -> 
         world.step()
 
 
-def full_of_hung(target_ms: float = 3.5) -> tuple[World, list[Any]]:
+LOCAL = {"disaggregation_decode_local_prefill": "40"}
+
+
+def full_of_hung(target_ms: float = 3.5, length: int = 8, **options: str) -> tuple[World, list[Any]]:
     """1 ms and 1 ms for each request: two fit, and two are on their way from a prefill that stands still."""
-    world = World(size=1024, max_reqs=32, options=target(target_ms))
+    world = World(size=1024 * length // 8, max_reqs=32, options=target(target_ms) | options)
     known(world, estimate())
-    hung = queue(world, *(tokens(n, 8) for n in (1, 2)), prefill=HUNG)
+    hung = queue(world, *(tokens(n, length) for n in (1, 2)), prefill=HUNG)
     world.step()
     assert all(asked(hung))
     return world, hung
@@ -142,8 +145,7 @@ def test_a_prefill_that_delivers_now_and_then_does_not_stand_still(clock):
 
 
 def test_a_short_remainder_is_computed_here_beside_a_transfer_that_stands_still(clock):
-    options = target(3.0) | {"disaggregation_decode_local_prefill": "40"}
-    world = World(size=512, page_size=4, reserved=0, options=options)
+    world = World(size=512, page_size=4, reserved=0, options=target(3.0) | LOCAL)
     serve_to_end(world, tokens(1, 48))
     # 1 ms and 0.02 ms for each token, so that the first one alone takes all.
     known(world, estimate(1.0, 0.0, 0.02, answer=4))
@@ -158,11 +160,7 @@ def test_a_short_remainder_is_computed_here_beside_a_transfer_that_stands_still(
 
 def test_what_is_too_long_for_decode_waits_for_a_prefill_that_alone_is_asked(clock):
     """Where decode computes other prompts, twenty were let in for two."""
-    options = target(3.5) | {"disaggregation_decode_local_prefill": "40"}
-    world = World(size=4096, max_reqs=64, options=options)
-    known(world, estimate())
-    queue(world, *(tokens(n, 100) for n in (1, 2)), prefill=HUNG)
-    world.step()
+    world, _ = full_of_hung(length=100, **LOCAL)
     more = queue(world, *(tokens(n, 100) for n in range(3, 11)), prefill=HUNG)
     pass_by(world, clock, LEAST_S + 10)
     assert not any(asked(more))
@@ -170,8 +168,7 @@ def test_what_is_too_long_for_decode_waits_for_a_prefill_that_alone_is_asked(clo
 
 def test_what_decode_may_compute_waits_for_no_prefill_that_stands_still(clock):
     """Behind a prompt that is prefill's, it is not known yet who computes it: decode idled until the time-out."""
-    options = target(3.0) | {"disaggregation_decode_local_prefill": "40"}
-    world = World(size=512, page_size=4, reserved=0, options=options)
+    world = World(size=512, page_size=4, reserved=0, options=target(3.0) | LOCAL)
     known(world, estimate(1.0, 0.0, 0.02, answer=4))
     queue(world, tokens(100, 100), prefill=HUNG)
     world.step()
@@ -182,11 +179,7 @@ def test_what_decode_may_compute_waits_for_no_prefill_that_stands_still(clock):
 
 def test_what_is_taken_over_from_it_waits_for_no_prefill_that_stands_still(clock):
     """It counted as that prefill's, and waited for it behind another of its requests."""
-    options = target(3.5) | {"disaggregation_decode_local_prefill": "40"}
-    world = World(size=4096, max_reqs=64, options=options)
-    known(world, estimate())
-    queue(world, *(tokens(n, 100) for n in (1, 2)), prefill=HUNG)
-    world.step()
+    world, _ = full_of_hung(length=100, **LOCAL)
     ready = queue(world, tokens(3, 100), prefill=HUNG)
     lost = world.arrive(tokens(4, 100), prefill=HUNG)
     world.step()
@@ -246,14 +239,19 @@ def test_while_nobody_is_held_back_nothing_is_looked_for(monkeypatch):
 # ---- what nobody reads ----
 
 
-def test_what_only_a_save_has_locked_no_step_reads():
-    """Up to an eighth of the pool. What a request holds as well is read, and what it alone holds."""
+def locked_by_a_save() -> tuple[World, Any]:
+    """64 tokens of the tree, of which a save has begun; and the gate, for which a step takes 0.01 ms a token."""
     world = World(size=512, page_size=4, host=HostSizes(1024, late=True), options=target(3.0))
     gate = known(world, estimate(1, 0, 0.01))
     gate._shares = True
     serve_to_end(world, tokens(1, 64))
-    # The save begins.
     world.step()
+    return world, gate
+
+
+def test_what_only_a_save_has_locked_no_step_reads():
+    """Up to an eighth of the pool. What a request holds as well is read, and what it alone holds."""
+    world, gate = locked_by_a_save()
     assert world.tier.saves.tokens == 64 == world.tree.protected_size_
     assert gate.load(LiveReqs()).shared == 0
     # One that shares half of it, by when it is on its way, and when it runs.
@@ -273,12 +271,8 @@ def test_what_only_a_save_has_locked_no_step_reads():
 
 def test_what_a_save_has_locked_is_read_once_somebody_is_let_in():
     """It counted nowhere: not as held by anybody, nor as what a newcomer would hold, since it was locked."""
-    world = World(size=512, page_size=4, host=HostSizes(1024, late=True), options=target(3.0))
     # A step over 64 tokens of the tree and 8 more takes 1.7 ms, over those of two 2.5 ms.
-    gate = known(world, estimate(1, 0, 0.01))
-    gate._shares = True
-    serve_to_end(world, tokens(1, 64))
-    world.step()
+    world, gate = locked_by_a_save()
     (one,) = queue(world, tokens(1, 64) + tokens(50, 8))
     load = gate.load(LiveReqs())
     plan: Any = SimpleNamespace(found=world.tree.peek(one.req.origin_input_ids, None), delta=8)

@@ -341,16 +341,13 @@ def _raise_saved(host: HostTree, node: TreeNode) -> None:
     """What has been saved of ``node`` is of its priority at least: a request of a higher one may have met it."""
     if host.eviction_policy != "priority":
         return
-    one, behind = node, 0
-    if not getattr(node, _MARK, False) and _live(host, getattr(node, _END, None)) is None:
-        # None of it has been saved, or nobody has noted what.
-        return
-    for _ in range(MOST_PARTS):
-        if (end := _live(host, getattr(one, _END, None))) is not None or not one.children:
-            break
-        # Of a node that was split, the last part alone keeps its end.
+    one, behind, parts = node, 0, 1
+    end = _live(host, getattr(node, _END, None))
+    # Of a node that was split, the last part alone keeps its end; of one that is not marked, nothing has been saved.
+    while end is None and parts < MOST_PARTS and one.children and getattr(node, _MARK, False):
         one = next(iter(one.children.values()))
-        behind += len(one.key)
+        behind, parts = behind + len(one.key), parts + 1
+        end = _live(host, getattr(one, _END, None))
     if end is None:
         return
     while behind >= len(end.key):
