@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from pd import FLAG, Pair, counter, generate_body, wait_idle, words
+from pd import FLAG, Pair, counter, generate_body, log_of, wait_idle, words
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
@@ -64,6 +65,28 @@ def test_samples_are_as_requests_of_their_own_and_kv_comes_once(pair, truth):
     assert sorted(d["transferred"] for d in details) == [rest] * 4 + [whole]
     sent = counter(pair.prefill_url, "sglang:kv_transfer_sent_bytes_total") - before
     assert sent == sum(d["transferred_bytes"] for d in details)
+
+
+FAILURES = ("num_bootstrap_failed_reqs_total", "num_transfer_failed_reqs_total", "kv_transfer_failures_total")
+
+
+def failures(pair: Pair) -> list[float]:
+    return [counter(pair.prefill_url, f"sglang:{name}") for name in FAILURES]
+
+
+def test_a_request_that_is_served_has_failed_nobody(pair, truth):
+    """Prefill may get it before decode has announced its samples, and gives up what it has begun for it."""
+    before, logged = failures(pair), log_of(pair.cluster, pair.prefill_url).count("failed for request")
+    for prompt, ids in zip(PROMPTS * 3, truth * 3, strict=True):
+        body = {**sampled(prompt, 3), "bootstrap_host": "127.0.0.1", "bootstrap_room": random.randrange(1, 2**62)}
+        body["bootstrap_port"] = pair.cluster.processes[0].bootstrap_port
+        prefill = pair._workers.submit(requests.post, pair.prefill_url + "/generate", json=body, timeout=120)
+        time.sleep(0.2)
+        answers = requests.post(pair.decode_url + "/generate", json=body, timeout=120).json()
+        assert [answer["output_ids"] for answer in answers] == [ids] * 3
+        assert len(prefill.result().json()) == 3
+    assert failures(pair) == before
+    assert log_of(pair.cluster, pair.prefill_url).count("failed for request") == logged
 
 
 def test_a_batch_of_prompts_is_answered_prompt_by_prompt(pair, truth):

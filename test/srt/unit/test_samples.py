@@ -15,6 +15,7 @@ import pytest
 import requests
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers import samples, tokenizer_manager
 from sglang.srt.managers.checked_requests import CheckedRequests
@@ -356,6 +357,8 @@ def test_prefill_that_is_told_first_sends_the_samples_only():
 
 
 def test_prefill_that_is_told_later_gives_its_warmup_up():
+    """It is dropped, and nobody answers it: one that is aborted is logged and counted as failed, with each request."""
+
     async def test():
         prefill = Manager(DisaggregationMode.PREFILL, False)
         task = asyncio.ensure_future(answers(prefill, body(rid="r")))
@@ -365,11 +368,13 @@ def test_prefill_that_is_told_later_gives_its_warmup_up():
         await asyncio.sleep(0.05)
         assert prefill.samples.announced([11, 12]) is None
         await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
-        assert prefill.send_to_scheduler.aborts == [warmup.rid]
+        assert [one for one in prefill.send_to_scheduler.got if isinstance(one, ComputedReq)] == [
+            ComputedReq(11, warmup.rid)
+        ]
+        assert not prefill.send_to_scheduler.aborts
         sent = prefill.send_to_scheduler.requests[1:]
         assert [message.bootstrap_room for message in sent] == ROOMS
         assert [message.rid for message in sent] == [f"r_{i}" for i in range(6)]
-        prefill.answer(warmup, finish_reason={"type": "abort", "status_code": 500, "message": "aborted"})
         for message in sent:
             prefill.answer(message)
         assert len(await task) == 6
@@ -409,7 +414,7 @@ def test_samples_of_a_request_that_nobody_has_given_types():
             if not told:
                 prefill.samples.announced([11, 12])
             await until(lambda prefill=prefill, n=6 + (not told): len(prefill.send_to_scheduler.requests) == n, task)
-            for message in prefill.send_to_scheduler.requests:
+            for message in prefill.send_to_scheduler.requests[not told :]:
                 prefill.answer(message)
             assert len(await task) == 6
 
@@ -698,10 +703,10 @@ def test_an_adapter_is_held_by_what_was_sent_only():
         prefill.samples.announced([11, 12])
         await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
         assert prefill.lora_registry.held == ["id of a"] * 3
-        warmup = prefill.rid_to_state[prefill.send_to_scheduler.requests[0].rid]
-        # So its end releases nothing.
-        assert warmup.obj.lora_path is None
-        for message in prefill.send_to_scheduler.requests:
+        warmup, *others = prefill.send_to_scheduler.requests
+        # Its end releases nothing.
+        assert warmup.rid not in prefill.rid_to_state
+        for message in others:
             prefill.answer(message)
         await task
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi import HTTPException
+from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.refusal import blames_request
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
@@ -187,10 +188,10 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
     async def _answer_to_warmup(self, answers, obj, announcement: samples.Announcement):
         answer = await samples.first_answer(answers, announcement)
         if not answer.done():
-            # Nobody has asked for this room, or will. What it is answered is of no interest.
-            answer.add_done_callback(lambda task: task.cancelled() or task.exception())
-            obj.lora_path = None
-            self.send_to_scheduler.send_pyobj(AbortReq(rid=obj.rid))
+            # Nobody has asked for this room, or will: dropped, it has not failed, and nothing is answered.
+            answer.cancel()
+            self.rid_to_state.pop(obj.rid, None)
+            self.send_to_scheduler.send_pyobj(ComputedReq(obj.bootstrap_room, obj.rid))
             raise samples.SamplesHaveRooms
         # If it has failed, this raises.
         out = answer.result()
