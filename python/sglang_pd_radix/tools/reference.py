@@ -336,7 +336,10 @@ POOL_FIELDS = {
     "req_slots": "all of them",
     "metadata_buffers": "buffers for the metadata of transfers",
     "free_metadata_buffers": "free ones",
-    "rooms": "how many rooms each book of the transfer backend mentions; none when idle",
+    "rooms": (
+        "how many rooms each book of the transfer backend mentions; when idle, only those that decode has asked for "
+        "and whose requests have not come to this prefill, for up to `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`"
+    ),
     "locks_taken": "locks of the tree taken; with the flag",
     "locks_released": "released: when idle, as many",
     "audit": "when idle, with the flag: every contradiction found in the tree and the pools; empty: none",

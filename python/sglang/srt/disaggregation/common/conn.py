@@ -298,7 +298,7 @@ class CommonKVManager(engine.CommonKVManager):
     room_books: tuple[str, ...] = (*ENGINE_BOOKS, "reads")
 
     def rooms_held(self) -> dict[str, int]:
-        """How many rooms each book of this worker mentions; none when it is idle. The engine's books and ours."""
+        """How many rooms each book of this worker mentions; when idle, those that only decode has asked for."""
         return rooms_held(self.rooms, {name: getattr(self, name, ()) for name in self.room_books})
 
     def settle(self) -> None:
