@@ -83,8 +83,10 @@ class Door:
         headers = {"Content-Type": "application/json"}
         return requests.post(url + path, data=json.dumps(body), headers=headers, timeout=30)
 
-    def ask(self, body: dict, path: str = "/generate") -> tuple[requests.Response, requests.Response]:
-        """What prefill and decode say."""
+    def ask(
+        self, body: dict, path: str = "/generate", decode_only: dict | None = None
+    ) -> tuple[requests.Response, requests.Response]:
+        """What prefill and decode say. decode_only: options that the body has for decode."""
         many = next((len(body[k]) for k in ("input_ids", "text", "prompt") if _is_batch(body.get(k))), 0)
         rooms = [random.randrange(1, 2**62) for _ in range(many or 1)]
         port = self.pair.cluster.processes[0].bootstrap_port
@@ -93,7 +95,7 @@ class Door:
             at = {"bootstrap_host": ["127.0.0.1"] * many, "bootstrap_port": [port] * many, "bootstrap_room": rooms}
         body = {**at, **body}
         prefill = self._workers.submit(self.post, self.pair.prefill_url, path, body)
-        decode = self.post(self.pair.decode_url, path, body)
+        decode = self.post(self.pair.decode_url, path, {**body, **(decode_only or {})})
         return prefill.result(), decode
 
     def check(self) -> None:
@@ -169,6 +171,38 @@ def test_alternatives_of_tokens(door):
     assert len(prefill.json()["meta_info"]["input_top_logprobs"]) == len(PROMPT)
     refused(door.ask(door.body(**{**ask, "top_logprobs_num": 129})), "top_logprobs_num")
     refused(door.ask(door.body(**{**ask, "logprob_start_len": 500})), "logprob_start_len")
+
+
+@pytest.mark.parametrize("top", [0, 1])
+def test_logprobs_that_only_decode_is_asked_for(door, top):
+    """Of the first token there are those that prefill was asked for; the others were those of the client before."""
+    asked = {"return_logprob": True, "top_logprobs_num": 3}
+    whole = door.ask(door.body(**asked))[1].json()["meta_info"]
+    # Each metadata buffer has another client's.
+    others = door.ask(door.body(input_ids=[words(random.Random(7), 9)] * 80, **asked))[1]
+    assert others.status_code == 200
+    on_prefill = {"return_logprob": True, "top_logprobs_num": top} if top else {}
+    for _ in range(3):
+        meta = door.ask(door.body(**on_prefill), decode_only=asked)[1].json()["meta_info"]
+        first, *rest = meta["output_token_logprobs"]
+        tops, *rest_tops = meta["output_top_logprobs"]
+        assert first[1] == door.truth[0] and [one[1] for one in rest] == door.truth[1:]
+        assert [[one[1] for one in ones] for ones in rest_tops] == [
+            [one[1] for one in ones] for ones in whole["output_top_logprobs"][1:]
+        ]
+        if top:
+            assert [tops, first] == [whole["output_top_logprobs"][0][:1], whole["output_token_logprobs"][0]]
+        else:
+            assert first[0] is None and tops == [[None, door.truth[0], None]]
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    answer = door.ask(body, "/v1/completions", {"logprobs": 3})[1].json()["choices"][0]["logprobs"]
+    assert answer["token_logprobs"][0] is None and [*answer["top_logprobs"][0].values()] == [None]
+    assert len(answer["top_logprobs"][1]) == 3
+    # The engine's form of a chat answer has a place for numbers only.
+    body = {"model": "m", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 4, "temperature": 0}
+    for more in {}, {"top_logprobs": 2}, {"stream": True}, {"stream": True, "top_logprobs": 2}:
+        decode = door.ask({**body, **more}, "/v1/chat/completions", {"logprobs": True})[1]
+        assert json.loads(decode.text)["code"] == 400 and "validation error" in decode.text
 
 
 def test_logprobs_of_chosen_tokens_beside_a_request_without(door):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from overlapped_loop import VOCABULARY, Loop, LoopEnds, LoopScheduler, next_token
+from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.local_prefill import Policy
 from sglang.srt.disaggregation.transfer_commit import note_transfer
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -301,3 +302,84 @@ def test_without_the_flag_nothing_stands_for_what_stays_on_prefill():
     req = Req("r", "", [1, 2], SamplingParams(), return_logprob=True, token_ids_logprob=[7], return_hidden_states=True)
     note_transfer(req, COUNTERS)
     assert req.output_token_ids_logprobs_val == req.output_token_ids_logprobs_idx == req.hidden_states == []
+
+
+# ---- what prefill was not asked for ----
+
+
+def written(buffers: MetadataBuffers, token: int, told: int | None, top: int = 0, drafts: bool = True) -> None:
+    """A request of prefill writes its first ``token``. told: what its numbers are made of, None: it asks for none."""
+    req = Req("p", "", [1], SamplingParams(), return_logprob=told is not None, bootstrap_room=token)
+    req.metadata_buffer_index, req.output_ids, req.hidden_states_tensor = 0, [token], None
+    if told is not None:
+        req.output_token_logprobs_val, req.output_token_logprobs_idx = [-float(told)], [token]
+        if top:
+            req.output_top_logprobs_val, req.output_top_logprobs_idx = [[-float(told)] * top], [[told] * top]
+    if drafts:
+        req.output_topk_p, req.output_topk_index = torch.full((2,), 0.5), torch.full((2,), token)
+        req.hidden_states_tensor = torch.full((4,), float(token))
+    buffers.set_buf(req)
+
+
+def read(buffers: MetadataBuffers, room: int, top: int = 2, **options: Any) -> Req:
+    """The real commit of a request that decode was asked for logprobs of."""
+    queue: Any = object.__new__(DecodeTransferQueue)
+    queue.metadata_buffers, queue.tree_cache, queue.spec_algorithm = buffers, None, SpeculativeAlgorithm.EAGLE
+    queue.scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_transfer_backend="nixl"))
+    queue.scheduler.server_args.enable_metrics = False
+    queue.scheduler.server_args.served_model_name = queue.scheduler.server_args.disaggregation_mode = "m"
+    req = Req("d", "", [1], SamplingParams(), return_logprob=True, top_logprobs_num=top, bootstrap_room=room, **options)
+    decode_req = DecodeRequest(req, SimpleNamespace(clear=lambda: None))
+    decode_req.take_buffer(0)
+    assert queue._commit_transfer_to_req(decode_req)
+    return req
+
+
+def logprobs(req: Req) -> tuple:
+    return (
+        req.output_token_logprobs_val,
+        req.output_token_logprobs_idx,
+        req.output_top_logprobs_val,
+        req.output_top_logprobs_idx,
+    )
+
+
+@pytest.fixture
+def buffers() -> MetadataBuffers:
+    buffers = MetadataBuffers(1, hidden_size=4, hidden_states_dtype=torch.float32, max_top_logprobs_num=8)
+    written(buffers, 77, told=9, top=8)
+    return buffers
+
+
+def test_what_prefill_was_not_asked_for_is_no_other_requests(buffers):
+    """Its row still had all of it, for decode to read."""
+    written(buffers, 5, told=None, drafts=False)
+    req = read(buffers, 5)
+    assert req.output_ids == [5] and logprobs(req) == ([None], [5], [[None]], [[5]])
+    for left in req.output_topk_p, req.output_topk_index, req.hidden_states_tensor:
+        assert not left.any()
+
+
+@pytest.mark.parametrize("top, came", [(0, [None]), (1, [-3.0]), (2, [-3.0] * 2), (3, [-3.0] * 2)])
+def test_as_many_alternatives_as_prefill_was_asked_for(buffers, top, came):
+    written(buffers, 5, told=3, top=top)
+    req = read(buffers, 5)
+    assert logprobs(req) == ([-3.0], [5], [came], [[3] * len(came) if top else [5]])
+    assert logprobs(read(buffers, 5, top=0)) == ([-3.0], [5], [[]], [[]])
+    assert req.output_topk_index.tolist() == [5, 5] + [0] * 14
+
+
+def test_a_prefill_without_the_package(buffers):
+    """Decode sees that there are none if the token is not the same."""
+    engine_utils = MetadataBuffers.__mro__[1]
+    for told, expected in (None, ([None], [5], [[None]], [[5]])), (3, ([-3.0], [5], [[-3.0] * 2], [[3] * 2])):
+        buffers.output_token_logprobs_idx[0, 0] = 77
+        buffers.__class__ = engine_utils
+        written(buffers, 5, told, top=2)
+        assert logprobs(read(buffers, 5)) == expected
+
+
+def test_a_warmup_reads_nothing(buffers):
+    """For it nothing is sent, and its buffer is that of the request before."""
+    req = read(buffers, 5, bootstrap_host=FAKE_BOOTSTRAP_HOST)
+    assert req.output_ids == [0] and logprobs(req)[1:] == ([0], [[0.0, 0.0]], [[0, 0]])

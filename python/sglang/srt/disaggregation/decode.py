@@ -47,7 +47,7 @@ from sglang.srt.disaggregation.prefix_loads import PrefixLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.takeover import NoTakeovers, first_reason, make_takeovers, reason_of
-from sglang.srt.disaggregation.transfer_commit import abort_commit, keep_draft_start, note_transfer, report_end
+from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
 from sglang.srt.environ import envs
 from sglang.srt.managers.lora_batch import held_back, joins
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -547,11 +547,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         abort_transfer(decode_req)
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Adds the counters to the engine's commit, and what decode held to the tokens that count as cached.
-
-        With the flag or without, what a draft starts from is copied out of the metadata buffer.
-        """
+        """Adds the counters, and to cached tokens what decode held; leaves out what another request left behind."""
         req = decode_req.req
+        for row in self.metadata_buffers.get_buf(decode_req.metadata_buffer_index) if is_warmup(req) else ():
+            row.zero_()
         try:
             done = super()._commit_transfer_to_req(decode_req)
         except Exception as e:
@@ -560,10 +559,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             # On all ranks, which have been sent the same metadata.
             abort_commit(req, e)
             return True
-        if done and req.hidden_states_tensor is not None:
-            keep_draft_start(req)
-        if done and not is_warmup(req) and not decode_req.is_aborted:
-            note_transfer(req, KvTransferCounters.get(self.scheduler.server_args))
+        if done and not decode_req.is_aborted:
+            take_along(req)
+            if not is_warmup(req):
+                note_transfer(req, KvTransferCounters.get(self.scheduler.server_args))
         return done
 
 

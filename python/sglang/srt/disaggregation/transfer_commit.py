@@ -15,7 +15,7 @@ from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["abort_commit", "keep_draft_start", "note_transfer", "report_end"]
+__all__ = ["abort_commit", "note_transfer", "report_end", "take_along"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +38,24 @@ def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
         scheduler.metrics_collector.increment_transfer_failed_reqs()
 
 
-def keep_draft_start(req: Req) -> None:
+def take_along(req: Req) -> None:
     """Copy what a request's first draft starts from, of which the engine gives it views of the metadata buffer.
 
     They are read when the prebuilt batch is made, which may wait for a place to run, and the buffer goes to the next
-    transfer before that.
+    transfer before that. Leave out logprobs that prefill was not asked for: NaN, or with another request's token.
     """
-    req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = (
-        tensor.clone() for tensor in (req.output_topk_p, req.output_topk_index, req.hidden_states_tensor)
-    )
+    if req.hidden_states_tensor is not None:
+        req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = (
+            tensor.clone() for tensor in (req.output_topk_p, req.output_topk_index, req.hidden_states_tensor)
+        )
+    if req.return_logprob:
+        value, index, token = req.output_token_logprobs_val, req.output_token_logprobs_idx, req.output_ids[-1]
+        ours = index[-1] == token and value[-1] == value[-1]
+        value[-1], index[-1] = (value[-1] if ours else None), token
+        tops, top_ids = req.output_top_logprobs_val, req.output_top_logprobs_idx
+        known = [pair for pair in zip(tops[-1], top_ids[-1], strict=True) if ours and pair[0] == pair[0]]
+        if tops[-1]:
+            tops[-1], top_ids[-1] = map(list, zip(*(known or [(None, token)]), strict=True))
 
 
 def note_transfer(req: Req, counters: KvTransferCounters) -> None:
