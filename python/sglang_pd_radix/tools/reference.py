@@ -269,7 +269,7 @@ STATUSES = (
         "400",
         "worker",
         "an option, a prompt's length, a grammar or a room that this worker cannot serve, or that its peer has "
-        "refused, or a logit processor that fails; the message names it",
+        "refused, a logit processor that fails, or a token that the grammar rejects; the message names it",
     ),
     ("400", "bootstrap server", "what was asked of it cannot be read"),
     ("503", "bootstrap server", "this prefill is starting: not all of its ranks have registered"),
@@ -286,8 +286,7 @@ STATUSES = (
     (
         "500",
         "worker",
-        "this request has failed: its transfer or its peer, or with its first token, which prefill chooses, its "
-        "grammar or its logit processor; the message says which",
+        "this request has failed: its transfer or its peer; the message says which",
     ),
     (
         "502",

@@ -25,20 +25,34 @@ pytestmark = pytest.mark.timeout(900)
 PROMPT = words(random.Random(3), 60)
 # Prefill takes prompts of this length, decode does not.
 BEYOND_DECODE = words(random.Random(4), 5000)
+# Prefill computes it in parts.
+BEYOND_CHUNK = words(random.Random(5), 3000)
 NAN = math.nan
 
 
 # A processor travels pickled, and by value only from a program's main module.
-MAKE_RAISES = """
+MAKE = """
 import dill, json
 
 class Raises:
     def __call__(self, logits, custom_param_list=None):
         raise RuntimeError("boom")
 
-print(json.dumps({"callable": dill.dumps(Raises).hex()}))
+class Forces:
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list):
+            if len(params["__req__"].output_ids) == params["after"]:
+                kept = row[params["token"]].clone()
+                row.fill_(-float("inf"))
+                # Also where the grammar has masked it.
+                row[params["token"]] = kept.nan_to_num(0, 0, 0)
+        return logits
+
+print(*(json.dumps({"callable": dill.dumps(made).hex()}) for made in (Raises, Forces)), sep="\\n")
 """
-RAISES = subprocess.run([sys.executable, "-c", MAKE_RAISES], capture_output=True, text=True, check=True).stdout
+RAISES, FORCES = subprocess.run(
+    [sys.executable, "-c", MAKE], capture_output=True, text=True, check=True
+).stdout.splitlines()
 
 
 @pytest.fixture(scope="module", params=["on", pytest.param("off", marks=pytest.mark.thorough)])
@@ -156,8 +170,9 @@ def test_a_grammar_that_cannot_be_compiled(door, params):
 def test_a_grammar_that_allows_no_token(door, flag):
     with ThreadPoolExecutor(2) as pool:
         wrong, right = pool.map(door.ask, [door.sampling(ebnf="root ::= root", temperature=1), door.body()])
-    assert all(reply.status_code >= 400 for reply in wrong)
-    assert all("No token can be chosen" in reply.text for reply in (wrong if flag else wrong[:1]))
+    # Without the flag decode waits until its time is over.
+    refused(wrong if flag else wrong[:1], "No token can be chosen")
+    assert wrong[1].status_code >= 400
     assert right[1].json()["output_ids"] == door.truth
 
 
@@ -213,15 +228,28 @@ def test_logprobs_of_chosen_tokens_beside_a_request_without(door):
 
 
 @pytest.mark.parametrize("params", [{}, {"custom_params": {"a": 1}}])
-def test_a_logit_processor_that_raises_costs_only_its_own_request(door, params):
+def test_a_logit_processor_that_raises_costs_only_its_own_request(door, flag, params):
     wrong = {**door.sampling(**params), "custom_logit_processor": RAISES}
     with ThreadPoolExecutor(4) as pool:
         replies = list(pool.map(door.ask, [wrong, door.body(), wrong, door.body()]))
     for prefill, decode in replies[::2]:
-        assert prefill.status_code >= 400 and decode.status_code >= 400
-        assert "Raises failed: RuntimeError: boom" in prefill.text
+        refused([prefill, decode] if flag else [prefill], "Raises failed: RuntimeError: boom")
+        assert decode.status_code >= 400
     assert [decode.json()["output_ids"] for _, decode in replies[1::2]] == [door.truth] * 2
     refused(door.ask(door.body(custom_logit_processor='{"callable": "00"}')), "cannot be served")
+
+
+@pytest.mark.parametrize("after", [0, 1, 3], ids=["prefill", "decode", "last"])
+@pytest.mark.parametrize("prompt", [PROMPT, BEYOND_CHUNK], ids=["short", "chunked"])
+def test_a_token_that_is_forced_and_that_the_grammar_rejects(door, prompt, after):
+    """The first is prefill's: the worker ended."""
+    forced = {"custom_params": {"token": PROMPT[0], "after": after}, "ignore_eos": False}
+    wrong = {**door.sampling(regex="[0-9]{9}", **forced), "custom_logit_processor": FORCES, "input_ids": prompt}
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(door.ask, [wrong, door.body(), wrong, door.body()]))
+    for prefill, decode in replies[::2]:
+        refused([decode] if after else [prefill, decode], f"grammar of the request rejects token {PROMPT[0]}")
+    assert [decode.json()["output_ids"] for _, decode in replies[1::2]] == [door.truth] * 2
 
 
 @pytest.mark.parametrize("prompt", [{"input_ids": BEYOND_DECODE}, {"text": "ready " * 5000, "input_ids": None}])
@@ -486,7 +514,7 @@ def test_an_option(door, flag, endpoint, name):
 
 
 def _is_error(reply: requests.Response) -> bool:
-    """Whether this reply is not foreseen. What fails in a batch on prefill fails decode's transfer, which is a 500."""
+    """Whether this reply is not foreseen. Decode without the flag is not told of what fails in a batch on prefill."""
     foreseen = ("No token can be chosen", "Custom logit processor")
     return reply.status_code >= 500 and not any(reason in reply.text for reason in foreseen)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from types import SimpleNamespace
 
 import dill
 import pytest
 import torch
 import torch.distributed as dist
+from prefill_loop import PrefillLoop
 from ranks import assert_same
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers import sampler
 from sglang.srt.layers.sampler import apply_custom_logit_processor
-from sglang.srt.managers import batch_failures
+from sglang.srt.managers import batch_failures, scheduler_refusal_mixin
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
@@ -300,3 +303,72 @@ def test_pipeline_stages_refuse_no_logit_processor(pair):
     """They met in no collective for that: one refused what another had queued. The last stage samples, and fails it."""
     taken, refused, told = assert_same(pair.run(made_on_ranks, 0, 2))
     assert taken == ["a", "b", "c"] and not refused and not told
+
+
+# ---- a token that is forced, and that the grammar rejects ----
+
+
+class Rejects(BaseGrammarObject):
+    """A grammar that rejects ``wrong``, and can make no mask from then on, as llguidance."""
+
+    def __init__(self, wrong=(7,), error=ValueError):
+        super().__init__()
+        self.wrong, self.error, self.accepted = wrong, error, []
+
+    def accept_token(self, token):
+        if token in self.wrong:
+            raise self.error("not in the grammar")
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_first_token_that_the_grammar_rejects_costs_only_its_own_request(monkeypatch, ranks, overlap, error):
+    """The engine releases it, and releases it again when its transfer ends; what is sent lets decode reject it too."""
+    loop = PrefillLoop(monkeypatch, ranks, overlap)
+    ends = [{} for _ in range(ranks)]
+    for scheduler, told in zip(loop.schedulers, ends, strict=True):
+
+        def tell(reqs, *args, told=told):
+            for req in reqs:
+                if req.finished() and not req.finished_output:
+                    req.finished_output = True
+                    assert req.bootstrap_room not in told
+                    told[req.bootstrap_room] = req.finished_reason
+
+        monkeypatch.setattr(scheduler, "stream_output", tell)
+        monkeypatch.setattr(scheduler, "_prefetch_kvcache", lambda req: None)
+    for room, length, wrong in (7001, 100, [7]), (7002, 20, None), (7003, 12, []), (7004, 5, [7]):
+        for scheduler, req in zip(loop.schedulers, loop.arrive(length, room), strict=True):
+            req.grammar = None if wrong is None else Rejects(wrong, error)
+            # It has come into its queue by then.
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler.disagg_prefill_bootstrap_queue, "add", lambda req, heads: None)
+                scheduler._take_in(req, False)
+    loop.run(20)
+    for scheduler, told in zip(loop.schedulers, ends, strict=True):
+        assert {room: end.to_json().get("status_code") for room, end in told.items()} == {
+            7001: 400, 7002: None, 7003: None, 7004: 400,
+        }  # fmt: skip
+        assert "grammar" in told[7001].message and "not in the grammar" in told[7004].message
+        scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize("length", [9, 2], ids=["goes on", "has ended"])
+def test_a_later_token_that_the_grammar_rejects(length):
+    """The engine aborts the first without a reason, with all whose rid begins with its own, and serves the second."""
+    req, grammar = Req("r", "", [1], SamplingParams(max_new_tokens=length), vocab_size=99), Rejects()
+    req.sampling_params.normalize(None)
+    req.grammar = grammar
+    scheduler_refusal_mixin._check_grammar(req)
+    for token in 5, 7, 8:
+        req.output_ids.append(token)
+        req.check_finished()
+        req.grammar.accept_token(token)
+    assert grammar.accepted == [5] and req.finished_reason.status_code == 400
+    assert "grammar of the request rejects token 7" in req.finished_reason.message and grammar.is_terminated()
+    # Nothing keeps it.
+    grammar = weakref.ref(grammar)
+    del req
+    assert grammar() is None

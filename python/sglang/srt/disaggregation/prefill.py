@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.page_digest import PageDigests
+from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import Windows
@@ -157,9 +158,9 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             lost: list[Req] = []
             for req in self.disagg_prefill_inflight_queue:
                 sender = req.disagg_kv_sender
-                if isinstance(sender, CommonKVSender) and not req.finished():
+                if isinstance(sender, CommonKVSender):
                     sender.fail_if_overdue()
-                    if sender.has_failed():
+                    if sender.has_failed() and not req.finished():
                         self._end_lost(req, sender.failure_reason())
                         lost.append(req)
             _tell_once(self, lost)
@@ -270,12 +271,13 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         """A request has failed: `_tell_once` tells its client. That it ends here again later, the engine does not."""
         message = f"Prefill transfer failed for request {req.rid}, room {req.bootstrap_room}: {reason}"
         logger.warning(message)
-        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        status = HTTPStatus.BAD_REQUEST if reason.startswith(AT_FAULT) else HTTPStatus.INTERNAL_SERVER_ERROR
+        prepare_abort(req, message, status_code=status)
         if reason != COMPUTED:
-            KvTransferCounters.get(self.server_args).failed(message)
+            KvTransferCounters.get(self.server_args).ended(req.finished_reason)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
-        """Alternatives of tokens are lists where the engine expects lists; tensors end the scheduler."""
+        """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
         self._note_step(batch, result)
@@ -285,6 +287,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if values:
                 setattr(output, name, [v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
         super().process_batch_result_disagg_prefill(batch, result)
+        for req in batch.reqs:
+            if req.output_ids and not req.finished() and getattr(req.to_finish, "status_code", 0) == 400:
+                prepare_abort(req, req.to_finish.message, status_code=HTTPStatus.BAD_REQUEST)
+                self.stream_output([req], req.return_logprob)
 
     def _note_step(self, batch, result) -> None:
         """Tells what chooses between reading and computing how long a step took."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
@@ -124,7 +125,7 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
             req.grammar = None
             sender = getattr(req, "disagg_kv_sender", None)
             if isinstance(sender, CommonKVSender):
-                sender.fail(reason)
+                sender.fail(AT_FAULT + reason)
             else:
                 req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
 

@@ -6,6 +6,7 @@ Upstream: none is known by which a worker tells its peer; sgl-project/sglang#303
 from __future__ import annotations
 
 import logging
+import weakref
 from http import HTTPStatus
 from typing import Any
 
@@ -149,6 +150,8 @@ class SchedulerRefusalMixin(Base):
 
     def _take_in(self, req, is_retracted: bool) -> None:
         room = req.bootstrap_room
+        if req.grammar is not None:
+            _check_grammar(req)
         # Of another request of this room.
         self.refused_pairs.take(room)
         if self.disaggregation_mode == DisaggregationMode.PREFILL and self.answered.of(room) == req.rid:
@@ -229,3 +232,23 @@ class SchedulerRefusalMixin(Base):
             # As it is registered.
             rank = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
             name_rank(manager.server_args, [room], rank, host, to_all=room in self.refused_pairs)
+
+
+def _check_grammar(req: Any) -> None:
+    """Abort ``req`` for a token that its grammar rejects. No cycles are made, whose memory would be freed late."""
+    grammar: Any = weakref.proxy(req.grammar)
+    req = weakref.proxy(req)
+
+    def accept_token(token: int) -> None:
+        if isinstance(req.to_finish or req.finished_reason, FINISH_ABORT):
+            return
+        try:
+            grammar.__class__.accept_token(grammar, token)
+        except Exception as e:
+            reason = f"The grammar of the request rejects token {token}, which was forced: {e}"
+            ended = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            setattr(req, "finished_reason" if req.finished() else "to_finish", ended)
+            # A grammar that has failed may also fail to make the next mask.
+            grammar.is_terminated = lambda: True
+
+    grammar.accept_token = accept_token
