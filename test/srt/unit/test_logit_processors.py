@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import dill
@@ -24,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
+from torch.utils._python_dispatch import TorchDispatchMode
 
 INF = math.inf
 
@@ -372,3 +374,75 @@ def test_a_later_token_that_the_grammar_rejects(length):
     grammar = weakref.ref(grammar)
     del req
     assert grammar() is None
+
+
+class Passes(TorchDispatchMode):
+    """Counts what is done on tensors as large as the logits; ``seen`` is what has been copied to a host."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.seen = size, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        made = [one for one in (*args, out) if isinstance(one, torch.Tensor) and one.numel() >= self.size]
+        # A column is a view, and on a CPU rows without numbers are written to; what is read at once is waited for.
+        if name == "_local_scalar_dense" or (made and name not in ("select", "index_put_")):
+            self.seen[name] += 1
+        return out
+
+
+def sampled(cls, monkeypatch, logits, greedy=True, grammars=None, bias=None, seed=0, **options):
+    """What a sampler makes of ``logits`` after the masks have been applied: tokens, output and passes."""
+    one = cls.__new__(cls)
+    torch.nn.Module.__init__(one)
+    off = "use_log_softmax_logprob", "enable_deterministic", "use_ascend_backend", "use_nan_detection"
+    vars(one).update(dict.fromkeys(off, False), rl_on_policy_target=None)
+    monkeypatch.setattr(cls, "_sync_token_ids_across_tp", lambda self, tokens, info: None)
+    info = SimpleNamespace(is_all_greedy=greedy, grammars=grammars, logit_bias=bias, has_custom_logit_processor=False)
+    info.need_top_p_sampling = info.need_top_k_sampling = info.need_min_p_sampling = False
+    info.temperatures, info.sampling_seed, info.device = torch.full((len(logits), 1), 0.01), None, "cpu"
+    vars(info).update(options)
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    torch.manual_seed(seed)
+    with Passes(logits.numel()) as passes:
+        tokens = one.forward(output, info, False, [0] * len(logits), [None] * len(logits), None)
+    return tokens.tolist(), output, passes.seen
+
+
+WHY = {
+    "grammar": {"grammars": [None, object(), None]},
+    "bias": {"bias": torch.zeros(3, 50)},
+    "penalties, overlapped": {"acc_additive_penalties": torch.zeros(3, 50)},
+    "penalties": {"penalizer_orchestrator": SimpleNamespace(is_required=True)},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_who_has_no_token_left_is_found_without_a_pass_over_the_logits_or_a_wait(monkeypatch, greedy, why):
+    """Every server paid three more passes over all logits, and a wait, for one request with a grammar."""
+    logits = torch.randn(3, 50)
+    logits[0, 0] = -INF
+    patched = sampled(sampler.Sampler, monkeypatch, logits, greedy, **WHY[why])
+    theirs = sampled(sampler.Sampler.__bases__[0], monkeypatch, logits, greedy, **WHY[why])
+    assert patched[0] == theirs[0] and patched[2] == theirs[2]
+    found = getattr(patched[1], "hopeless", torch.tensor([]))
+    assert not any(found), "the first token is forbidden, and others are not"
+    if why == "none":
+        return
+    logits[1] = -INF
+    tokens, output, passes = sampled(sampler.Sampler, monkeypatch, logits, greedy, **WHY[why])
+    # Without a grammar the engine answers with the first token where nothing is drawn.
+    found = [1] if why == "grammar" or not greedy else []
+    assert list(batch_failures.without_token(SimpleNamespace(logits_output=output))) == found
+    assert passes == theirs[2] and [tokens[0], tokens[2]] == logits[::2].argmax(-1).tolist()
+
+
+def test_on_a_cpu_what_a_model_has_made_no_numbers_of_fails_its_request_alone(monkeypatch):
+    logits = torch.tensor([[0.0, 9.0], [torch.nan, torch.nan], [0.0, 1.0]])
+    tokens, output, _ = sampled(sampler.Sampler, monkeypatch, logits, greedy=False)
+    assert tokens[0] == 1
+    assert list(batch_failures.without_token(SimpleNamespace(logits_output=output))) == [1]

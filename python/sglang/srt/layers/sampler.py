@@ -24,27 +24,34 @@ class Sampler(engine.Sampler):
     def forward(self, logits_output, sampling_info, *args, **kwargs):
         """Adds two things to the output, for the scheduler.
 
-        ``failed_processors``: why, by the request's place. ``hopeless``: (requests,) bool, without a finite logit; a
-        grammar may allow no token. The engine samples from what is then no distribution, which ends the scheduler. It
-        is looked for where a request can bring it about, and on a CPU.
+        ``failed_processors``: why, by the request's place. ``hopeless``: (requests,) bool, without a token to choose:
+        the first is, though it is forbidden. That takes no pass over the logits, and no wait for the device.
         """
-        logits = logits_output.next_token_logits
-        drawn = not sampling_info.is_all_greedy and (sampling_info.logit_bias is not None or logits.is_cpu)
-        # The mask itself has been applied, and taken off, by now.
-        if drawn or any(grammar is not None for grammar in sampling_info.grammars or ()):
-            seen = _without_nan(logits) if self.use_nan_detection else logits
-            logits_output.hopeless = ~torch.isfinite(seen.max(dim=-1).values)
-            logits.masked_fill_(logits_output.hopeless.unsqueeze(-1), 0.0)
-        sampling_info.failed_processors = {}
+        sampling_info.failed_processors, sampling_info.first_is_forbidden = {}, None
         sampling_info.replaces_nan = self.use_nan_detection
         token_ids = super().forward(logits_output, sampling_info, *args, **kwargs)
         logits_output.failed_processors = sampling_info.failed_processors
+        if sampling_info.first_is_forbidden is not None:
+            logits_output.hopeless = (sampling_info.first_is_forbidden & (token_ids == 0)).to("cpu", non_blocking=True)
         return token_ids
 
+    def _preprocess_logits(self, logits, sampling_info):
+        """Adds that the first token can be drawn where a grammar, or biases and ``min_new_tokens``, forbid all.
 
-def _without_nan(logits: torch.Tensor) -> torch.Tensor:
-    """As the engine replaces them, where it was asked to (``--enable-nan-detection``)."""
-    return logits.nan_to_num(-1e5, torch.inf, -torch.inf)
+        The engine draws from no distribution then, which ends the scheduler; and on a CPU for what are no numbers.
+        """
+        logits, info = super()._preprocess_logits(logits, sampling_info), sampling_info
+        drawn = not info.is_all_greedy and hasattr(info, "first_is_forbidden")
+        penalties = getattr(info, "penalizer_orchestrator", None)
+        penalized = penalties.is_required if penalties else getattr(info, "acc_additive_penalties", None) is not None
+        if any(info.grammars or ()) or (drawn and (penalized or info.logit_bias is not None or logits.is_cpu)):
+            first = logits[:, 0]
+            if drawn and logits.is_cpu:
+                logits[first.isnan()] = -torch.inf
+            info.first_is_forbidden = first == -torch.inf
+            if drawn:
+                first.clamp_(min=-1e30)
+        return logits
 
 
 def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_tokens_in_batch: int = 1) -> None:
@@ -57,13 +64,12 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
     """
     info = sampling_batch_info
     greedy, params, replaces_nan = info.is_all_greedy, info.custom_params, getattr(info, "replaces_nan", False)
-    if getattr(sampling_batch_info, "failed_processors", None) is None:
-        # A step of speculation, which does not come from `Sampler.forward`.
-        sampling_batch_info.failed_processors = {}
+    # A step of speculation does not come from `Sampler.forward`.
+    vars(info).setdefault("failed_processors", {})
     # Why those who share a processor were given to it each by itself, by their places.
     apart: dict[int, str] = {}
     for processor, mask in sampling_batch_info.custom_logit_processor.values():
-        places = mask.nonzero(as_tuple=True)[0].tolist()
+        places = [place for place, asks in enumerate(mask.tolist()) if asks]
         groups = [places]
         while groups:
             group = groups.pop()
@@ -111,10 +117,10 @@ def _agree_on_failures(logits: torch.Tensor, info: Any, apart: Mapping[int, str]
 
 
 def _processed(processor, logits: torch.Tensor, params: list, greedy: bool, replaces_nan: bool = False) -> torch.Tensor:
-    """What the processor makes of a copy of some requests' logits. Raises what it raises, and for logits of which no
-    token can be chosen."""
+    """What the processor makes of a copy of some requests' logits. Raises what it raises, and if no token is left."""
     changed = processor(logits, params)
-    peak = (_without_nan(changed) if replaces_nan else changed).max(dim=-1).values
+    # As the engine replaces them, where it was asked to (``--enable-nan-detection``).
+    peak = (changed.nan_to_num(-1e5, torch.inf, -torch.inf) if replaces_nan else changed).max(dim=-1).values
     # The greatest may be infinite where nothing is drawn.
     possible = peak > -torch.inf if greedy else torch.isfinite(peak)
     if not possible.all():

@@ -53,13 +53,15 @@ def failed_processors(batch: Any, result: Any) -> dict[int, str]:
 
 
 def without_token(result: Any) -> dict[int, str]:
-    """The same for requests that no token was left for. Waits for the result's copy to the host, if one is made."""
+    """The same for requests that no token was left for. Waits for the result, once, as is done next anyway."""
     found = (getattr(of, "hopeless", None) for of in (result, getattr(result, "logits_output", None)))
     hopeless = next((flags for flags in found if flags is not None), None)
     if hopeless is None:
         return {}
     if getattr(result, "copy_done", None) is not None:
         result.copy_done.synchronize()
+    elif isinstance(getattr(result, "next_token_ids", None), torch.Tensor):
+        result.next_token_ids = result.next_token_ids.cpu()
     return {place: NO_TOKEN for place, none in enumerate(hopeless.tolist()) if none}
 
 

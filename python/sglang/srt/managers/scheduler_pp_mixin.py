@@ -47,7 +47,7 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
             tensors[FAILED] = failed
         if hopeless is not None:
             # Not every backend of process groups sends booleans.
-            tensors[HOPELESS] = hopeless.int()
+            tensors[HOPELESS] = hopeless.to(result.next_token_ids.device, non_blocking=True).int()
         return tensors
 
     def _pp_prep_batch_result(self, batch, mb_metadata, pp_outputs):
