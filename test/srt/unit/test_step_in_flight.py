@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -555,3 +556,33 @@ def test_a_weight_update_waits_for_what_clients_have_left_behind(left: str):
     # At once when there is nobody.
     loop.ask_for_update()
     assert len(loop.updated) == 2 and loop.weights == 3
+
+
+def test_answers_that_end_with_their_first_token_are_freed_together(monkeypatch):
+    """Each waited for the device once: 16 of them 16 times in one step."""
+
+    def frees(num_reqs: int) -> list[int]:
+        loop = Loop(size=4096, page_size=16, max_reqs=32)
+        freed, calls, live = [], [], []
+        unique = torch.unique
+        monkeypatch.setattr(torch, "unique", lambda *args, **kwargs: (calls.append(1), unique(*args, **kwargs))[1])
+
+        def between() -> None:
+            freed.append(len(calls))
+            calls.clear()
+            if loop.iterations == 1:
+                for n in range(num_reqs):
+                    live.append(loop.arrive([1 + n] * 3 + [1 + n * j % 7 for j in range(37)], max_new=1))
+                    loop.handshake(live[-1])
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+            if loop.iterations > 6:
+                raise LoopEnds
+
+        loop.run(between)
+        assert all(one.req.finished() for one in live)
+        loop.check()
+        monkeypatch.setattr(torch, "unique", unique)
+        return freed
+
+    assert frees(16) == frees(1)

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 __all__ = ["SchedulerOutputProcessorMixin"]
@@ -29,17 +30,20 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
 
     def note_optional_parts(self, asked: Any = None, output: Any = None) -> None:
         """Take note of what a request ``asked`` for, or of what the ``output`` of a step has for its requests."""
-        if getattr(asked, "return_hidden_states", False) or getattr(asked, "return_routed_experts", False):
-            self.has_optional_parts = True
-        if getattr(output, "customized_info", None):
+        asks = getattr(asked, "return_hidden_states", False) or getattr(asked, "return_routed_experts", False)
+        if asks or getattr(output, "customized_info", None):
             self.has_optional_parts = True
 
     def process_batch_result_prebuilt(self, batch) -> None:
-        """Adds the first token, which comes from prefill, to those of its request's reasoning; with the decode tree."""
+        """With the decode tree, adds first tokens to those of reasoning, and frees what ends with them as one group."""
         for req in batch.reqs:
             if req.decode_prefix_len is not None and not req.retracted_stain:
                 self._maybe_update_reasoning_tokens(req, req.output_ids[0])
+        if not isinstance(self.tree_cache, DecodeRadixCache):
+            return super().process_batch_result_prebuilt(batch)
+        self.token_to_kv_pool_allocator.free_group_begin()
         super().process_batch_result_prebuilt(batch)
+        self.token_to_kv_pool_allocator.free_group_end()
 
     def _get_cached_tokens_details(self, req) -> dict | None:
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
@@ -53,8 +57,7 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         """
         if req.decode_prefix_len is None:
             return super()._get_cached_tokens_details(req)
-        details = req.cached_tokens_details
-        if details is not None:
+        if (details := req.cached_tokens_details) is not None:
             return details
         details = super()._get_cached_tokens_details(req)
         if req.transfer_prefix_len is None:
