@@ -159,6 +159,8 @@ class Telling:
     """Decode's words to prefills, step by step of 0.25 s and 4 words; every second request waits for the second."""
 
     SECOND, STEP_S = "10.0.0.10:8998", 0.25
+    # Words in a step.
+    most = 4
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first_s: int, second_s: int):
         """first_s, second_s: the prefills' SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT."""
@@ -190,7 +192,7 @@ class Telling:
             before = self._words()
             self.announcements.announce(self.waiting)
             words = self._words() - before
-            assert words <= 4
+            assert words <= self.most
             telling += words > 0
             self.now += self.STEP_S
         return telling
@@ -222,6 +224,8 @@ def test_prefill_hears_of_what_waits_before_its_own_time_is_over(monkeypatch: py
 def test_a_prefill_of_little_patience_is_at_nobody_elses_expense(monkeypatch: pytest.MonkeyPatch):
     """Its requests are more than can be told of in its time; once it has none, words are as rare as without it."""
     telling = Telling(monkeypatch, 300, 2)
+    # All that wait, twice in its half second.
+    telling.most = 120
     telling.step(320)
     assert telling.unheard_s(telling.first) < 300 / 4 + 10
     newcomer = telling.arrive()
@@ -239,6 +243,8 @@ def test_a_prefill_of_little_patience_is_at_nobody_elses_expense(monkeypatch: py
 
 def test_those_whose_hands_are_not_shaken_hold_up_no_words_of_others(monkeypatch: pytest.MonkeyPatch):
     telling = Telling(monkeypatch, 40, 300)
+    # Of all that wait, twice in the ten seconds of the first.
+    telling.most = 6
     silent = telling.first[1:]
     for request in silent:
         request.kv_receiver.bootstrap_infos = None
@@ -250,6 +256,33 @@ def test_those_whose_hands_are_not_shaken_hold_up_no_words_of_others(monkeypatch
         request.kv_receiver.bootstrap_infos = telling.first[0].kv_receiver.bootstrap_infos
     telling.step(20)
     assert all(request.told for request in silent)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.02, 2, 15])
+def test_words_are_spread_over_steps_and_fall_behind_in_none(monkeypatch: pytest.MonkeyPatch, step_s: float):
+    """256 requests of a prefill with four ranks took 13.5 ms of one step."""
+    monkeypatch.setattr(decode_handshakes, "time", clock := SimpleNamespace(now=time.monotonic()))
+    clock.monotonic = lambda: clock.now
+    manager = test_nixl_wire.World(monkeypatch, prefill_tp=4).decode[0].manager
+    manager.prefills.capabilities[test_nixl_wire.ADDR] = Capabilities(version=1, queued=True, bootstrap_timeout=300)
+    waiting: Any = [Waits(clock, manager, room) for room in range(1, 257)]
+    announcements: Any = decode_handshakes.Announcements(300 / 4)
+    for request in waiting:
+        announcements.add(request)
+    began, sent, words, all_told = clock.now, 0, [], 0.0
+    while clock.now < began + 150:
+        announcements.announce(waiting)
+        words.append(sum(len(request.told) for request in waiting) - sent)
+        sent += words[-1]
+        all_told = all_told or (all(request.told for request in waiting) and clock.now - began)
+        # Nobody is told in between steps, and nothing is due for long.
+        clock.now += step_s if not all_told else max(step_s, 0.1)
+    # What is due in a long step beside what a short one takes, four words each.
+    assert max(words) <= 16 + 4 * (1 + 2 * 256 * max(step_s, 0.1) / 75)
+    assert 0 < all_told <= max(64 * step_s, 75 / 2 + step_s)
+    for request in waiting:
+        each = [began, *request.told, clock.now]
+        assert max(later - before for before, later in pairwise(each)) < 2 * 75 < 300
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # To get at a member of an enumeration takes longer than what is done with it, for each of hundreds of requests.
 READY, WAITING, FAILED, BOOTSTRAPPING = Phase.READY, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Bootstrapping
-# Requests that prefills are told of in one step.
-ANNOUNCEMENTS = 256
+# Messages about requests that wait, in one step; 20 us each.
+ANNOUNCEMENTS = 16
 # Seconds after which those ranks of a prefill are told again that took no messages: they may have stood still, and know
 # `CATCH_UP_S` after that who has spoken.
 MISSED_AGAIN_S = 2.0
@@ -126,8 +126,8 @@ class Listener:
 class Announcements:
     """Tells prefills of the requests that wait here: of each soon, and again before its prefill gives it up.
 
-    In a step of at most ANNOUNCEMENTS requests. Prefills take turns, so that one that has more to hear of than that, or
-    less time, is at nobody else's expense.
+    In a step with ANNOUNCEMENTS messages, or as many more as tell of all in half of their time, however long steps are.
+    Prefills take turns, so that one that has more to hear of, or less time, is at nobody else's expense.
     """
 
     def __init__(self, again_s: float):
@@ -137,8 +137,8 @@ class Announcements:
         # turn it is first.
         self.unannounced: list[DecodeRequest] = []
         self.listeners: dict[str, Listener] = {}
-        # When the first of them is to be told something.
-        self.due_at = math.inf
+        # When the first of them is to be told something, and when the last step was.
+        self.due_at, self.stepped_at = math.inf, time.monotonic()
 
     def add(self, decode_req: DecodeRequest) -> None:
         """Have prefill told of a request at the end of the step, if it waits then."""
@@ -147,13 +147,15 @@ class Announcements:
     def announce(self, waiting: Sequence[DecodeRequest]) -> None:
         """Tell prefills of those of ``waiting`` that they have not heard of, or not for long."""
         now = time.monotonic()
+        step_s, self.stepped_at = now - self.stepped_at, now
         if not self.unannounced and now <= self.due_at:
             return
         self._sort_in()
         known = {id(dr) for dr in waiting}
         turns = deque(addr for addr, listener in self.listeners.items() if listener.due_at() < now)
-        tried, unreached = 0, []
-        while turns and tried < ANNOUNCEMENTS:
+        due = 2 * len(known) * step_s / min((one.again_s for one in self.listeners.values()), default=self.again_s)
+        sent, tried, unreached = 0, 0, []
+        while turns and (sent < ANNOUNCEMENTS or tried < due):
             addr = turns.popleft()
             listener = self.listeners[addr]
             taken = listener.take(now, known)
@@ -164,7 +166,8 @@ class Announcements:
             turns.append(addr)
             # In the next step it comes after those that were not reached in this one.
             self.listeners[addr] = self.listeners.pop(addr)
-            if not self._tell(listener, decode_req, now, ranks):
+            sent += (told := self._tell(listener, decode_req, now, ranks)) or 1
+            if not told:
                 unreached.append((listener, decode_req))
         for listener, decode_req in unreached:
             listener.unreached.append(decode_req)
@@ -179,24 +182,25 @@ class Announcements:
                 self.listeners.setdefault(addr, Listener(self.again_s)).new.append(decode_req)
         self.unannounced.clear()
 
-    def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float, ranks: list[dict] | None) -> bool:
-        """Tell a prefill, or these of its ranks, of a request, unless the handshake is not done; whether it is."""
+    def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float, ranks: list[dict] | None) -> int:
+        """Tell a prefill, or these of its ranks, of a request. Returns the messages; 0 if the handshake is not done."""
         receiver = decode_req.kv_receiver
         if not isinstance(receiver, CommonKVReceiver):
             # It has been taken over since.
-            return True
+            return 1
         try:
             # Behind the window it is not polled.
             receiver.shake_hands()
             if receiver.bootstrap_infos is None:
-                return False
+                return 0
             missed = receiver.announce(ranks)
             waits_s = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).bootstrap_timeout
             listener.again_s = min(self.again_s, waits_s / 4 or self.again_s)
             listener.note(decode_req, now, ranks, missed)
+            return len(ranks or receiver.bootstrap_infos) or 1
         except Exception as e:
             decode_req.lose(e)
-        return True
+        return 1
 
 
 def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:
@@ -255,8 +259,7 @@ def _fail(decode_req: DecodeRequest, refusal: str | None = None) -> bool:
         return False
     reason = decode_req.failure_reason()
     message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
-    status = HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
-    message = refusal or message
+    message, status = refusal or message, HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
     logger.error(message)
     prepare_abort(req, message, status_code=status)
     if isinstance(decode_req.kv_receiver, CommonKVReceiver):
