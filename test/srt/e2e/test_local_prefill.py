@@ -203,3 +203,17 @@ def test_a_herd(local, cluster):
         local(shared)
         answers = [one["output_ids"] for one in pool.map(local, asked)]
         assert answers == [one["output_ids"] for one in pool.map(remote, asked)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_halves_of_one_room_are_both_answered(local, stream):
+    """Prefill answered one of them and dropped both: the client of the other waited for ever."""
+    prompt = words(random.Random(4), 100)
+    local(prompt)
+    for _ in range(4):
+        body = local.body(prompt + words(random.Random(5), 9), 4, stream=stream)
+        halves = [ask(body) for _ in range(2) for ask in (local.ask_prefill, local.ask_decode)]
+        replies = [half.result() for half in halves]
+        assert all(reply.status_code in (200, 400) for reply in replies), [reply.text for reply in replies]
+        assert [reply.status_code for reply in replies[::2]] == [200] * 2
+        assert 200 in [reply.status_code for reply in replies[1::2]]

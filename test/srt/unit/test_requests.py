@@ -453,6 +453,12 @@ def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request
     for rid, room in (("other", 7), ("one", 8), ("one", 7), ("one", 7)):
         scheduler._add_request_to_queue(made(rid, room))
     assert [(req.rid, req.bootstrap_room) for req in added] == [("other", 7), ("one", 8), ("one", 7)]
+    # Nor is one of two of a room forgotten for the other.
+    for rid in ("third", "fourth"):
+        scheduler.handle_computed_request(ComputedReq(7, rid))
+    for rid in ("third", "fourth"):
+        scheduler._add_request_to_queue(made(rid, 7))
+    assert len(added) == 3
     # Of what is here nothing is remembered, wherever it is.
     scheduler.grammar_manager.grammar_queue.append(made("waits", 9))
     scheduler.disagg_prefill_inflight_queue.append(made("is sent", 10))

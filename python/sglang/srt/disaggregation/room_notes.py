@@ -32,25 +32,25 @@ def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
 
 
 class RoomNotes(Generic[Note]):
-    """One note for each of the last ``most`` rooms, kept for ``seconds``."""
+    """One note for each of the last ``most`` rooms, or rids, kept for ``seconds``."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
-        self._notes: OrderedDict[int | None, tuple[Note, float]] = OrderedDict()
+        self._notes: OrderedDict[int | str | None, tuple[Note, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def note(self, room: int, note: Note) -> None:
+    def note(self, room: int | str, note: Note) -> None:
         """Remember it. The oldest is forgotten first."""
         remember(self._notes, room, (note, time.monotonic() + self._seconds), self._most)
 
-    def of(self, room: int | None) -> Note | None:
+    def of(self, room: int | str | None) -> Note | None:
         """The note on ``room``; None if there is none, or it has expired."""
         note, until = self._notes.get(room, (None, 0.0))
         return note if time.monotonic() < until else None
 
-    def take(self, room: int | None) -> Note | None:
+    def take(self, room: int | str | None) -> Note | None:
         """Remove and return the note on ``room``; None as in `of`."""
         note = self.of(room)
         self._notes.pop(room, None)

@@ -22,17 +22,19 @@ class ComputedAnswers:
         self._manager = manager
         # Those whose requests have not come, or have not been sent to the scheduler.
         self.rooms = ComputedRooms()
-        # The states of requests that are under way, by room.
-        self._states: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        # The rids of requests that are under way, by room. Their states hold the set: two may be of one room.
+        self._rids: WeakValueDictionary[int, set[str]] = WeakValueDictionary()
 
     def note(self, room: int) -> None:
-        """Decode computes ``room``: answer its request, and have the scheduler drop it; now, or when it comes."""
-        manager, state = self._manager, self._states.get(room)
-        if state is None or not state.sent or state.finished or manager.rid_to_state.get(state.sent_rid) is not state:
+        """Decode computes ``room``: answer all requests of it, and have the scheduler drop them; now, or the next."""
+        rids, states = self._rids.get(room, ()), self._manager.rid_to_state
+        waiting = [(rid, state) for rid in rids if getattr(state := states.get(rid), "rids", None) is rids]
+        waiting = [(rid, state) for rid, state in waiting if state.sent and not state.finished]
+        for rid, state in waiting:
+            self._manager.send_to_scheduler.send_pyobj(ComputedReq(room, rid))
+            self._end(rid, state, state.prompt_tokens)
+        if not waiting:
             self.rooms.note(room)
-            return
-        manager.send_to_scheduler.send_pyobj(ComputedReq(room, state.sent_rid))
-        self._end(state.sent_rid, state, state.prompt_tokens)
 
     def answers(self, tokenized_obj: Any, of_batch: bool = False) -> bool:
         """Whether a request that is about to be sent need not be: it is answered.
@@ -52,7 +54,9 @@ class ComputedAnswers:
                 self._end(rid, state, prompt_tokens)
             return True
         # It is sent next, on this thread.
-        state.prompt_tokens, state.sent_rid, self._states[room] = prompt_tokens, rid, state
+        state.prompt_tokens, state.rids = prompt_tokens, self._rids.setdefault(room, set())
+        state.rids.difference_update([one for one in state.rids if one not in self._manager.rid_to_state])
+        state.rids.add(rid)
         return False
 
     def _end(self, rid: str, state: Any, prompt_tokens: int) -> None:

@@ -47,8 +47,8 @@ class SchedulerRefusalMixin(Base):
     refused_rooms = RefusedRooms()
     # What this prefill has refused, and decode without the flag may ask for.
     refused_pairs = RefusedPairs()
-    # The rids of requests that have been answered, since decode computes them, and had not come by then; by room.
-    answered: RoomNotes[str] = RoomNotes(REMEMBERED, REMEMBERED_S)
+    # The rooms of requests that have been answered, since decode computes them, and had not come by then; by rid.
+    answered: RoomNotes[int] = RoomNotes(REMEMBERED, REMEMBERED_S)
 
     def init_request_dispatcher(self) -> None:
         """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
@@ -135,8 +135,7 @@ class SchedulerRefusalMixin(Base):
         if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
             is_retracted = True
         if self.disaggregation_mode != DisaggregationMode.NULL and not is_retracted:
-            by_decode = self.refused_rooms.reason(req.bootstrap_room)
-            reason = by_decode
+            reason = by_decode = self.refused_rooms.reason(req.bootstrap_room)
             if reason is None and isinstance(req.to_finish, FINISH_ABORT):
                 reason = req.to_finish.message
             if reason is not None:
@@ -154,8 +153,8 @@ class SchedulerRefusalMixin(Base):
             _check_grammar(req)
         # Of another request of this room.
         self.refused_pairs.take(room)
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.answered.of(room) == req.rid:
-            self.answered.take(room)
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and room and self.answered.of(req.rid) == room:
+            self.answered.take(req.rid)
             req.time_stats.trace_ctx.abort()
             return
         sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
@@ -200,7 +199,7 @@ class SchedulerRefusalMixin(Base):
             return
         if not self.has_request(recv_req.rid):
             # With DP attention words to all ranks and a rank's requests come one way each, and in no order.
-            self.answered.note(recv_req.room, recv_req.rid)
+            self.answered.note(recv_req.rid, recv_req.room)
         self.drop_computed(recv_req.room)
 
     def _keep_refused(self, req) -> None:
