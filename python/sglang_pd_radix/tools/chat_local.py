@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_pd_radix.errors import PdRadixError
+
 from .chat_judge import (
     MOST_OVER_LEAST,
     Comparison,
@@ -14,6 +16,12 @@ from .chat_judge import (
 from .chat_run import Run, mib
 
 LOCAL_FLAG = "--disaggregation-decode-local-prefill"
+
+
+def check_asked(asked: str) -> None:
+    """Raise PdRadixError for what a decode worker would refuse only after the runs before its own."""
+    if asked not in ("off", "auto") and not (asked.isdecimal() and int(asked)):
+        raise PdRadixError(f"--local-prefill {asked}: give off, auto or 1 token or more")
 
 
 def judge(off: Run, on: Run, local: Run) -> Comparison:

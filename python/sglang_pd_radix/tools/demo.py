@@ -37,7 +37,7 @@ from .cluster import (
 from .make_model import make_model
 from .progress import Display
 from .thorough.runner import hidden
-from .up import check_json, check_may_switch, check_model, write_json
+from .up import check_json, check_may_switch, check_model, check_page_size, write_json
 
 _EPILOG = """
 Engine options for all workers follow after --, for example:
@@ -87,8 +87,10 @@ def run(args: argparse.Namespace) -> int:
     """Do the runs and print the comparison. Returns the exit code."""
     workload = Workload(args.clients, args.turns, args.document, args.question, args.answer, args.seed)
     workload.check()
+    chat_local.check_asked(args.local_prefill)
     check_json(args.json)
     check_may_switch("the demo", args.engine_options)
+    check_page_size(args.engine_options)
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
     with _work_dir(args.work_dir) as work_dir, Display() as show:

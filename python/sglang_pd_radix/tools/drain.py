@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
     with Display() as steps:
-        url = as_known(args.gateway, url, deadline)
+        url = as_known(args.gateway, url, deadline, steps.now)
         steps.now(f"asking {args.gateway} to send {url} nothing new")
-        steps.done(leave(args.gateway, url, deadline, ends=args.pid is not None))
+        steps.done(leave(args.gateway, url, deadline, steps.now, ends=args.pid is not None))
         wait_empty(url, deadline, steps.now)
         steps.done(f"{url} has ended what it had")
         if args.pid is not None:
@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_known(gateway: str, url: str, deadline: float) -> str:
+def as_known(gateway: str, url: str, deadline: float, say: Callable[[str], None]) -> str:
     """The URL by which ``gateway`` has the worker at ``url``, of which it may know another name; ``url`` if by none.
 
     Raises PdRadixError if it does not answer before ``deadline``.
     """
-    known = {worker["url"] for worker in _known(gateway, deadline)}
+    known = {worker["url"] for worker in _known(gateway, deadline, say)}
     if url in known:
         return url
     ours = _addresses(url)
@@ -86,14 +86,14 @@ def as_known(gateway: str, url: str, deadline: float) -> str:
     return same[0] if len(same) == 1 else url
 
 
-def leave(gateway: str, url: str, deadline: float, ends: bool = False) -> str:
+def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], ends: bool = False) -> str:
     """Have ``gateway`` take a worker out, with all its ranks. Returns what has been done, in words.
 
     One that it does not know and that answers has been taken out before, as by a drain whose time was up. ends: its
     process is to be ended then. Raises PdRadixError if it cannot, or not before ``deadline``, or it is the last of its
     kind, or may be one that the gateway knows by another name.
     """
-    known = _known(gateway, deadline)
+    known = _known(gateway, deadline, say)
     # A gateway may have its DP ranks as workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
@@ -122,7 +122,7 @@ def leave(gateway: str, url: str, deadline: float, ends: bool = False) -> str:
                 raise PdRadixError(f"{gateway} does not let go of {url}: {refused}")
     began = time.monotonic()
     until = min(began + LET_GO_S, deadline)
-    while any(other["url"] == url and _serves(other) for other in _known(gateway, until)):
+    while any(other["url"] == url and _serves(other) for other in _known(gateway, until, say)):
         if time.monotonic() > until:
             raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {until - began:.0f} s")
         time.sleep(LOOK_S)
@@ -190,14 +190,18 @@ def _role(url: str, deadline: float) -> str:
         time.sleep(LOOK_S)
 
 
-def _known(gateway: str, deadline: float) -> list[dict[str, Any]]:
-    """Its workers; of one that is late with its answer, asked again until ``deadline``."""
+def _known(gateway: str, deadline: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Its workers; of one that is late with its answer, or is being started, asked again until ``deadline``."""
+    said = ""
     while True:
         try:
             return gateway_workers(gateway)
-        except Unheard:
+        except Unheard as error:
             if time.monotonic() > deadline:
                 raise
+            if str(error) != said:
+                said = str(error)
+                say(f"{said}; asked again for {deadline - time.monotonic():.0f} s more at most")
         time.sleep(LOOK_S)
 
 

@@ -26,7 +26,7 @@ from sglang_pd_radix.supplied import pegaflow_host
 
 from . import process_group
 from .arguments import split_options
-from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway
+from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway, option_value
 from .cluster.startup import NotReadyError
 from .locked_directory import alone
 from .progress import Display
@@ -232,6 +232,13 @@ def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
         raise PdRadixError(f"{RADIX_FLAG} is what {who} switches: remove it from the engine options")
 
 
+def check_page_size(options: Sequence[str]) -> None:
+    """Raise PdRadixError for what the engine would refuse only after the start."""
+    given = option_value(options, "--page-size")
+    if given is not None and not (given.isdecimal() and int(given) >= 1):
+        raise PdRadixError(f"--page-size {given}: must be a whole number of at least 1")
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write ``document`` as `write_whole` does."""
     write_whole(path, json.dumps(document, indent=2) + "\n")
@@ -327,13 +334,20 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     if getattr(args, "pegaflow", False):
         check_pegaflow()
         more["pegaflow"] = pegaflow
+    common = [*split_options(args.common_args, "--common-args"), *args.engine_options]
+    of_prefill, of_decode = (
+        split_options(given, option)
+        for given, option in ((args.prefill_args, "--prefill-args"), (args.decode_args, "--decode-args"))
+    )
+    for options in (common, of_prefill, of_decode):
+        check_page_size(options)
     return Cluster(
         check_model(args.model_path),
         prefill=args.prefill,
         decode=args.decode,
-        common_args=[*split_options(args.common_args, "--common-args"), *args.engine_options],
-        prefill_args=split_options(args.prefill_args, "--prefill-args"),
-        decode_args=decode_options(split_options(args.decode_args, "--decode-args"), args.radix),
+        common_args=common,
+        prefill_args=of_prefill,
+        decode_args=decode_options(of_decode, args.radix),
         router_args=split_options(args.router_args, "--router-args"),
         backend=args.backend,
         policy=args.policy,

@@ -31,7 +31,15 @@ from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
 from .thorough import command as thorough
-from .up import check_json, check_may_switch, check_model, own_log_dir, write_json
+from .up import (
+    check_json,
+    check_log_dir,
+    check_may_switch,
+    check_model,
+    check_page_size,
+    own_log_dir,
+    write_json,
+)
 from .verification import kv_record, self_test
 from .verification.asking import ANSWER_TOKENS
 from .verification.check import Check
@@ -100,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
         return thorough.run(args)
     check_json(args.json)
     check_may_switch("verify", args.engine_options)
+    check_page_size(args.engine_options)
+    check_log_dir(args.log_dir)
+    given = check_model(args.model) if args.model else None
     verdict = Verdict(_versions() | {"router": named_gateway(args.router).version})
     unused = {*_BACKENDS} - {args.backend}
     checks = [check for check in doctor.diagnose() if check.name not in unused]
@@ -111,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         _log_dir(args.log_dir, verdict) as logs,
     ):
         try:
-            model = check_model(args.model) if args.model else str(make_model(Path(scratch) / "model"))
+            model = given or str(make_model(Path(scratch) / "model"))
             _verify(args, model, logs, Path(scratch) / "records", verdict)
         except PdRadixError as error:
             if not verdict.setting.get("model"):

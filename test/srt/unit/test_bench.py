@@ -573,6 +573,8 @@ def test_the_command_says_what_it_can_measure(capsys):
         (["--sample-every", "0"], "--sample-every 0: must be at least 0.1"),
         (["--only", "a", "--trace", "x"], "--trace is for the workloads f and fm"),
         (["--model", "/none"], "no model at /none"),
+        (["--only", "f", "--trace", "/none"], "cannot read the trace /none"),
+        (["--only", "fm", "--set", "fm.policies=cache_aware,nope"], "--set fm.policies: nope is not one of random"),
         (["--compare", "today"], "--compare today: write NAME:OPTIONS"),
         (["--compare", "on:--x"], "on is the name of something else"),
         (["--compare", "b:--x", "--compare", "b:--y"], "b is the name of something else"),
@@ -588,6 +590,25 @@ def test_bad_options_get_one_clear_line(tmp_path, monkeypatch, capsys, options, 
     assert cli.main(["bench", "--out", str(tmp_path), *options]) == 1
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["report.json", "goodput.json"])
+def test_a_report_is_not_written_over(tmp_path, monkeypatch, capsys, name):
+    """A second run left nothing of the first."""
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    monkeypatch.chdir(tmp_path)
+    kept = Path("kept")
+    kept.mkdir()
+    # Logs alone, as of a run that failed, are no report.
+    assert not command._has_report(kept) and command._unused_directory() == Path("bench-report")
+    (kept / name).write_text("{}")
+    assert cli.main(["bench", "--out", "kept"]) == 1
+    assert "--out kept: there is a report; give another directory" in capsys.readouterr().err
+    for directory in ("bench-report", "bench-report-2"):
+        assert command._unused_directory() == Path(directory)
+        Path(directory).mkdir()
+        (Path(directory) / name).write_text("{}")
+    assert command._unused_directory() == Path("bench-report-3")
 
 
 def test_a_report_names_no_place_on_this_machine():

@@ -101,6 +101,9 @@ def test_users_options_win() -> None:
     ("arguments", "message"),
     [
         (["--clients", "0"], "--clients 0"),
+        (["--local-prefill", "maybe"], "--local-prefill maybe: give off, auto or 1 token or more"),
+        (["--local-prefill", "0"], "--local-prefill 0: give"),
+        (["--", "--page-size", "maybe"], "--page-size maybe: must be a whole number"),
         (["--model", "no/such/model"], "no model at no/such/model"),
         (["--json", "no-such-directory/figures.json"], "there is no directory"),
         (["--", RADIX_FLAG], "remove it from the engine options"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_top import POOL, Worker, workers
@@ -270,7 +271,7 @@ def test_a_worker_that_may_be_a_listed_one_is_not_taken_for_another(found, proce
 def test_a_loopback_address_is_one_of_the_gateway_s_host(monkeypatch, gateway_at, ours):
     known = [{"id": "1", "url": "http://127.0.0.1:3", "worker_type": "decode"}]
     monkeypatch.setattr(drain, "gateway_workers", lambda gateway: known)
-    url = drain.as_known(f"{gateway_at}:30002", "http://localhost:3", time.monotonic() + 5)
+    url = drain.as_known(f"{gateway_at}:30002", "http://localhost:3", time.monotonic() + 5, print)
     assert url == ("http://127.0.0.1:3" if ours else "http://localhost:3")
 
 
@@ -304,6 +305,22 @@ def test_a_worker_that_nobody_knows_and_one_that_is_gone(found, capsys):
     gateway.on_delete = lambda path: 500
     assert drained(gateway, worker) == 1
     assert "does not let go" in capsys.readouterr().err
+
+
+def test_a_gateway_that_refuses_connections_is_told_of_at_once(monkeypatch, capsys):
+    """Nothing was said for the 300 s of --timeout."""
+    now, slept = [0.0], []
+    monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: wait(s)))
+
+    def wait(seconds: float) -> None:
+        said = capsys.readouterr().err
+        # At once, and once.
+        assert ("http://127.0.0.1:9/workers does not answer: Connection refused; asked" in said) == (not slept)
+        slept.append(seconds)
+        now[0] += 100
+
+    assert cli.main(["drain", "127.0.0.1:3", "--gateway", "127.0.0.1:9"]) == 1
+    assert len(slept) == 4 and "does not answer: Connection refused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "1", "99999999999", str(2**22 + 1)])

@@ -181,6 +181,8 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "./missing"], "make-model"),
         (["--model-path", "m/x", "--decode-args", "--a 'b"], "--decode-args.*quotes"),
         (["--model-path", "m/x", "--prefill", "0"], "at least one"),
+        (["--model-path", "m/x", "--", "--page-size", "x"], "--page-size x: must be a whole number"),
+        (["--model-path", "m/x", "--decode-args=--page-size 0"], "--page-size 0: must be"),
         (["--model-path", "m/x", "--json", "/no/such/dir/f.json"], "no directory"),
         (["--model-path", "m/x", "--json", "/"], "that is a directory"),
         (["--model-path", "m/x", "--log-dir", "/dev/null/x"], "--log-dir /dev/null/x: it cannot be made"),

@@ -327,6 +327,8 @@ def test_with_speculation_kv_may_end_before_the_last_step(monkeypatch, tmp_path,
     [
         (["--json", "/none/of/this/x.json"], {}, "there is no directory"),
         (["--model", "/none/of/this"], {}, "no model"),
+        (["--log-dir", "/proc/none/of/this"], {}, "it cannot be made"),
+        (["--", "--page-size", "x"], {}, "--page-size x: must be"),
         (["--", "--disaggregation-decode-enable-radix-cache"], {}, "remove it"),
         ([], {"SGLANG_PD_RADIX": "0"}, "unset it"),
     ],
@@ -334,7 +336,7 @@ def test_with_speculation_kv_may_end_before_the_last_step(monkeypatch, tmp_path,
 def test_bad_usage_is_told_at_once(monkeypatch, capsys, options, env, told) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(verify.doctor, "diagnose", list)
+    monkeypatch.setattr(verify.doctor, "diagnose", lambda: pytest.fail("it takes its time"))
     monkeypatch.setattr(verify, "_verify", lambda *a: pytest.fail("nothing may be started"))
     assert cli.main(["verify", *options]) == 1
     assert told in "".join(capsys.readouterr())

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -20,12 +21,12 @@ from typing import Any
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import netns, process_group
-from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway, option_value
+from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway
 from sglang_pd_radix.tools.locked_directory import alone
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.thorough.runner import hidden
-from sglang_pd_radix.tools.up import check_may_switch, check_model
+from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
 from . import goodput, link, parted, published, report
 from .chart import check_libraries
@@ -36,6 +37,8 @@ from .turns import measure_all
 from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
+# Where reports go, and the files by which one is known.
+OUT, REPORTS = "bench-report", ("report.json", "goodput.json")
 # A quick run shows every workload but the one that takes a deployment of its own.
 QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h", "i", "j")
 QUICK: dict[str, dict[str, Any]] = {
@@ -133,10 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("bench-report"),
         metavar="DIR",
-        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures "
-        "(default: bench-report)",
+        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures; none "
+        "may be there (default: bench-report, or bench-report-2 and so on)",
     )
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
@@ -233,17 +235,30 @@ def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequenc
         _plan(args, key, entry, sides)
 
 
-def _check_page_size(options: Sequence[str]) -> None:
-    """Raises PdRadixError for what the engine would refuse only after the start."""
-    given = option_value(options, "--page-size")
-    if given is not None and not (given.isdecimal() and int(given) >= 1):
-        raise PdRadixError(f"--page-size {given}: must be a whole number of at least 1")
-
-
 def shape_of(sizes: Sizes) -> Shape:
     """The deployment that a workload needs."""
     policies = tuple(getattr(sizes, "policies", "cache_aware").split(","))
     return Shape(sizes.pool, sizes.reserve, getattr(sizes, "decode", 1), policies)
+
+
+def _has_report(out: Path) -> bool:
+    return any((out / name).exists() for name in REPORTS)
+
+
+def _unused_directory() -> Path:
+    """Where a report goes that was told no directory: one that has none."""
+    names = itertools.chain([OUT], (f"{OUT}-{number}" for number in itertools.count(2)))
+    return next(Path(name) for name in names if not _has_report(Path(name)))
+
+
+def _check_policies(args: argparse.Namespace, sizes: dict[str, Sizes]) -> None:
+    """Raises PdRadixError for a policy that the router does not know, which it would say only when workers serve."""
+    router = named_gateway(args.router)
+    for key, entry in sizes.items():
+        unknown = [policy for policy in shape_of(entry).policies if policy not in router.policies]
+        if unknown:
+            known = ", ".join(router.policies)
+            raise PdRadixError(f"--set {key}.policies: {unknown[0] or 'an empty name'} is not one of {known}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -255,7 +270,8 @@ def run(args: argparse.Namespace) -> int:
         raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds, and a day at most")
     sizes, sides = chosen_sizes(args), chosen_sides(args)
     _check_slo(args, sizes, sides)
-    _check_page_size(args.engine_options)
+    check_page_size(args.engine_options)
+    _check_policies(args, sizes)
     if args.sizes:
         for key, entry in sizes.items():
             print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
@@ -267,6 +283,9 @@ def run(args: argparse.Namespace) -> int:
     hindrance = netns.trouble() if rates else None
     if hindrance:
         raise PdRadixError(f"--link: {hindrance[0]}. Way out: {hindrance[1]}")
+    args.out = args.out or _unused_directory()
+    if _has_report(args.out):
+        raise PdRadixError(f"--out {args.out}: there is a report; give another directory, or remove it")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

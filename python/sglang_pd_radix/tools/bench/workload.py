@@ -397,11 +397,22 @@ class Trace(Sizes):
     speed: float = 4.0
     concurrency: int = 32
 
-    def make(self, key: str, tokens: Tokens) -> Workload:
-        records = read_trace(Path(self.file), self.skip + self.requests) if self.file else made_trace(self.requests)
-        records = records[self.skip if self.file else 0 :]
+    def check(self, key: str) -> None:
+        """Also refuse a trace that cannot be read."""
+        super().check(key)
+        if self.file:
+            self._records(key)
+
+    def _records(self, key: str) -> list[dict[str, Any]]:
+        if not self.file:
+            return made_trace(self.requests)
+        records = read_trace(Path(self.file), self.skip + self.requests)[self.skip :]
         if not records:
             raise PdRadixError(f"--set {key}.skip={self.skip}: {self.file} has no line after it")
+        return records
+
+    def make(self, key: str, tokens: Tokens) -> Workload:
+        records = self._records(key)
         block = max(1, TRACE_BLOCK // self.shrink)
         first = records[0]["timestamp"]
 

@@ -151,7 +151,10 @@ def gateway_workers(gateway: str) -> list[dict[str, Any]]:
     url = base_url(gateway) + "/workers"
     status, content = http(url, timeout=TIMEOUT_S)
     if not status:
-        raise Unheard(f"{url} does not answer: {printable(content.decode(errors='replace')[:200])}")
+        said = content.decode(errors="replace")
+        # Of a connection that was refused, this comes last.
+        why = re.search(r"\[Errno -?\d+\] ([\w ]+)", said)
+        raise Unheard(f"{url} does not answer: {printable(why[1] if why else said[:200])}")
     try:
         listed = json.loads(content)["workers"]
         return [worker | {"url": printable(_RANK.sub("", str(worker["url"]).rstrip("/")))} for worker in listed]

@@ -19,7 +19,7 @@ from typing import Any
 from sglang_pd_radix import __version__
 from sglang_pd_radix.tools import doctor
 from sglang_pd_radix.tools.bench.chart import check_libraries
-from sglang_pd_radix.tools.up import check_json, check_may_switch, check_model, write_whole
+from sglang_pd_radix.tools.up import check_json, check_may_switch, check_model, check_page_size, write_whole
 
 from .. import process_group
 from . import child, facts, host, parts, report, runner
@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Do all parts and write the report after each. Returns the exit code: 0 if all passed that this host can show."""
     check_json(args.json)
     check_may_switch("verify", args.engine_options)
+    check_page_size(args.engine_options)
     check_libraries()
     if args.model:
         check_model(args.model)
