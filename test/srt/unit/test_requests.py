@@ -984,7 +984,10 @@ def test_a_chat_that_cannot_be_read_is_the_clients_error(wrong):
 
 def test_echo_with_logprobs_0_asks_for_the_prompts_logprobs():
     asked = completion(echo=True, logprobs=0)
-    assert asked.return_logprob and asked.logprob_start_len == 0 and asked.needs_top_logprobs
+    assert asked.return_logprob and asked.logprob_start_len == 0
+    answer: dict = {"meta_info": {}}
+    asked.amend(answer)
+    assert answer == {"meta_info": {"input_top_logprobs": []}}
     assert completion(echo=True).logprob_start_len == completion(logprobs=0).logprob_start_len == -1
 
 
@@ -997,7 +1000,7 @@ def test_a_stream_with_echo_has_the_whole_answer(monkeypatch, prompt, logprobs):
     answers = [f"answer {place} of all" for place in range(4 if several else 2)]
 
     async def generate_request(self, obj, request=None):
-        assert not hasattr(obj, "echo_of")
+        assert not hasattr(obj, "amend")
         for end in (7, 7, 12, 99):
             for place, text in enumerate(answers):
                 meta = {"id": "r", "finish_reason": {"type": "stop"} if end == 99 else None}

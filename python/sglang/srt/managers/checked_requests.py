@@ -70,17 +70,12 @@ class CheckedRequests(Base):
         """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
-        echo_of, begun = vars(obj).pop("echo_of", None), set()
+        amend = vars(obj).pop("amend", None)
         try:
             self._give_types(obj, request)
             async for out in super().generate_request(obj, request):
-                for item in out if isinstance(out, list) else [out]:
-                    if echo_of is not None:
-                        place = item.get("index", 0)
-                        item["text"] = (echo_of(place) if place in begun else "") + item["text"]
-                        begun.add(place)
-                    if getattr(obj, "needs_top_logprobs", False):
-                        item["meta_info"].setdefault("input_top_logprobs", [])
+                for item in (out if isinstance(out, list) else [out]) if amend else ():
+                    amend(item)
                 yield out
         except samples.SamplesHaveRooms:
             raise

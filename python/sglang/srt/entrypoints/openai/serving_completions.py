@@ -5,7 +5,7 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 from sglang.srt.entrypoints.openai import serving_completions as engine
 
@@ -18,11 +18,18 @@ class OpenAIServingCompletion(engine.OpenAIServingCompletion):
     def _convert_to_internal_request(self, request, raw_request=None):
         """With ``echo`` the prompt's logprobs are asked for also where ``logprobs`` is 0, and a stream is all sent."""
         adapted, request = super()._convert_to_internal_request(request, raw_request)
-        if request.echo and request.stream:
-            # The engine cuts what it has sent, with the prompt, from an answer that has none.
-            adapted.echo_of = cache(partial(self._get_echo_text, request))
+        if request.echo:
+            adapted.amend = partial(self._amend, request, {})
         if request.echo and request.logprobs is not None:
             adapted.logprob_start_len = 0
-            # The engine looks them up in the answer, which has none with logprobs=0.
-            adapted.needs_top_logprobs = True
         return adapted, request
+
+    def _amend(self, request, echoes, answer) -> None:
+        """Give an ``answer`` what the engine looks up in it, and the prompt that it cuts. echoes: of streams, by place."""
+        if request.logprobs is not None:
+            answer["meta_info"].setdefault("input_top_logprobs", [])
+        place = answer.get("index", 0)
+        if place in echoes:
+            answer["text"] = echoes[place] + answer["text"]
+        elif request.stream:
+            echoes[place] = self._get_echo_text(request, place)
