@@ -139,5 +139,11 @@ def test_a_pair_answers_as_without_them(clusters, model, truth, group, tmp_path,
                 cluster.router_url + "/v1/chat/completions", json={**chat, "stream": stream}, timeout=60
             )
             assert reply.status_code == 200 and reply.text, reply.text
+    if group == "several tokenizers":
+        # Four calls reach both processes, or as good as.
+        for url in (pair.prefill_url, pair.decode_url) * 4:
+            reply = requests.post(url + "/pause_generation", json={}, timeout=30)
+            assert reply.status_code == 400 and "one of 2 tokenizer processes" in reply.text, reply.text
+        assert conversations(pair) == truth["conversations"]
     assert cluster.dead() is None
     pair.check_idle()
