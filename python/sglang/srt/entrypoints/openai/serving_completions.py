@@ -25,7 +25,7 @@ class OpenAIServingCompletion(engine.OpenAIServingCompletion):
         return adapted, request
 
     def _amend(self, request, echoes, answer) -> None:
-        """Give an ``answer`` what the engine looks up in it, and the prompt that it cuts. echoes: of streams, by place."""
+        """Give an ``answer`` what the engine looks up in it, and the prompt that it cuts. echoes: of a stream's."""
         if request.logprobs is not None:
             answer["meta_info"].setdefault("input_top_logprobs", [])
         place = answer.get("index", 0)
