@@ -56,7 +56,7 @@ class SilentQueue(Queue):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.admission.deltas.request = lambda decode_req, fence: None
+        self.admission.deltas.request = lambda decode_req: None
 
 
 class Peer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.step_in_flight import Fence
+from sglang.srt.disaggregation.step_in_flight import OPEN
 
 from sim.decode import Receiver, SimulatedQueue
 
@@ -53,6 +53,7 @@ class SharingQueue(SimulatedQueue):
         self.policy.follow = False
         self._ask, self.admission.deltas.request = self.admission.deltas.request, self._ask_and_share
 
-    def _ask_and_share(self, decode_req: DecodeRequest, fence: Fence) -> None:
-        self._ask(decode_req, fence)
+    def _ask_and_share(self, decode_req: DecodeRequest) -> None:
+        self._ask(decode_req)
+        self.admission.deltas.ask_admitted(OPEN)
         self.radix.commit_req(decode_req.req)

@@ -19,6 +19,7 @@ TABLE = torch.tensor(
         [12, 13, 14, 15, 32, 33, 34, 35, 36, 37, 38, 39],
     ]
 )
+ROWS = [2, 0, 3]
 # Tokens committed when the step was launched, and allocated.
 COMMITTED, ALLOCATED = [3, 8, 5], [9, 10, 8]
 
@@ -29,9 +30,12 @@ def batch(speculates: bool, windows: torch.Tensor | None = None) -> SimpleNamesp
     return SimpleNamespace(
         spec_algorithm=SimpleNamespace(is_none=lambda: not speculates),
         out_cache_loc=torch.tensor([30, 9, 34]),
-        req_pool_indices=torch.tensor([2, 0, 3]),
+        req_pool_indices=torch.tensor(ROWS),
         req_to_token_pool=SimpleNamespace(req_to_token=TABLE, get_mamba_indices=lambda rows: states[rows]),
-        reqs=[SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished_reason=None) for c, a in lengths],
+        reqs=[
+            SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished_reason=None, freed_row=row)
+            for row, (c, a) in zip(ROWS, lengths, strict=True)
+        ],
         window_cache_loc=windows,
     )
 
@@ -50,18 +54,18 @@ def batch(speculates: bool, windows: torch.Tensor | None = None) -> SimpleNamesp
     ],
 )
 def test_pages(speculates, page_size, ended, pages):
-    found = StepInFlight(batch(speculates), ended, None, page_size).pages
+    found = StepInFlight(batch(speculates), ended, page_size).pages
     assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 
 def test_rows_and_states_are_those_of_the_requests_that_have_ended():
-    late = StepInFlight(batch(False), [0, 2], None, 4)
+    late = StepInFlight(batch(False), [0, 2], 4)
     assert late.rows == {2, 3} and late.states == {52, 53}
     assert late.writes == late.states
 
 
 def test_of_a_model_with_windows_their_pages():
-    late = StepInFlight(batch(False, windows=torch.tensor([9, 17, 40])), [1, 2], None, 4)
+    late = StepInFlight(batch(False, windows=torch.tensor([9, 17, 40])), [1, 2], 4)
     assert late.windows == {4, 10} == late.writes
 
 
@@ -71,10 +75,9 @@ def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():
     scheduler.result_queue = []
     assert find_step_in_flight(scheduler, 4) is None
     first, last = batch(False), batch(False)
-    done = [SimpleNamespace(copy_done=object()) for _ in range(2)]
-    scheduler.result_queue = [(first, done[0]), (last, done[1])]
+    scheduler.result_queue = [(first, None), (last, None)]
     first.reqs[0].finished_reason = FINISH_LENGTH(1)
     assert find_step_in_flight(scheduler, 4) is None, "who has ended was in an earlier step"
     last.reqs[1].finished_reason = FINISH_LENGTH(1)
     late = find_step_in_flight(scheduler, 4)
-    assert (late.batch, late.ended, late.done, late.page_size) == (last, [1], done[1].copy_done, 4)
+    assert (late.batch, late.ended, late.page_size) == (last, [1], 4)

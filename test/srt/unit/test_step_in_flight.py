@@ -192,113 +192,13 @@ def test_tp_ranks_overlap_their_steps_alike(pair, page_size):
     assert behind, "nobody was admitted beside a running batch"
 
 
-# In which a failed request gives its row back in the step in which another is admitted, beside a step in flight.
-GIVEN_BACK = [
-    [("pause", "abort"), ("flush", None), ("commit", 4)],
-    [],
-    [("flush", None), ("commit", 4)],
-    [("flush", None), ("update", None)],
-    [("pause", "in_place"), ("commit", 8), ("flush", None)],
-    [("commit", 2)],
-    [],
-    [
-        ("commit", 0),
-        ("fail", 4),
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 6, "prompt": [1, 2, 2, 1, 1], "stop": "212"}),
-    ],
-    [
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 11, "prompt": [1, 2, 2, 2, 2, 2], "stop": 1}),
-        (
-            "arrive",
-            {
-                "grammar": False,
-                "logprobs": False,
-                "max_new": 12,
-                "prompt": [1, 2, 1, 1, 2, 1, 2, 2, 2, 1, 2, 1, 1, 2, 1, 1],
-                "stop": "12",
-            },
-        ),
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 12, "prompt": [1, 2, 2, 2, 2, 2], "stop": "12"}),
-    ],
-    [
-        ("arrive", {"grammar": False, "logprobs": True, "max_new": 11, "prompt": [1, 2, 1, 1, 1, 1], "stop": 1}),
-        ("commit", 5),
-    ],
-    [("commit", 9), ("pause", "retract")],
-    [("abort", 1)],
-    [],
-    [
-        ("update", None),
-        ("flush", None),
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 2, "prompt": [2, 2, 1, 1, 1], "stop": 1}),
-    ],
-    [
-        ("update", None),
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 11, "prompt": [1, 2, 1, 2], "stop": None}),
-        ("fail", 8),
-    ],
-    [],
-    [
-        (
-            "arrive",
-            {"grammar": False, "logprobs": False, "max_new": 5, "prompt": [2, 2, 1, 2, 2, 2, 2, 1, 1], "stop": "212"},
-        ),
-        ("commit", 0),
-    ],
-    [
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 4, "prompt": [1, 1, 1, 1, 2, 1], "stop": "12"}),
-        ("abort", 8),
-        ("pause", "in_place"),
-    ],
-    [
-        ("update", None),
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 4, "prompt": [2, 1, 2, 1], "stop": "12"}),
-    ],
-    [
-        ("arrive", {"grammar": True, "logprobs": True, "max_new": 11, "prompt": [2, 2, 2, 2, 1, 1, 2], "stop": 2}),
-        ("commit", 4),
-        (
-            "arrive",
-            {
-                "grammar": False,
-                "logprobs": False,
-                "max_new": 8,
-                "prompt": [2, 1, 2, 2, 1, 1, 2, 1, 1, 2, 1, 2, 1, 2, 2, 2],
-                "stop": "12",
-            },
-        ),
-    ],
-    [],
-    [],
-    [
-        ("abort", 6),
-        ("commit", 8),
-        ("arrive", {"grammar": False, "logprobs": False, "max_new": 3, "prompt": [1, 2, 1, 1, 1, 2], "stop": "12"}),
-    ],
-]
-
-
-def test_a_row_that_becomes_free_does_not_bring_one_forward_that_a_step_in_flight_reads(pair):
-    """The rows of the step in flight go to nobody, also where others become free after a look at the free ones."""
-    assert_same(pair.run(overlapped, 1, 40, GIVEN_BACK, [-1, -3, 1, 3]))
-
-
-# Without the flag, and with larger pages, a pool this small ends the engine's scheduler: "a bug in memory estimation".
 # With states: so few slots that those of requests that have just ended are used at once.
 # With windows: so few slots for them that those are, too, and that what lies behind windows has to be freed early.
 @pytest.mark.parametrize(
-    "flag, page_size, states, windows",
-    [
-        (True, 1, None, None),
-        (True, 4, None, None),
-        (False, 1, None, None),
-        (True, 4, 3, None),
-        (False, 1, 3, None),
-        (True, 1, None, (5, 20)),
-        (True, 4, None, (6, 24)),
-    ],
+    "page_size, states, windows",
+    [(1, None, None), (4, None, None), (4, 3, None), (1, None, (5, 20)), (4, None, (6, 24))],
 )
-def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, page_size, states, windows):
+def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size, states, windows):
     behind = 0
 
     @given(script=scripts, size=st.sampled_from([32, 40]))
@@ -306,21 +206,20 @@ def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(flag, pag
     def play(script, size):
         nonlocal behind
         # Nothing reserved for answers: requests are retracted, and the tree is evicted.
-        loop = Loop(flag, size=size, page_size=page_size, reserved=0, max_reqs=4, states=states, windows=windows)
-        # Without the flag the engine forgets about those that a pause retracts, and frees what a writer still fills.
-        Play(loop, script, () if flag else ("pause", "fail", "abort", "flush")).run()
+        loop = Loop(size=size, page_size=page_size, reserved=0, max_reqs=4, states=states, windows=windows)
+        Play(loop, script).run()
         behind += len(loop.asked_behind)
 
     play()
     assert behind, "nobody was admitted while a step was in flight"
 
 
-def until_asked(flag: bool, page_size: int, length: int) -> tuple[Loop, int]:
+def until_asked(page_size: int, length: int) -> tuple[Loop, int]:
     """A request that comes when another has ended and wants its pages: the loop, and when it was asked for.
 
     A third goes on, with one more page in every step or in some.
     """
-    loop = Loop(flag, size=28, page_size=page_size, reserved=0)
+    loop = Loop(size=28, page_size=page_size, reserved=0)
     made: list[DecodeRequest] = []
 
     def arrive(token: int, length: int, max_new: int) -> None:
@@ -349,23 +248,21 @@ def until_asked(flag: bool, page_size: int, length: int) -> tuple[Loop, int]:
 
 
 @pytest.mark.parametrize("page_size, length", [(1, 14), (1, 15), (4, 9), (4, 13)])
-@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
-def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monkeypatch, flag, page_size, length):
-    """Trap 28. Without the fence a page has two writers; without the flag the step is waited for on the spot."""
-    fenced, later = until_asked(flag, page_size, length)
+def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monkeypatch, page_size, length):
+    """Trap 28. Without the fence a page has two writers."""
+    fenced, later = until_asked(page_size, length)
     assert len(fenced.told) == 3
     monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
-    bare, asked_in = until_asked(flag, page_size, length)
+    bare, asked_in = until_asked(page_size, length)
     assert bare.wrong
-    assert later == asked_in + flag
+    assert later == asked_in + 1
 
 
-@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
-def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch, flag):
+def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch):
     """Trap 29. The last free row is one that a step in flight reads."""
 
     def play() -> Loop:
-        loop = Loop(flag, size=64, page_size=4, max_reqs=1)
+        loop = Loop(size=64, page_size=4, max_reqs=1)
         made: list[DecodeRequest] = []
 
         def between() -> None:
@@ -390,15 +287,14 @@ def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeyp
     monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
     bare = play()
     assert bare.wrong
-    assert fenced.asked_in["r3"] == bare.asked_in["r3"] + flag
+    assert fenced.asked_in["r3"] == bare.asked_in["r3"] + 1
 
 
-@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
-def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch, flag):
+def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch):
     """Trap 28, of a state: there is one slot, and a step in flight writes to it once more."""
 
     def play() -> Loop:
-        loop = Loop(flag, size=64, page_size=4, states=1)
+        loop = Loop(size=64, page_size=4, states=1)
         made: list[DecodeRequest] = []
 
         def between() -> None:
@@ -424,7 +320,7 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
     monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
     bare = play()
     assert bare.wrong
-    assert fenced.asked_in["r2"] == bare.asked_in["r2"] + flag
+    assert fenced.asked_in["r2"] == bare.asked_in["r2"] + 1
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.admission_step import Admission
@@ -278,7 +277,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not is_warmup(decode_req.req):
             self.rooms[decode_req.req.bootstrap_room] = decode_req
             self.loads.begin(decode_req)
-            self.admission.deltas.expect(decode_req)
 
     def _all_requests(self) -> list[DecodeRequest]:
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
@@ -374,11 +372,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _admit(self, agreed: Agreed, fence: Fence) -> list[DecodeRequest]:
         rows = self.req_to_token_pool.available_size() - fence.rows
-        several = self.ranks.size > 1
-        admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule, several)
+        admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule)
         self._forget(admitted)
         # Several ranks find out first whether each of them has the memory.
-        local = None if several else self.transfer_queue.local
+        local = self.transfer_queue.local if self.ranks.size == 1 else None
         return admitted if local is None else [dr for dr in admitted if not local.agree(dr)]
 
     def _tend_tree(self) -> None:
@@ -405,18 +402,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _budget(self) -> Budget:
         """What admission has to give in this state."""
         return self.accounts.budget(self.live(), self.radix.nodes_in_use())
-
-    def _pre_alloc(self, req: Req) -> torch.Tensor:
-        """Without the flag, gives no prefill what a decode step in flight may still use.
-
-        The request gets what the engine gives it; only if that step uses it, the end of the step is waited for. Where
-        steps write to more than a slot of each request (state, drafts, host memory), wherever one has ended.
-        """
-        kv_loc = super()._pre_alloc(req)
-        more = hasattr(self.token_to_kv_pool, "get_state_buf_infos")
-        page_size = self.token_to_kv_pool_allocator.page_size
-        step_in_flight.wait_if_used(self.scheduler, page_size, req.req_pool_idx, kv_loc, more)
-        return kv_loc
 
     # ---- retraction ----
 
@@ -549,9 +534,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
         """Adds the counters, and to cached tokens what decode held; leaves out what another request left behind."""
         req = decode_req.req
-        for row in self.metadata_buffers.get_buf(decode_req.metadata_buffer_index) if is_warmup(req) else ():
-            row.zero_()
         try:
+            if is_warmup(req):
+                for row in self.metadata_buffers.get_buf(decode_req.metadata_buffer_index):
+                    row.zero_()
             done = super()._commit_transfer_to_req(decode_req)
         except Exception as e:
             if not isinstance(self.tree_cache, DecodeRadixCache):

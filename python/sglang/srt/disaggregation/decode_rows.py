@@ -22,6 +22,11 @@ class KeptRows(Base):
     # Whether the tree over these requests holds KV alone, of a model that has states or windows as well.
     kv_alone = False
 
+    def free(self, req: Req) -> None:
+        """Notes on the request which row it had: a step in flight may still read it."""
+        req.freed_row = req.req_pool_idx
+        super().free(req)
+
     def reserve(self, req: Req) -> None:
         """Take the row of ``req`` out of a pool that has been cleared."""
         self.free_slots.remove(req.req_pool_idx)

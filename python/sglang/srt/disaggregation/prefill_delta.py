@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from sglang.srt.disaggregation.common.wire import PROMPT
 from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, prompt_digests
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 from sglang.srt.mem_cache.known_prefixes import unknown_above
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
     from sglang.srt.disaggregation.local_prefill import LocalPrefills
@@ -54,12 +53,6 @@ def _least_read(receiver: Any) -> int:
 def _compares_prompts(receiver: Any) -> bool:
     """Whether a receiver's prefill takes a digest of the request's prompt."""
     return hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
-
-
-def _make_own_prompt(decode_req: DecodeRequest) -> None:
-    """Have the receiver of a request know the `prompt_digests` of its prompt."""
-    req = decode_req.req
-    decode_req.kv_receiver.own_prompt = prompt_digests(req.origin_input_ids_unpadded, req.origin_input_ids)
 
 
 def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor, policy: AdmissionPolicy) -> None:
@@ -98,62 +91,92 @@ class PrefillDeltas:
         """
         self._tree, self._rows, self._local = tree, rows, local
         self._buffers, self._buffer_indices = buffers, buffer_indices
+        # Requests that have been admitted in this step.
+        self._admitted: list[DecodeRequest] = []
 
     def room(self) -> int:
         """Requests that it can take on now."""
         return self._buffer_indices.available_size()
 
-    @staticmethod
-    def expect(decode_req: DecodeRequest) -> None:
-        """Make the digest of the prompt of a request that has just arrived, if its prefill is known to compare them.
-
-        Requests come one by one, and all that wait for the same prefix are asked for in one step.
-        """
-        try:
-            if _compares_prompts(decode_req.kv_receiver):
-                _make_own_prompt(decode_req)
-        except Exception as e:
-            decode_req.lose(e)
-
-    def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
-        """Ask for the delta of a request that has its memory, now or when the step behind ``fence`` is over."""
-        req, windows = decode_req.req, self._tree.windows
+    def request(self, decode_req: DecodeRequest) -> None:
+        """Have prefill asked for the delta of a request that has its memory, see `ask_admitted`."""
+        req = decode_req.req
         req.transfer_prefix_len = req.held_len
         index = self._buffer_indices.alloc()
         decode_req.take_buffer(index)
         if not is_warmup(req):
             self._expect_metadata(decode_req.kv_receiver, index)
-        table = self._rows.req_to_token[req.req_pool_idx]
-        delta = table[req.held_len : len(req.origin_input_ids)].cpu().numpy()
-        page_indices, state_indices = kv_to_page_indices(delta, self._tree.page_size), None
+        self._admitted.append(decode_req)
+
+    def ask_admitted(self, fence: Fence) -> None:
+        """Ask for the deltas of the requests admitted in this step, now or when the step behind ``fence`` is over.
+
+        The pages of all of them come to the host in one copy.
+        """
+        admitted: list[DecodeRequest] = []
+        parts: list[torch.Tensor] = []
+        for decode_req in self._admitted:
+            try:
+                parts += self._targets(decode_req)
+                admitted.append(decode_req)
+            except Exception as e:
+                decode_req.lose(e)
+        self._admitted.clear()
+        if not admitted:
+            return
+        try:
+            host = torch.cat(parts).cpu().numpy()
+            found = iter(np.split(host, np.cumsum([len(part) for part in parts])[:-1]))
+        except Exception as e:
+            for decode_req in admitted:
+                decode_req.lose(e)
+            return
+        for decode_req, delta, states, offered in zip(admitted, found, found, found, strict=True):
+            try:
+                self._ask_or_defer(decode_req, delta, states, offered, fence)
+            except Exception as e:
+                decode_req.lose(e)
+
+    def _targets(self, decode_req: DecodeRequest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the device, the first slots of pages: of the delta; of the window, or the state slot; of the offer."""
+        req, page, windows = decode_req.req, self._tree.page_size, self._tree.windows
+        table, end = self._rows.req_to_token[req.req_pool_idx], len(req.origin_input_ids)
+        states = table[:0]
         if req.mamba_pool_idx is not None:
             # However much of the prompt decode holds: no state of a prefix is kept.
-            state_indices = [int(req.mamba_pool_idx)]
+            states = req.mamba_pool_idx.reshape(1)
         elif windows is not None:
-            window = table[req.swa_evicted_seqlen : len(req.origin_input_ids)]
-            state_indices = windows.pages_of(window).tolist()
-        decode_req.name_target(page_indices, state_indices)
-        offered = self._offer(decode_req)
-        if offered is not None:
-            decode_req.kv_receiver.offered = offered
-        if fence.guards(page_indices, state_indices) or (offered is not None and self._writes(offered, fence)):
+            states = windows.of(table[req.swa_evicted_seqlen : end : page])
+        offered = table[: req.held_len if self._offers(decode_req) else 0 : page]
+        return table[req.held_len : end : page], states, offered
+
+    def _ask_or_defer(
+        self, decode_req: DecodeRequest, delta: np.ndarray, states: np.ndarray, offered: np.ndarray, fence: Fence
+    ) -> None:
+        """delta, states, offered: as `_targets`, on the host."""
+        page = self._tree.page_size
+        pages, offers, indices = (delta // page).astype(np.int32), (offered // page).astype(np.int32), None
+        if decode_req.req.mamba_pool_idx is not None:
+            indices = states.tolist()
+        elif self._tree.windows is not None:
+            indices = (states // page).tolist()
+        decode_req.name_target(pages, indices)
+        if len(offers):
+            decode_req.kv_receiver.offered = offers
+        if fence.guards(pages, indices) or (len(offers) and self._writes(offers, fence)):
             decode_req.advance(DEFERRED)
         else:
             self._ask(decode_req)
 
-    def _offer(self, decode_req: DecodeRequest) -> npt.NDArray[np.int32] | None:
-        """The pages, int32, of the request's prefix, if its prefill reads what it lacks and lacks enough; else None.
+    def _offers(self, decode_req: DecodeRequest) -> bool:
+        """Whether the pages of the request's prefix are offered: its prefill reads what it lacks, and lacks enough.
 
         They are locked for as long as the request is here. Not while some of them are being copied from host memory.
         """
-        req = decode_req.req
-        least = _least_read(decode_req.kv_receiver)
-        if not least or decode_req.load is not None or not req.held_len or not takes_prefix(decode_req):
-            return None
-        if unknown_above(req.last_node) < least:
-            return None
-        held = self._rows.req_to_token[req.req_pool_idx, : req.held_len].cpu().numpy()
-        return kv_to_page_indices(held, self._tree.page_size).astype(np.int32)
+        req, least = decode_req.req, _least_read(decode_req.kv_receiver)
+        if not least or decode_req.load is not None or not takes_prefix(decode_req):
+            return False
+        return unknown_above(req.last_node) >= least
 
     def _writes(self, offered: npt.NDArray[np.int32], fence: Fence) -> bool:
         """Whether a step in flight may still write to what is offered: of an answer, or of a prompt computed here."""
@@ -186,9 +209,7 @@ class PrefillDeltas:
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
             if _compares_prompts(receiver):
-                if not hasattr(receiver, "own_prompt"):
-                    _make_own_prompt(decode_req)
-                receiver.prompt = PROMPT, receiver.own_prompt
+                receiver.prompt = PROMPT, prompt_digests(req)
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

@@ -20,17 +20,14 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-__all__ = ["OPEN", "Fence", "StepInFlight", "find_step_in_flight", "raise_fence", "wait_if_used"]
-
-# Numpy takes longer to begin than to look at these in Python.
-FEW_PAGES = 256
+__all__ = ["OPEN", "Fence", "StepInFlight", "find_step_in_flight", "raise_fence"]
 
 
 class StepInFlight:
-    """A step in flight, of whose batch the requests at ``ended`` have ended. done: the event of its end."""
+    """A step in flight, of whose batch the requests at ``ended`` have ended."""
 
-    def __init__(self, batch: ScheduleBatch, ended: list[int], done: Any, page_size: int):
-        self.batch, self.ended, self.done, self.page_size = batch, ended, done, page_size
+    def __init__(self, batch: ScheduleBatch, ended: list[int], page_size: int):
+        self.batch, self.ended, self.page_size = batch, ended, page_size
 
     @cached_property
     def pages(self) -> np.ndarray:
@@ -40,19 +37,14 @@ class StepInFlight:
         # A speculating step finds its slots in the row, from what was committed when it was launched up to what is
         # allocated. Neither figure has changed: the result that ends a request is that of the step before.
         table, parts = self.batch.req_to_token_pool.req_to_token, []
-        for i, row in zip(self.ended, self._rows.tolist(), strict=True):
-            req = self.batch.reqs[i]
-            parts.append(table[row, req.kv_committed_len : req.kv_allocated_len])
+        for req in map(self.batch.reqs.__getitem__, self.ended):
+            parts.append(table[req.freed_row, req.kv_committed_len : req.kv_allocated_len])
         return np.unique(torch.cat(parts).long().cpu().numpy() // self.page_size)
-
-    @cached_property
-    def _rows(self) -> np.ndarray:
-        return self._of_ended(self.batch.req_pool_indices)
 
     @property
     def rows(self) -> set[int]:
-        """The rows of ``req_to_token`` that it may still read for them."""
-        return set(self._rows.tolist())
+        """The rows of ``req_to_token`` that it may still read for them. The host knows them without the device."""
+        return {self.batch.reqs[i].freed_row for i in self.ended}
 
     @cached_property
     def states(self) -> set[int]:
@@ -77,13 +69,6 @@ class StepInFlight:
         """Of what the engine calls the state: `windows` or `states`, whichever the model has."""
         return self.states if self.batch.window_cache_loc is None else self.windows
 
-    def uses(self, row: int, slots: torch.Tensor) -> bool:
-        """Whether it may still read ``row`` or write to ``slots`` of KV."""
-        if row in self.rows:
-            return True
-        pages = torch.from_numpy(self.pages).to(slots.device)
-        return bool(torch.isin(slots // self.page_size, pages).any())
-
 
 def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
     """The step whose result has not been processed, if a request that it was launched with has ended; else None.
@@ -93,21 +78,10 @@ def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
     steps = getattr(scheduler, "result_queue", None)
     if not steps:
         return None
-    batch, result = steps[-1]
+    batch = steps[-1][0]
     # By the attribute: each step of a long queue looks at all that run.
     ended = [i for i, req in enumerate(batch.reqs) if req.finished_reason is not None]
-    return StepInFlight(batch, ended, result.copy_done, page_size) if ended else None
-
-
-def wait_if_used(scheduler: Any, page_size: int, row: int, slots: torch.Tensor, has_state: bool) -> None:
-    """Wait for the step in flight if it may still use ``row`` or ``slots`` of a request that has ended.
-
-    has_state: whether steps write more than KV; then it is waited for wherever a request has ended.
-    """
-    more = has_state or scheduler.enable_hisparse or not scheduler.spec_algorithm.is_none()
-    step = find_step_in_flight(scheduler, page_size)
-    if step is not None and (more or step.uses(row, slots)):
-        step.done.synchronize()
+    return StepInFlight(batch, ended, page_size) if ended else None
 
 
 class Fence(NamedTuple):
@@ -128,8 +102,6 @@ class Fence(NamedTuple):
             return False
         if state_indices is not None and not self.step.writes.isdisjoint(state_indices):
             return True
-        if len(page_indices) <= FEW_PAGES:
-            return not set(self.step.pages.tolist()).isdisjoint(page_indices.tolist())
         return bool(np.isin(page_indices, self.step.pages).any())
 
 

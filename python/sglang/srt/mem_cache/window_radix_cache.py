@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.decode_windows import Windows
@@ -74,10 +72,6 @@ class WindowSlots:
     def of(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots here, int64, of slots of the other pool; 0 where there is none."""
         return self.allocator.full_to_swa_index_mapping[slots]
-
-    def pages_of(self, slots: torch.Tensor) -> np.ndarray:
-        """The pages here, int32, of slots of the other pool that begin with a page and all have one."""
-        return kv_to_page_indices(self.of(slots).cpu().numpy(), self.rule.page_size).astype(np.int32)
 
     def drop(self, slots: torch.Tensor) -> None:
         """Free what slots of the other pool have here, if they have any. What raises has changed nothing."""

@@ -74,9 +74,9 @@ def _patch(module: Any) -> None:
     when_made(module.Scheduler, _watch)
     request, commit = prefill_delta.PrefillDeltas.request, decode.DecodeTransferQueue._commit_transfer_to_req
 
-    def request_delta(deltas: Any, decode_req: Any, fence: Any) -> None:
+    def request_delta(deltas: Any, decode_req: Any) -> None:
         _of_this_process[-1].asked(decode_req.req)
-        request(deltas, decode_req, fence)
+        request(deltas, decode_req)
 
     def commit_transfer(queue: Any, decode_req: Any) -> bool:
         req = decode_req.req
