@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,6 +32,7 @@ from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import peer_liveness, peer_watch, prefill_peers
 from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.decode_prefix import prompt_digests
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
@@ -71,7 +73,7 @@ class Half:
         self.bench, self.req = bench, req
         self.sender = bench.sender_type(bench.prefill, bench.addr(req), req.bootstrap_room, [0], 0)
         self.sender.prompt_len = len(req.origin_input_ids)
-        self.sender.prompt_ids, self.sender.padded_ids = req.origin_input_ids_unpadded, req.origin_input_ids
+        self.sender.own_prompt = partial(prompt_digests, req)
         self.goes_on = self.begun = self.ended = False
         self.sent = 0
         self.receiver: Any = None
@@ -420,7 +422,7 @@ def asked(bench: Bench) -> Req:
 def unasked(bench: Bench) -> Req:
     """It has been admitted, and a step in flight still uses its pages; prefill will be asked in the next one."""
     req = bench.arrive()
-    ended = SimpleNamespace(finished_reason=FINISH_LENGTH(1))
+    ended = SimpleNamespace(finished_reason=FINISH_LENGTH(1), freed_row=-1)
     slots = torch.arange(0, bench.world.size + PAGE, PAGE)
     batch = SimpleNamespace(
         reqs=[ended] * len(slots),
@@ -678,7 +680,7 @@ def test_the_states_are_all_that_the_code_has(monkeypatch: pytest.MonkeyPatch):
         if bench.entry(req) is not None:
             polls.add(bench.entry(req).poll())
     # Between two steps they are empty.
-    lists -= {"transfer.arrived", *(name for name in lists if name.endswith("memory._failed"))}
+    lists -= {"transfer.arrived", *(name for name in lists if name.endswith(("memory._failed", "deltas._admitted")))}
     assert lists | {"scheduler.waiting_queue", "scheduler.running_batch"} == seen
     assert polls == {value for name, value in vars(KVPoll).items() if name[0].isupper()}
 

@@ -22,10 +22,13 @@ from sglang.srt.disaggregation import decode_prefix
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
-from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, pages, prompt_digest, say_images
+from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, pages, prompt_digest, prompt_digests, say_images
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.checked_requests import CheckedRequests
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import Prefill
 
@@ -264,24 +267,27 @@ def test_nobody_waits_for_a_transfer_of_which_nothing_would_be_kept(images):
         world.tree.reset()
 
 
-def test_the_digest_is_made_when_a_request_arrives(make, monkeypatch):
-    """On prefill once a decode worker has asked with one, and not a second time when it is asked for."""
+def test_the_tokenizer_process_makes_the_digest(monkeypatch):
+    """On the scheduler it would be part of a step, which makes it of images only, and of what was cut."""
     made = []
     monkeypatch.setattr(decode_prefix, "prompt_digest", lambda *args: made.append(args) or prompt_digest(*args))
-    pair = make()
-    first = pair.arrive(req_of(PROMPT), req_of(PROMPT))
-    first.wait_senders(KVPoll.WaitingForInput)
-    assert len(made) == 2
-    sender = pair.world.request(2, len(PROMPT), 8).start_prefill().senders[0]
-    sender.prompt_len, sender.prompt_ids = len(PROMPT), PROMPT
-    sender.expect_question(PROMPT)
-    assert len(made) == 3 and sender.own_prompt == prompt_digest(PROMPT, len(PROMPT))
-    receiver, req = first.receivers[0], req_of(PROMPT, 5)
-    PrefillDeltas.expect(SimpleNamespace(req=req, kv_receiver=receiver))
-    assert len(made) == 5 and len(receiver.own_prompt) == 32
-    pair.compares(False)
-    PrefillDeltas.expect(SimpleNamespace(req=req, kv_receiver=receiver))
-    assert len(made) == 5
+    message = SimpleNamespace(sampling_params=SimpleNamespace())
+    monkeypatch.setattr(CheckedRequests, "_create_tokenized_object", lambda *args: message)
+    manager = object.__new__(TokenizerManager)
+    manager.disaggregation_mode = DisaggregationMode.DECODE
+    assert manager._create_tokenized_object(None, "", PROMPT, None, None) is message
+    req = req_of(PROMPT)
+    req.sampling_params = message.sampling_params
+    assert prompt_digests(req) == prompt_digest(PROMPT, len(PROMPT)) and not made
+    req.origin_input_ids_unpadded = [*PROMPT]
+    assert len(prompt_digests(req)) == 32 and len(made) == 2
+    req.origin_input_ids = req.origin_input_ids_unpadded = PROMPT[:-1]
+    assert prompt_digests(req) == prompt_digest(PROMPT[:-1], len(PROMPT) - 1) and len(made) == 3
+    message.sampling_params = SimpleNamespace()
+    for mode, images in (DisaggregationMode.NULL, None), (DisaggregationMode.PREFILL, [1]):
+        manager.disaggregation_mode = mode
+        manager._create_tokenized_object(None, "", PROMPT, None, images)
+    assert not vars(message.sampling_params)
 
 
 def test_a_decode_worker_that_does_not_say_its_prompt_is_served(make):

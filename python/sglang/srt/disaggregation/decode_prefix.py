@@ -80,12 +80,16 @@ def _packed(token_ids: Sequence[int]) -> array[int] | bytes:
     return repr([*token_ids]).encode()
 
 
-def prompt_digests(unpadded: Sequence[int], padded: Sequence[int]) -> bytes:
+def prompt_digests(req: Any) -> bytes:
     """The `prompt_digest` of a prompt; behind it, with images, 16 bytes that say which of them are where.
 
-    unpadded: its tokens before images are padded. padded: the same list, or where there are images another that the
-    engine has made, with hashes of their features, by which a tree knows them.
+    The engine makes another list where there are images, with hashes of their features, by which a tree knows them. Of
+    a prompt without, the tokenizer process has made the digest: here it would be part of a step of the scheduler.
     """
+    unpadded, padded = req.origin_input_ids_unpadded, req.origin_input_ids
+    length, made = getattr(req.sampling_params, "prompt_digest", (-1, b""))
+    if padded is unpadded and length == len(padded):
+        return made
     images = b"" if padded is unpadded else prompt_digest(padded, len(padded))
     return prompt_digest(unpadded, len(padded)) + images
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from functools import cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
-from sglang.srt.disaggregation.decode_prefix import say_images
+from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
 from sglang.srt.disaggregation.kv_weights import know_weights
@@ -84,8 +85,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
-            req.disagg_kv_sender.prompt_ids = req.origin_input_ids_unpadded
-            req.disagg_kv_sender.expect_question(req.origin_input_ids)
+            req.disagg_kv_sender.own_prompt = cache(partial(prompt_digests, req))
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
             if self.reads is not None and may_compute(req):

@@ -12,14 +12,14 @@ import dataclasses
 import enum
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix, prompt_digests
+from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix
 from sglang.srt.disaggregation.room_notes import COMPUTED
 
 if TYPE_CHECKING:
@@ -163,13 +163,6 @@ def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
     return {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
 
 
-def digest_prompt(sender: DeltaSender) -> bytes:
-    """The `prompt_digests` of this worker's prompt, which are made once."""
-    if sender.own_prompt is None:
-        sender.own_prompt = prompt_digests(sender.prompt_ids, sender.padded_ids)
-    return sender.own_prompt
-
-
 def check_prompt(sender: DeltaSender) -> None:
     """Raise ValueError where decode's prompt, as far as it has said which that is, is not this worker's."""
     if sender.is_cut:
@@ -178,8 +171,7 @@ def check_prompt(sender: DeltaSender) -> None:
     said = said_prompts(sender.state.asked)
     if not said:
         return
-    sender.kv_mgr.compares_prompts = True
-    own = digest_prompt(sender)
+    own = sender.own_prompt()
     if {digests[:DIGEST_SIZE] for digests in said} != {own[:DIGEST_SIZE]}:
         raise ValueError(OTHER_PROMPT)
     sender.other_images = said != {own}
@@ -199,10 +191,8 @@ class DeltaSender(Base):
     init_time = SinceThen()
     # Tokens of the prompt.
     prompt_len: int | None = None
-    # Its tokens, before images are padded, and what is computed; and the digests of both, once they have been made.
-    prompt_ids: Sequence[int] = ()
-    padded_ids: Sequence[int] = ()
-    own_prompt: bytes | None = None
+    # Its `prompt_digests`.
+    own_prompt: Callable[[], bytes]
     # Whether decode has said that it has other images.
     other_images: bool = False
     # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
@@ -277,16 +267,6 @@ class DeltaSender(Base):
         state.accept(prefix_len, due_at)
         self.fail_if_refused()
         return not self.has_failed()
-
-    def expect_question(self, padded_ids: Sequence[int]) -> None:
-        """Make the digests of the prompt as soon as it is known, if decode workers have asked with theirs before.
-
-        Requests come one by one; many may be asked for at once, when what they wait for on decode has arrived.
-        padded_ids: its tokens, after images are padded.
-        """
-        self.padded_ids = padded_ids
-        if getattr(self.kv_mgr, "compares_prompts", False):
-            digest_prompt(self)
 
     # ---- questions ----
 
